@@ -3,8 +3,8 @@
 
 """The outcomes of all model types: kept in ``results.json``, shown in docs/families.md.
 
-``python -m tests.model_types.table try KIND [TYPE ...]`` tries types of a kind (``multimodal``, ``text``, ``other``; no
-TYPE: all of them) and keeps their outcomes. ``... table page`` writes the tables into the page.
+``python -m tests.model_types.table try KIND [TYPE ...]`` tries types of a kind (``multimodal``, ``text``, ``masked``,
+``seq2seq``; no TYPE: all of them) and keeps their outcomes. ``... table page`` writes the tables into the page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ HEAD = '| type | padded right | padded left | packed | logits |\n|---|---|---|--
 TEXT_TITLES = {
     'multimodal': 'Text of multimodal types',
     'text': 'Text',
-    'other': 'Masked, and from sequence to sequence',
+    'masked': 'Masked',
+    'seq2seq': 'From sequence to sequence',
 }
 Results = dict[str, dict[str, dict[str, str]]]
 

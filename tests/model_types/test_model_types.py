@@ -29,7 +29,8 @@ QUICK_TYPES = {'multimodal': ['git', 'granite_docling', 'voxtral_realtime'], 'te
 SLOW_TYPES = {
     'multimodal': ['florence2', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct', 'step3p7'],
     'text': ['gemma3_text', 'lfm2', 'mixtral', 'qwen3_next', 'rwkv'],
-    'other': ['bert', 't5'],
+    'masked': ['bert', 'funnel'],
+    'seq2seq': ['t5'],
 }
 TYPES = [(kind, model_type) for kind, types in QUICK_TYPES.items() for model_type in types]
 for slow_kind, slow_types in SLOW_TYPES.items():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ import transformers
 from composer.models import HuggingFaceModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from composer_tokacc import BatchLayout
@@ -36,9 +39,16 @@ MOST_ROUND_OFF = 1e-4
 CLASSES: dict[str, Any] = {
     'multimodal': MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     'text': MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    'other': {'bert': 'BertForMaskedLM', 't5': 'T5ForConditionalGeneration'},
+    'masked': {},
+    'seq2seq': {},
 }
 """Classes of models by kind and model type."""
+for _model_type, _class_name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items():
+    if _model_type not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        CLASSES['seq2seq'][_model_type] = _class_name
+for _model_type, _class_name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.items():
+    if _model_type not in CLASSES['seq2seq']:  # BART has one class for both
+        CLASSES['masked'][_model_type] = _class_name
 PACKED = {subject.model_type for subject in SUBJECTS.values()}
 """Types whose rows are also packed: those with random batches in ``tests/matrix``."""
 
@@ -58,6 +68,8 @@ def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Make
     if kind == 'text' and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
         config = config.get_text_config()
     config.use_cache = False
+    if kind == 'masked':
+        config.is_decoder = False  # the config of Reformer is made for text
     for key, value in settings.items():
         setattr(config.get_text_config(), key, value)
     model: Any = tiny_model(config, model_class).double()
@@ -127,8 +139,11 @@ def _tried(maker: Maker, modality: str) -> dict[str, str]:
     Some models take no doubles, or cast inside.
     """
     outcomes: dict[str, str] = {}
+    weights = copy.deepcopy(maker.model.state_dict())
     for dtype in (torch.float64, torch.float32):
         maker.model.to(dtype)
+        # Gradients of NaN make weights of NaN, even if the learning rate is 0.
+        maker.model.load_state_dict(weights)
         for name, outcome in _measured(maker, modality).items():
             previous = outcomes.get(name, 'not tried')
             is_better = outcome.startswith('exact') and not previous.startswith('exact')
