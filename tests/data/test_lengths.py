@@ -20,8 +20,8 @@ from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.length_tables import assert_same_table, lengths_of
+from tests.model_types.tiny import PATCH
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
-from tests.support.family_processors import PATCH_SIZE
 from tests.support.launch import ROOT
 
 
@@ -29,7 +29,7 @@ def computed_patches(model, batch):
     """Returns the number of patches that come out of the model's own patch embedding."""
     embeddings = []
     for module in model.modules():
-        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) and module.kernel_size[-1] == PATCH_SIZE:
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) and module.kernel_size[-1] == PATCH:
             embeddings.append(module)
     (embedding,) = embeddings
     counts = []
@@ -91,9 +91,9 @@ def test_tiles_that_fill_up_a_batch(name):
     case = FAMILIES[name]()
     rows = [case.rows[index] for index in (1, 5, 3)]
     batch = BatchLayout.for_model(case.model).concat(rows, pad_token_id=case.pad_token_id)
-    num_patches = count_patches(batch, PATCH_SIZE)
+    num_patches = count_patches(batch, PATCH)
     assert num_patches == computed_patches(case.model, batch)
-    patches_of_rows = sum(count_patches(row, PATCH_SIZE) for row in rows)
+    patches_of_rows = sum(count_patches(row, PATCH) for row in rows)
     # Mllama also computes the empty tiles of an image and the empty images of a row.
     assert (num_patches > patches_of_rows) == (name == 'mllama')
 
@@ -105,7 +105,7 @@ def test_margins_that_pixtral_crops():
         num_hidden_layers=1,
         num_attention_heads=2,
         image_size=32,
-        patch_size=PATCH_SIZE,
+        patch_size=PATCH,
     )
     encoder = transformers.PixtralVisionModel(config)
     batch = {'pixel_values': torch.ones(2, 3, 32, 24), 'image_sizes': torch.tensor([[32, 16], [8, 24]])}
@@ -113,7 +113,7 @@ def test_margins_that_pixtral_crops():
         features = encoder(**batch).last_hidden_state
     # Patches of 4 x 4 pixels: 8 x 4 of the first image, and 2 x 6 of the second one.
     assert features.shape[1] == 8 * 4 + 2 * 6
-    assert count_patches(batch, PATCH_SIZE) == 8 * 4 + 2 * 6
+    assert count_patches(batch, PATCH) == 8 * 4 + 2 * 6
 
 
 def test_patch_size_of_the_processor():
