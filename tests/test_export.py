@@ -79,6 +79,11 @@ def trained(tmp_path_factory):
     return folder / 'latest-rank0.pt', folder / 'exported'
 
 
+def export(*arguments):
+    """Runs the program, and returns its exit status."""
+    return main([str(argument) for argument in arguments])
+
+
 def a_batch():
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=4, max_images=3)
@@ -116,7 +121,7 @@ def logits_of_checkpoint(path):
 @pytest.mark.slow
 def test_exports_load_with_transformers_alone(trained, tmp_path):
     checkpoint, exported_at_the_end = trained
-    assert main([str(checkpoint), str(tmp_path / 'exported')]) == 0
+    assert export(checkpoint, tmp_path / 'exported') == 0
     expected = logits_of_checkpoint(checkpoint)
     for logits in logits_of_exports(tmp_path, tmp_path / 'exported', exported_at_the_end):
         torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
@@ -164,10 +169,10 @@ def test_sharded_checkpoints_are_exported(trained, tmp_path):
     torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
 
     sharded_weights = tmp_path / 'weights' / 'checkpoints' / 'ep0-ba2'
-    sharded_adapter = str(tmp_path / 'adapter' / 'checkpoints' / 'ep0-ba2')
-    assert main([str(sharded_weights), str(tmp_path / 'exported')]) == 0
-    assert main([sharded_adapter, str(tmp_path / 'exported_adapter')]) == 0
-    assert main([sharded_adapter, str(tmp_path / 'merged'), 'merge=true']) == 0
+    sharded_adapter = tmp_path / 'adapter' / 'checkpoints' / 'ep0-ba2'
+    assert export(sharded_weights, tmp_path / 'exported') == 0
+    assert export(sharded_adapter, tmp_path / 'exported_adapter') == 0
+    assert export(sharded_adapter, tmp_path / 'merged', 'merge=true') == 0
     exports = [tmp_path / 'exported', f'{base} with {tmp_path}/exported_adapter', tmp_path / 'merged']
     of_weights, of_adapter, of_merged = logits_of_exports(tmp_path, *exports)
     torch.testing.assert_close(of_weights, expected['weights'], rtol=1e-6, atol=1e-6)
@@ -177,7 +182,7 @@ def test_sharded_checkpoints_are_exported(trained, tmp_path):
     # Without one of its shards a checkpoint is refused.
     shard = next(sharded_weights.glob('__1_*.distcp'))
     shard.unlink()
-    assert main([str(sharded_weights), str(tmp_path / 'damaged')]) == 2
+    assert export(sharded_weights, tmp_path / 'damaged') == 2
     assert not (tmp_path / 'damaged').exists()
 
 
@@ -197,6 +202,7 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
     Returns:
         The path of the checkpoint, the logits of the trained model, and the logits of its base.
     """
+    pytest.importorskip('peft')
     processor = build_digits_processor()
     source = {'config': tiny_config(tied=tied)}
     base = build_model(**source, processor=processor).model.to(dtype)
@@ -241,18 +247,17 @@ def test_exported_adapter_computes_the_same(tmp_path, lora, has_tied_embeddings)
     peft = pytest.importorskip('peft')
     checkpoint, expected, logits_of_base = lora_checkpoint(tmp_path, lora, tied=has_tied_embeddings)
     assert (expected - logits_of_base).abs().max() > 0.1, 'training has changed the model'
-    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
+    assert export(checkpoint, tmp_path / 'adapter') == 0
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / 'base')
     model_with_adapter = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter'))
     torch.testing.assert_close(logits_of(model_with_adapter), expected, rtol=1e-6, atol=1e-6)
-    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    assert export(checkpoint, tmp_path / 'merged', 'merge=true') == 0
     torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_adapter_merges_into_half_precision(tmp_path):
-    pytest.importorskip('peft')
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, dtype=torch.bfloat16)
-    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    assert export(checkpoint, tmp_path / 'merged', 'merge=true') == 0
     torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -269,7 +274,7 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
     fit(model, a_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'))
     checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
     merge = [] if lora is None else ['merge=true']
-    assert main([str(checkpoint), str(tmp_path / 'exported'), *merge]) == 0
+    assert export(checkpoint, tmp_path / 'exported', *merge) == 0
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported')
     assert generation.items() <= exported.generation_config.to_dict().items()
     if lora is None:
@@ -278,11 +283,10 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
 
 
 def test_adapter_without_a_base(tmp_path, capsys):
-    pytest.importorskip('peft')
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)
-    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 2
+    assert export(checkpoint, tmp_path / 'adapter') == 2
     assert 'export with merge=true' in capsys.readouterr().err
-    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
+    assert export(checkpoint, tmp_path / 'merged', 'merge=true') == 0
     torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
     assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
@@ -323,16 +327,15 @@ def damaged_checkpoints(checkpoint, folder):
 
 
 def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
-    pytest.importorskip('peft')
     checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
     exports = tmp_path / 'exports'
     for path, message in damaged_checkpoints(checkpoint, tmp_path).items():
         for merge in ([], ['merge=true']):
-            assert main([str(path), str(exports / path.stem), *merge]) == 2
+            assert export(path, exports / path.stem, *merge) == 2
             assert message in capsys.readouterr().err
     # A checkpoint that is complete, but whose base is damaged.
     (tmp_path / 'base' / 'config.json').unlink()
-    assert main([str(checkpoint), str(exports / 'merged'), 'merge=true']) == 2
+    assert export(checkpoint, exports / 'merged', 'merge=true') == 2
     assert '`base_model_name_or_path`: ' in capsys.readouterr().err
     assert not list(exports.iterdir())
 
@@ -340,22 +343,22 @@ def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
 def test_unwritable_folder_is_one_line(tmp_path, capsys):
     checkpoint, _, _ = lora_checkpoint(tmp_path, {})
     (tmp_path / 'file').write_text('keep')
-    assert main([str(checkpoint), str(tmp_path / 'file' / 'folder')]) == 2
+    assert export(checkpoint, tmp_path / 'file' / 'folder') == 2
     assert 'the folder to export to must be writable' in capsys.readouterr().err
     (tmp_path / 'empty').mkdir()
-    assert main([str(checkpoint), str(tmp_path / 'empty')]) == 0
-    assert main([str(checkpoint), str(tmp_path / 'empty')]) == 2
+    assert export(checkpoint, tmp_path / 'empty') == 0
+    assert export(checkpoint, tmp_path / 'empty') == 2
 
 
 def test_full_folder_is_left_alone(tmp_path, capsys):
     (tmp_path / 'mine.txt').write_text('keep')
-    assert main([str(tmp_path / 'x.pt'), str(tmp_path)]) == 2
+    assert export(tmp_path / 'x.pt', tmp_path) == 2
     assert 'must be absent or empty' in capsys.readouterr().err
     assert (tmp_path / 'mine.txt').read_text() == 'keep'
 
 
 def test_missing_argument_shows_usage(capsys):
-    assert main(['only-one']) == 2
+    assert export('only-one') == 2
     assert 'usage' in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from tests.checks.test_written_state import RunningMean, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import hugging_face, reference_gradients
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
@@ -35,7 +35,7 @@ def test_mean_over_the_step_is_exact():
 
 def test_mean_of_means_is_off():
     """The report says in which cuts."""
-    batch = collate(text_rows(ROWS[:4]))
+    batch = ragged_batch(ROWS[:4])
     report = verify_invariance(mean_of_means(text_model()), batch, microbatch_sizes=[1, 9])
     assert not report.is_exact
     errors_by_size = {1: [], 4: []}  # there are only 4 rows, so 9 becomes 4
@@ -189,22 +189,15 @@ def pairs_of(report):
 @pytest.mark.parametrize('is_wrapped', [False, True])
 def test_isolation_of_documents(is_wrapped):
     """Positions that start again isolate documents. With running positions a document sees those before it."""
-    rows = text_rows([(4, 2), (6, 3), (5, 5)])
-    lengths = [row['input_ids'].shape[1] for row in rows]
-    positions_of_documents = [torch.arange(length) for length in lengths]
-    packed = {
-        'input_ids': torch.cat([row['input_ids'] for row in rows], dim=1),
-        'labels': torch.cat([row['labels'] for row in rows], dim=1),
-        'position_ids': torch.cat(positions_of_documents)[None],
-    }
-    documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
+    packed = packed_row(text_rows([(4, 2), (6, 3), (5, 5)]))
+    documents = torch.tensor([[0] * 4 + [1] * 6 + [2] * 5])
     model = text_model()
     if is_wrapped:
         model = hugging_face(model)
     report = verify_isolation(model, packed, documents)
     assert report.is_isolated, report
     assert str(report) == 'isolated: 0 leaks'
-    packed['position_ids'] = torch.arange(sum(lengths))[None]
+    packed['position_ids'] = torch.arange(15)[None]
     report = verify_isolation(model, packed, documents)
     assert pairs_of(report) == [(0, 1, 0), (0, 2, 0), (0, 2, 1)]
     assert 'row 0: document 1 sees document 0: ' in str(report)

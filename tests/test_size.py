@@ -325,7 +325,7 @@ class LogitsCounter(Callback):
 
     num_logits: ClassVar[list[int]] = []
 
-    def before_backward(self, state: State, logger: Logger) -> None:
+    def before_backward(self, state: State, logger: Logger):
         self.num_logits.append(state.outputs['logits'].shape[:2].numel())
 
 
