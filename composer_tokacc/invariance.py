@@ -74,7 +74,7 @@ class InvarianceCase:
     @classmethod
     def from_gradients(
         cls,
-        gradients: Gradients,
+        found: Gradients,
         expected: Gradients,
         *,
         cut: str,
@@ -83,10 +83,10 @@ class InvarianceCase:
         is_held: bool = True,
     ) -> InvarianceCase:
         """Compares gradients on every rank, and returns the case of the rank with the largest error; a collective."""
-        error, reason = relative_error(gradients, expected)
+        error, reason = relative_error(found, expected)
         along_reference = 0.0
-        for name in gradients.keys() & expected.keys():
-            along_reference += _product(gradients[name], expected[name])
+        for name in found.keys() & expected.keys():
+            along_reference += _product(found[name], expected[name])
         case = cls(
             cut=cut,
             padding=padding,
@@ -189,15 +189,15 @@ def compare_cuts(
     return report
 
 
-def relative_error(gradients: Gradients, expected: Gradients) -> tuple[float, str]:
-    """Returns ``|gradients - expected| / |expected|`` over all parameters, and a line that names the worst parameter.
+def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
+    """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the worst parameter.
 
     An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere.
     """
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
-    for name in sorted(gradients.keys() | expected.keys()):
-        gradient = gradients.get(name, zero).cpu().double()
+    for name in sorted(found.keys() | expected.keys()):
+        gradient = found.get(name, zero).cpu().double()
         reference = expected.get(name, zero).cpu().double()
         difference = gradient - reference
         square = float(difference.square().sum())
@@ -210,7 +210,7 @@ def relative_error(gradients: Gradients, expected: Gradients) -> tuple[float, st
         )
     worst = max(squares, key=squares.__getitem__)
     reason = 'is off'
-    if worst not in gradients:
+    if worst not in found:
         reason = 'has no gradient'
     elif worst not in expected:
         reason = 'has a gradient, but not in the reference'
