@@ -16,10 +16,8 @@ import torch
 from triton.runtime import driver
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
 from tests.support.training import loader, reference_gradients, relative_error, train
-
-SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
 
 def without_gpu() -> None:
@@ -40,7 +38,7 @@ def liger_model() -> Any:
 
 def main() -> None:
     without_gpu()
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(ONE_UNLABELLED)
     expected, _ = reference_gradients(text_model(), batch)
     errors = {}
     rules = []

@@ -14,15 +14,14 @@ from composer_tokacc import token_data_spec
 from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.text import VOCABULARY, named_batch, text_model
 from tests.support.training import assert_exact, fit, loader
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
 
 def batch_of(**entries: Any) -> dict[str, Any]:
-    sample_ids = [f'sample-{row}' for row in range(len(SHAPE))]
-    return {**collate(text_rows(SHAPE)), 'sample_ids': sample_ids, **entries}
+    return {**named_batch(SHAPE), **entries}
 
 
 def with_label(label: int) -> dict[str, Any]:

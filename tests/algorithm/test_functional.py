@@ -16,10 +16,10 @@ from composer_tokacc.algorithm import (
     weighted_microbatches,
 )
 from composer_tokacc.layout import PreSplitBatch
-from tests.support.text import collate, text_model, text_row, text_rows
+from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import composer_gradients, reference_gradients, relative_error
 
-RAGGED = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
+SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
 
 
 def test_weights_of_a_step_by_hand():
@@ -33,14 +33,10 @@ def test_weights_of_a_step_by_hand():
     assert token_weight(0, 0) == 0.0
 
 
-def gradients_of(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize('size', [1, 2, 4])
 def test_plain_loop_is_exact(size):
     model = text_model()
-    rows = text_rows(RAGGED)
+    rows = text_rows(SHAPE)
     expected, _ = reference_gradients(model, collate(rows))
     microbatches = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
     for microbatch, weight in zip(microbatches, step_loss_weights(microbatches), strict=True):
@@ -49,7 +45,7 @@ def test_plain_loop_is_exact(size):
 
 
 def test_unknown_rule_is_refused():
-    batch = collate(text_rows(RAGGED))
+    batch = ragged_batch(SHAPE)
     with pytest.raises(ValueError, match=r"`loss_tokens` must be .*, got: 'auto'"):
         step_loss_weights([batch], loss_tokens='auto')
     with pytest.raises(ValueError, match=r"`loss_tokens` must be .*, got: 'shifted'"):
@@ -57,8 +53,8 @@ def test_unknown_rule_is_refused():
 
 
 def test_microbatch_without_loss_tokens():
-    with_labels = collate(text_rows([(5, 3)]))
-    without_labels = collate(text_rows([(5, 0)]))
+    with_labels = ragged_batch([(5, 3)])
+    without_labels = ragged_batch([(5, 0)])
     assert step_loss_weights([with_labels, without_labels]) == [1.0, 0.0]
 
 
@@ -80,9 +76,9 @@ def listed_microbatches(batch, **options):
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
 def test_first_label_after_padding_is_refused(function):
     """Whether a pad predicts it depends on the cut into microbatches."""
-    padded_left = collate(text_rows([(9, 9), (4, 4)]), side='left')
-    padded_right = collate(text_rows([(9, 9), (4, 4)]))
-    unpadded = collate(text_rows([(5, 5)]))
+    padded_left = ragged_batch([(9, 9), (4, 4)], side='left')
+    padded_right = ragged_batch([(9, 9), (4, 4)])
+    unpadded = ragged_batch([(5, 5)])
     batch = PreSplitBatch([padded_left, unpadded], max_tokens=18)
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         function(batch)
@@ -96,13 +92,12 @@ def packed_by_user() -> list[dict[str, torch.Tensor]]:
 
     Plain collators leave these labels.
     """
-    microbatches = []
-    for seed, lengths in enumerate([(5, 9, 4), (3, 6)]):
-        rows = [text_row(length, length, seed=10 * seed + length) for length in lengths]
-        ids = torch.cat([row['input_ids'] for row in rows], dim=1)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        microbatches.append({'input_ids': ids, 'labels': ids.clone(), 'position_ids': positions[None]})
-    return microbatches
+    documents = text_rows([(length, length) for length in (5, 9, 4, 3, 6)])
+    return [packed_row(documents[:3]), packed_row(documents[3:])]
+
+
+LABELS_OF_DOCUMENTS = [(4, 9, 4), (2, 6)]
+"""The number of labels that are predicted in each document. Nothing predicts the first token of a row."""
 
 
 def token_losses(model, microbatch) -> torch.Tensor:
@@ -112,20 +107,12 @@ def token_losses(model, microbatch) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction='none')
 
 
-def labels_per_document(microbatch) -> list[int]:
-    """Returns how many labels of each document are predicted. Nothing predicts the first token of a row."""
-    is_start = microbatch['position_ids'][0] == 0
-    starts = is_start.nonzero().flatten().tolist()
-    ends = [*starts[1:], len(is_start)]
-    counts = [end - start for start, end in zip(starts, ends, strict=True)]
-    counts[0] -= 1
-    return counts
-
-
-def gradients_by_autograd(model, loss):
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(loss, parameters)
-    return dict(zip(names, gradients, strict=True))
+def gradients_of_loss(model, loss):
+    """Returns the gradients of a loss, and leaves none in the model."""
+    loss.backward()
+    gradients = composer_gradients(model)
+    model.zero_grad()
+    return gradients
 
 
 @pytest.mark.parametrize(('token_weights', 'power'), [('token', 0.0), ('sqrt', 0.5), ('sample', 1.0)])
@@ -133,21 +120,21 @@ def test_packed_rows_of_the_user(token_weights, power):
     """Factors count every label that the caller's loss averages, also the first one of a document."""
     model = text_model()
     microbatches = packed_by_user()
-    losses = []
-    weights = []
-    for microbatch in microbatches:
-        losses.append(token_losses(model, microbatch))
-        for num_labels in labels_per_document(microbatch):
-            weights += [num_labels**-power] * num_labels
-    weights = torch.tensor(weights)
-    weighted_mean = (torch.cat(losses) * weights).sum() / weights.sum()
-    expected = gradients_by_autograd(model, weighted_mean)
+    weighted_sum = 0.0
+    total_weight = 0.0
+    for microbatch, label_counts in zip(microbatches, LABELS_OF_DOCUMENTS, strict=True):
+        losses_of_documents = token_losses(model, microbatch).split(label_counts)
+        for losses in losses_of_documents:
+            weight = len(losses) ** -power
+            weighted_sum = weighted_sum + weight * losses.sum()
+            total_weight += weight * len(losses)
+    expected = gradients_of_loss(model, weighted_sum / total_weight)
     factors = step_loss_weights(microbatches, token_weights=token_weights)
     for microbatch, factor in zip(microbatches, factors, strict=True):
         outputs = model(**microbatch)
         apply_token_weights(outputs.logits, microbatch, token_weights)
         (outputs.loss * factor).backward()
-    assert relative_error(gradients_of(model), expected) < 1e-6
+    assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
 def test_packed_rows_are_returned_masked():
@@ -159,16 +146,16 @@ def test_packed_rows_are_returned_masked():
         # Position 0 of the labels has no loss, so the losses belong to positions 1, 2 and so on.
         is_within_document = microbatch['position_ids'][0, 1:] > 0
         losses.append(token_losses(model, microbatch)[is_within_document])
-    expected = gradients_by_autograd(model, torch.cat(losses).mean())
+    expected = gradients_of_loss(model, torch.cat(losses).mean())
     for microbatch, factor in weighted_microbatches(microbatches):
         (model(**microbatch).loss * factor).backward()
-    assert relative_error(gradients_of(model), expected) < 1e-6
+    assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])
 def test_number_of_items_is_refused(function):
     """The model would divide its loss by this number, and the factor would weigh it again: an error of 66 %."""
-    microbatches = [collate(text_rows(RAGGED[:2])), collate(text_rows(RAGGED[2:]))]
+    microbatches = [ragged_batch(SHAPE[:2]), ragged_batch(SHAPE[2:])]
     microbatches[1]['num_items_in_batch'] = torch.tensor(26)
     with pytest.raises(ValueError, match=r'must not hold `num_items_in_batch`, got: 26'):
         function(microbatches)

@@ -19,10 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
 from tests.support.training import composer_gradients, fit, reference_gradients, relative_error
-
-SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
 
 class FusedLinear(torch.autograd.Function):
@@ -46,7 +44,7 @@ class FusedLinear(torch.autograd.Function):
         return hidden_gradient * grad_outputs[0], weight_gradient * grad_outputs[0], None
 
 
-def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
+def fused(*, logits_in_eval: bool, shift_in_training: int = 1):
     """Returns a Llama whose forward is replaced, as liger-kernel does.
 
     Args:
@@ -56,7 +54,7 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
     model = text_model()
     plain_forward = model.forward
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels: Any = None, use_cache=None):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, use_cache=None):
         inputs: dict[str, Any] = {
             'input_ids': input_ids,
             'attention_mask': attention_mask,
@@ -78,7 +76,7 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
 @pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 1), (False, 6), (True, 2)])
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, caplog):
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(ONE_UNLABELLED)
     expected, _ = reference_gradients(text_model(), batch)
     algorithm = TokenAccumulation()
     options = {'packing': packing, 'microbatch_size': microbatch_size, 'algorithms': [algorithm]}
@@ -92,13 +90,13 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_wrong_rule_is_refused(logits_in_eval):
     with pytest.raises(RuntimeError, match=r"averages by 'causal'"):
-        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), loss_tokens='unshifted')
+        fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), loss_tokens='unshifted')
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
     model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
-    batch = collate(text_rows([(4, 4), (9, 9), (5, 2)]))
+    batch = ragged_batch([(4, 4), (9, 9), (5, 2)])
     model(**batch).loss.backward()
     expected = composer_gradients(model)
     model.zero_grad()
@@ -112,7 +110,7 @@ def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
 def test_token_weights_are_refused(logits_in_eval):
     message = r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
     with pytest.raises(RuntimeError, match=message):
-        fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), token_weights='sqrt')
+        fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), token_weights='sqrt')
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_
 from composer_tokacc.compat import TorchDispatchMode
 from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
-from tests.support.text import collate, text_rows
+from tests.support.text import collate, named_batch, ragged_batch, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -36,7 +36,7 @@ from tests.support.weights import column, weighted_reference
 SMALL = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2}
 HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4}
 # Prompts and answers of (length, labels), as in vision-language data: few positions have a label.
-RAGGED = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
+FEW_LABELS = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
 
 
 def make(name, **config):
@@ -83,14 +83,14 @@ CAUSAL = {
 }
 
 
-def shape_of_logits(state):
-    return tuple(state.outputs['logits'].shape[:2])
+@pytest.fixture
+def shapes():
+    """Records rows and width of the logits of each microbatch."""
+    return On(Event.BEFORE_BACKWARD, lambda state: tuple(state.outputs['logits'].shape[:2]))
 
 
-def batch_of(side='right', shape=RAGGED, **entries):
-    batch = collate(text_rows(shape), side=side)
-    batch['sample_ids'] = [f'sample-{index}' for index in range(len(shape))]
-    return {**batch, **entries}
+def batch_of(side='right', shape=FEW_LABELS, **entries):
+    return {**named_batch(shape, side=side), **entries}
 
 
 def without_sample_ids(batch):
@@ -100,7 +100,7 @@ def without_sample_ids(batch):
 
 def masked_batch():
     """Returns rows for models that do not shift labels. About a third of the tokens have a label."""
-    batch = collate(text_rows(RAGGED))
+    batch = ragged_batch(FEW_LABELS)
     generator = torch.Generator().manual_seed(0)
     is_drawn = torch.rand(batch['labels'].shape, generator=generator) < 0.3
     is_masked = is_drawn & (batch['attention_mask'] != 0)
@@ -121,15 +121,14 @@ def masked_batch():
         ('checkpointed', 'left', 3),
     ],
 )
-def test_gradient_of_causal_models(name, side, microbatch_size):
-    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
+def test_gradient_of_causal_models(name, side, microbatch_size, shapes):
     assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
     # The logits of a microbatch are one row: its labels, and one more position, which the model shifts away.
     num_logits = 0
     for rows, width in shapes.values:
         assert rows == 1
         num_logits += width - 1
-    assert num_logits == sum(num_labels for _, num_labels in RAGGED)
+    assert num_logits == sum(num_labels for _, num_labels in FEW_LABELS)
 
 
 @pytest.mark.parametrize('packing', [False, True])
@@ -149,12 +148,12 @@ def test_gradient_of_an_adapted_head(microbatch_size):
 
 
 @pytest.mark.parametrize(('make_model', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
-def test_gradient_of_unshifted_labels(make_model, microbatch_size):
+def test_gradient_of_unshifted_labels(make_model, microbatch_size, shapes):
     model = make_model().eval()  # without dropout
-    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     batch = masked_batch()
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
-    assert sum(width for _, width in shapes.values) == int((batch['labels'] != -100).sum())
+    num_logits = sum(width for _, width in shapes.values)
+    assert num_logits == (batch['labels'] != -100).sum()
 
 
 def test_gradient_is_that_of_sparse_prediction():
@@ -249,7 +248,7 @@ def with_doubled_position(gradient):
 
 
 def test_error_names_sample_and_label():
-    # So few labels that a step measures all of them.
+    # These are fewer labels than a step measures, so that it measures all of them.
     shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]
     first = batch_of(shape=shape)
     second = batch_of(shape=shape)
@@ -323,18 +322,16 @@ def test_other_shapes_are_not_compared():
         pytest.param({'compile_config': {'backend': 'eager'}}, 'compiled', marks=pytest.mark.slow),
     ],
 )
-def test_reason_of_all_logits_is_logged(options, reason, caplog):
-    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
+def test_reason_of_all_logits_is_logged(options, reason, caplog, shapes):
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
-    assert sum(rows for rows, _ in shapes.values) == len(RAGGED)
+    assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
     (message,) = [line for line in caplog.messages if 'Logits are computed at all positions' in line]
     assert reason in message
 
 
-def test_metrics_of_training_get_all_logits():
+def test_metrics_of_training_get_all_logits(shapes):
     model = hugging_face(llama(), metrics=[LanguageCrossEntropy()])
-    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
     assert shapes.values == [(6, 24)]
 
@@ -367,9 +364,8 @@ def test_model_that_does_not_call_head(caplog):
         fit(fused(), batch_of(), logits='labels')
 
 
-def test_dense_labels_compute_all_logits():
+def test_dense_labels_compute_all_logits(shapes):
     """Nothing is gained by selecting nearly all positions."""
-    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     shape = [(19, 19), (19, 19), (19, 19)]
     assert_exact(llama(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
     assert shapes.values == [(3, 19)]
@@ -380,7 +376,7 @@ def test_evaluation_computes_all_logits():
     losses = []
     for logits in ('all', 'labels'):
         model = hugging_face(llama(), eval_metrics=[LanguageCrossEntropy()])
-        eval_rows = DataLoader(text_rows(RAGGED), batch_size=6, collate_fn=collate)
+        eval_rows = DataLoader(text_rows(FEW_LABELS), batch_size=6, collate_fn=collate)
         recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
         metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
         losses.append(float(metric.compute()))

@@ -13,7 +13,7 @@ from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.row_counts import RowCounts, with_rows
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import composer_gradients, fit, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
@@ -62,77 +62,77 @@ class SequenceLoss(HuggingFaceModel):
 
 
 def summed_by_row(logits, labels):
-    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
-    return losses.sum(dim=1)
+    losses = next_token_loss(logits, labels, reduction='none')
+    return losses.view(len(labels), -1).sum(dim=1)
+
+
+@pytest.fixture
+def model():
+    return text_model()
+
+
+@pytest.fixture
+def batch():
+    return ragged_batch(SHAPE)
+
+
+def logits_of(model, batch):
+    return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
 
 
 def gradients_of(model, total):
-    model.zero_grad()
+    """Returns the gradients of a loss, and leaves none in the model."""
     total.backward()
-    return composer_gradients(model)
+    gradients = composer_gradients(model)
+    model.zero_grad()
+    return gradients
 
 
 def expected_terms(model, batch, microbatch_size):
     """Returns each term by its definition: sums over tokens, samples or microbatches, divided by their number."""
-    labels = batch['labels']
-    logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
+    logits = logits_of(model, batch)
     first_logits = logits[:, 0]
     routers = [rows[:, :5].exp().mean().square() for rows in first_logits.split(microbatch_size)]
     return {
-        'lm': torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+        'lm': next_token_loss(logits, batch['labels']),
         'contrastive': first_logits.square().mean(dim=1).mean(),
         'router': torch.stack(routers).mean(),
     }
 
 
-def fit_terms(model, data, **options):
-    """Runs a step of a :class:`TermsModel`, after the reference has left gradients in the model."""
-    model.model.zero_grad()
-    return fit(model, data, **options)
-
-
 @pytest.mark.parametrize(('form', 'microbatch_size'), [('dict', 1), ('dict', 3), ('total', 2), ('total', 5)])
-def test_every_term_has_its_own_denominator(form, microbatch_size):
-    model = text_model()
-    batch = collate(text_rows(SHAPE))
+def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size):
     terms = expected_terms(model, batch, microbatch_size)
-    expected = gradients_of(model, sum(terms.values()))
-    options = {'loss_units': UNITS, 'microbatch_size': microbatch_size}
-    recorder = fit_terms(TermsModel(model, form=form), loader(batch), **options)
-    assert relative_error(recorder.gradients, expected) < 1e-6
     terms['total'] = sum(terms.values())
+    expected = gradients_of(model, terms['total'])
+    options = {'loss_units': UNITS, 'microbatch_size': microbatch_size}
+    recorder = fit(TermsModel(model, form=form), loader(batch), **options)
+    assert relative_error(recorder.gradients, expected) < 1e-6
     for name, value in terms.items():
         assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
 
 
-def test_term_absent_in_some_microbatches():
+def test_term_absent_in_some_microbatches(model, batch):
     """The last of five rows is a separate microbatch, without the term. The term is still divided by five."""
-    model = text_model()
-    batch = collate(text_rows(SHAPE))
     terms = expected_terms(model, batch, 2)
-    logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
-    values_of_rows = logits[:, 0].square().mean(dim=1)
+    values_of_rows = logits_of(model, batch)[:, 0].square().mean(dim=1)
     terms['contrastive'] = values_of_rows[:4].sum() / 5
     expected = gradients_of(model, sum(terms.values()))
-    recorder = fit_terms(TermsModel(model, absent=['contrastive']), loader(batch), loss_units=UNITS)
+    recorder = fit(TermsModel(model, absent=['contrastive']), loader(batch), loss_units=UNITS)
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 2])
-def test_tuple_losses_are_token_means(microbatch_size):
-    model = text_model()
-    batch = collate(text_rows(SHAPE))
+def test_tuple_losses_are_token_means(model, batch, microbatch_size):
     terms = expected_terms(model, batch, 1)
     expected = gradients_of(model, 3 * terms['lm'])
-    recorder = fit_terms(TermsModel(model, form='tuple'), loader(batch), microbatch_size=microbatch_size)
+    recorder = fit(TermsModel(model, form='tuple'), loader(batch), microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-def test_terms_of_microbatches_of_the_split():
+def test_terms_of_microbatches_of_the_split(model, batch):
     """The term is averaged over the microbatches of the token budget, and not over rows / microbatch size."""
-    model = text_model()
-    batch = collate(text_rows(SHAPE))
     data = token_data_spec(loader(batch), regroup=False)
     # In order, with a budget of 2 * 14 tokens.
     microbatches = data.split_batch(data.batch_transforms(batch), 2)
@@ -140,36 +140,30 @@ def test_terms_of_microbatches_of_the_split():
     # Microbatches of three rows: the same cut.
     terms = expected_terms(model, batch, 3)
     expected = gradients_of(model, sum(terms.values()))
-    recorder = fit_terms(TermsModel(model), data, loss_units=UNITS)
+    recorder = fit(TermsModel(model), data, loss_units=UNITS)
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert recorder.logged('loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
 
 
-def test_term_without_unit_is_refused():
-    model = TermsModel(text_model())
-    units = {'lm': 'tokens', 'router': 'microbatches'}
+def test_term_without_unit_is_refused(model, batch):
     with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
-        fit(model, loader(collate(text_rows(SHAPE))), loss_units=units)
+        fit(TermsModel(model), loader(batch), loss_units={'lm': 'tokens', 'router': 'microbatches'})
 
 
-def test_units_without_a_dict_loss():
+def test_units_without_a_dict_loss(model, batch):
     with pytest.raises(RuntimeError, match='must go with a dict loss'):
-        fit(text_model(), loader(collate(text_rows(SHAPE))), loss_units={'lm': 'tokens'})
+        fit(model, loader(batch), loss_units={'lm': 'tokens'})
 
 
 @pytest.mark.parametrize(
     ('num_copies', 'microbatch_size', 'has_data_spec'),
     [(0, 1, False), (0, 2, True), (0, 5, False), (1, 1, True), (1, 2, True)],
 )
-def test_loss_of_samples_only(num_copies, microbatch_size, has_data_spec):
+def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_data_spec):
     """The last rows may be copies of a sample, which count nothing."""
-    model = text_model()
-    batch = collate(text_rows(SHAPE))
     num_samples = len(SHAPE) - num_copies
-    logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
-    losses = summed_by_row(logits, batch['labels'])
+    losses = summed_by_row(logits_of(model, batch), batch['labels'])
     expected = gradients_of(model, losses[:num_samples].mean() / 10)
-    model.zero_grad()
     if num_copies:
         batch = with_rows(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
     data = loader(batch)
@@ -187,9 +181,8 @@ class NormTerm(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
 
 
-def test_sample_term_of_a_dummy_row_is_refused():
-    model = NormTerm(text_model(), shift_labels=True, use_logits=True)
-    batch = collate(text_rows(SHAPE))
+def test_sample_term_of_a_dummy_row_is_refused(model, batch):
+    model = NormTerm(model, shift_labels=True, use_logits=True)
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
     fit(model, batch, algorithms=[algorithm], microbatch_size=5)
     batch_with_dummy = with_rows(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
@@ -197,11 +190,10 @@ def test_sample_term_of_a_dummy_row_is_refused():
         fit(model, batch_with_dummy, algorithms=[algorithm], microbatch_size=5)
 
 
-def test_warning_of_noise_scaled_by_width(caplog):
-    model = text_model()
-    setattr(model.model.embed_tokens, 'neftune_noise_alpha', 5.0)  # noqa: B010
+def test_warning_of_noise_scaled_by_width(model, batch, caplog):
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
     with caplog.at_level(logging.WARNING):
-        fit(model, collate(text_rows(SHAPE)))
+        fit(model, batch)
     assert 'NEFTune' in caplog.text
 
 

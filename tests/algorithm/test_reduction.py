@@ -19,7 +19,7 @@ from tests.support.process_group import group_of_one_rank
 class TwoHeads(torch.nn.Module):
     """A batch may use one head only, or none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(2, 1)
         self.second = torch.nn.Linear(2, 1)

@@ -19,7 +19,7 @@ from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm import router_balance
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config, tiny_model
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import (
     On,
     assert_exact,
@@ -29,13 +29,14 @@ from tests.support.training import (
     loader,
     reference_gradients,
     relative_error,
+    weights_unchanged,
 )
 
-SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 COEFFICIENT = 0.5
 
 
-def mixture(model_type='mixtral', **settings):
+def mixture_of_experts(model_type='mixtral', **settings):
+    """Returns a tiny mixture of experts that adds the load-balancing loss of its router to its loss."""
     config = tiny_config(model_type)
     config.update({'output_router_logits': True, 'router_aux_loss_coef': COEFFICIENT, **settings})
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
@@ -59,18 +60,18 @@ def mixture(model_type='mixtral', **settings):
 def test_gradient_is_that_of_one_forward(model_type, packing, microbatch_size):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f'transformers {transformers.__version__} has no such model')
-    model = mixture(model_type)
+    model = mixture_of_experts(model_type)
     if model_type == 'qwen3_next':
         # The error of one forward in float32 is already 1.4e-6.
         model = in_double(model)
     options = {'packing': packing, 'microbatch_size': microbatch_size}
-    assert_exact(model, collate(text_rows(SHAPE)), router_balance='step', **options)
+    assert_exact(model, ragged_batch(ONE_UNLABELLED), router_balance='step', **options)
 
 
 def test_mean_over_microbatches_differs():
     """The default is another loss, so the tests here can fail."""
-    model = mixture()
-    batch = collate(text_rows(SHAPE))
+    model = mixture_of_experts()
+    batch = ragged_batch(ONE_UNLABELLED)
     expected, _ = reference_gradients(model, batch)
     recorder = fit(model, batch)
     assert relative_error(recorder.gradients, expected) > 1e-2
@@ -83,8 +84,8 @@ def test_random_numbers_are_those_of_training(settings):
     The router's term has no gradient by the output embedding. So the gradient there must be the same as without
     the additional forward.
     """
-    model = mixture(**settings)
-    batch = collate(text_rows(SHAPE))
+    model = mixture_of_experts(**settings)
+    batch = ragged_batch(ONE_UNLABELLED)
     gradients = {}
     for balance in ('step', 'microbatch'):
         recorder = fit(model, batch, algorithms=[TokenAccumulation(router_balance=balance)], seed=7)
@@ -93,8 +94,8 @@ def test_random_numbers_are_those_of_training(settings):
 
 
 def test_other_random_numbers_are_refused():
-    model = mixture(router_jitter_noise=0.9)
-    batch = collate(text_rows([(40, 20)] * 6))
+    model = mixture_of_experts(router_jitter_noise=0.9)
+    batch = ragged_batch([(40, 20)] * 6)
     draws = On(Event.BEFORE_FORWARD, lambda state: torch.rand(3))  # as augmentations draw numbers
     with pytest.raises(RuntimeError, match='choose the same experts with and without a graph'):
         fit(model, batch, router_balance='step', callbacks=[draws])
@@ -102,7 +103,7 @@ def test_other_random_numbers_are_refused():
 
 def with_other_router_loss(router_loss):
     """Returns a model with another load-balancing loss, a function of its outputs."""
-    model = hugging_face(mixture())
+    model = hugging_face(mixture_of_experts())
     forward = model.model.forward
 
     def changed(**inputs):
@@ -135,42 +136,40 @@ def without_router_logits(outputs):
 def test_other_router_losses_are_refused(router_loss, message):
     """Before the optimizer moves."""
     model = with_other_router_loss(router_loss)
-    before = [parameter.clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(RuntimeError, match=f'{message}.*router_balance=.microbatch.'):
-        fit(model, collate(text_rows(SHAPE)), router_balance='step', optimizer=optimizer)
-    for parameter, expected in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, expected)
+    message = f'{message}.*router_balance=.microbatch.'
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
+        fit(model, ragged_batch(ONE_UNLABELLED), router_balance='step', optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
     'make_model',
-    [text_model, lambda: mixture(output_router_logits=False), lambda: NativeModel('causal')],
+    [text_model, lambda: mixture_of_experts(output_router_logits=False), lambda: NativeModel('causal')],
     ids=['dense', 'no router logits', 'other class'],
 )
 def test_model_without_router_loss_is_refused(make_model):
     with pytest.raises(RuntimeError, match=r'router_aux_loss_coef|output_router_logits=True'):
-        fit(make_model(), collate(text_rows(SHAPE)), router_balance='step')
+        fit(make_model(), ragged_batch(ONE_UNLABELLED), router_balance='step')
 
 
 def test_stock_loader_is_refused():
     with pytest.raises(RuntimeError, match=r'Use token_data_spec\(\)'):
-        fit(mixture(), loader(collate(text_rows(SHAPE))), router_balance='step')
+        fit(mixture_of_experts(), loader(ragged_batch(ONE_UNLABELLED)), router_balance='step')
 
 
 def test_token_weights_leave_the_routers_term():
     # Each sample has the same number of labels, so the weighted mean is the plain one.
-    batch = collate(text_rows([(8, 4)] * 4 + [(12, 4)] * 2))
-    assert_exact(mixture(), batch, token_weights='sample', router_balance='step')
+    batch = ragged_batch([(8, 4)] * 4 + [(12, 4)] * 2)
+    assert_exact(mixture_of_experts(), batch, token_weights='sample', router_balance='step')
 
 
 @pytest.mark.slow
 def test_compiled_forward_is_exact():
-    batch = collate(text_rows(SHAPE))
-    assert_exact(mixture(), batch, router_balance='step', compile_config={'backend': 'aot_eager'})
+    batch = ragged_batch(ONE_UNLABELLED)
+    assert_exact(mixture_of_experts(), batch, router_balance='step', compile_config={'backend': 'aot_eager'})
 
 
-TWO_DOCUMENTS = {'input_ids': torch.ones(1, 6, dtype=torch.long), 'position_ids': torch.tensor([[0, 1, 2, 0, 1, 2]])}
+TWO_DOCUMENTS = packed_row(text_rows([(3, 3), (3, 3)]))
 
 
 @pytest.mark.parametrize('num_tokens', [4, 5])

@@ -19,17 +19,16 @@ from composer_tokacc.row_counts import num_samples
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import collate, text_rows
+from tests.support.text import ONE_UNLABELLED, ragged_batch
 from tests.support.training import composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import weighted_losses
 
-SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
-
-def mixture(family, weight, **settings):
-    model = SUBJECTS[family].model('large')
-    model.model.config.update({'output_router_logits': True, 'router_aux_loss_coef': weight, **settings})
-    model.model.router_aux_loss_coef = weight
+def subject_with_router(name, coefficient):
+    """Returns a mixture of experts of the matrix that adds the load-balancing loss of its router to its loss."""
+    model = SUBJECTS[name].model('large')
+    model.model.config.update({'output_router_logits': True, 'router_aux_loss_coef': coefficient})
+    model.model.router_aux_loss_coef = coefficient
     return model
 
 
@@ -76,7 +75,7 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
 
 
 @pytest.mark.parametrize(
-    ('family', 'weight', 'microbatch_size', 'split', 'token_weights'),
+    ('subject', 'coefficient', 'microbatch_size', 'split', 'token_weights'),
     [
         ('mixtral', 0.1, 1, 'stock', 'token'),
         ('mixtral', 0.1, 2, 'regrouped', 'token'),
@@ -85,9 +84,9 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
         ('qwen3_moe', 1.0, 6, 'stock', 'sqrt'),
     ],
 )
-def test_routers_of_microbatches_weigh_the_same(family, weight, microbatch_size, split, token_weights):
-    model = mixture(family, weight)
-    batch = collate(text_rows(SHAPE))
+def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch_size, split, token_weights):
+    model = subject_with_router(subject, coefficient)
+    batch = ragged_batch(ONE_UNLABELLED)
     data = loader(batch)
     if split != 'stock':
         data = token_data_spec(data, regroup=split == 'regrouped')
@@ -103,7 +102,7 @@ def test_routers_of_microbatches_weigh_the_same(family, weight, microbatch_size,
 
 
 def test_warning_that_router_depends_on_cut(caplog):
-    fit(mixture('mixtral', 0.01), collate(text_rows(SHAPE)))
+    fit(subject_with_router('mixtral', 0.01), ragged_batch(ONE_UNLABELLED))
     assert 'depends on how the batch is cut' in caplog.text
 
 
@@ -121,8 +120,8 @@ def replace_coefficient(model, coefficient, other_coefficient):
 
 def test_model_with_other_coefficient_than_config():
     """The model's own coefficient counts. If its loss has another one, the run is refused."""
-    model = mixture('mixtral', 0.1)
-    batch = collate(text_rows(SHAPE))
+    model = subject_with_router('mixtral', 0.1)
+    batch = ragged_batch(ONE_UNLABELLED)
     vars(model.model)['router_aux_loss_coef'] = 0.3
     fit(model, batch)
     replace_coefficient(model, 0.3, 0.1)
@@ -131,10 +130,10 @@ def test_model_with_other_coefficient_than_config():
 
 
 def test_router_loss_that_is_not_added():
-    model = mixture('mixtral', 1e-9)
+    model = subject_with_router('mixtral', 1e-9)
     replace_coefficient(model, 1e-9, 0.0)
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
-        fit(model, collate(text_rows(SHAPE)))
+        fit(model, ragged_batch(ONE_UNLABELLED))
 
 
 class WithUnnamedCoefficient(NativeModel):
@@ -146,12 +145,13 @@ class WithUnnamedCoefficient(NativeModel):
 
     def forward(self, batch):
         outputs = super().forward(batch)
-        outputs['aux_loss'] = outputs['logits'].softmax(dim=-1).mean(dim=(0, 1)).square().sum()
-        return {**outputs, 'loss': outputs['loss'] + 0.1 * outputs['aux_loss']}
+        mean_probabilities = outputs['logits'].softmax(dim=-1).mean(dim=(0, 1))
+        aux_loss = mean_probabilities.square().sum()
+        return {**outputs, 'aux_loss': aux_loss, 'loss': outputs['loss'] + 0.1 * aux_loss}
 
 
 def test_unnamed_coefficient_is_refused():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(ONE_UNLABELLED)
     outcome = measure(WithUnnamedCoefficient(), batch, 2)
     assert outcome.kind == 'refused', outcome
     assert 'router_aux_loss_coef' in outcome.message

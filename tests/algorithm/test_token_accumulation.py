@@ -21,7 +21,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import RAGGED, collate, ragged_batch, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
@@ -31,11 +31,9 @@ from tests.support.training import (
     loader,
     reference_gradients,
     relative_error,
+    weights_unchanged,
 )
 from tests.support.weights import column, weighted_reference
-
-RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
-"""Length and number of labels of each row."""
 
 
 def assert_same_tensors(tensors, expected):
@@ -51,7 +49,7 @@ def model():
 
 @pytest.fixture
 def batch():
-    return collate(text_rows(RAGGED))
+    return ragged_batch()
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -60,7 +58,7 @@ def batch():
     [('stock', 2), ('stock', 6), ('ordered', 1), ('ordered', 3), ('regrouped', 1), ('regrouped', 3)],
 )
 def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split):
-    batch = collate(text_rows(RAGGED), side=side)
+    batch = ragged_batch(side=side)
     data = loader(batch)
     if split != 'stock':
         data = token_data_spec(data, regroup=split == 'regrouped')
@@ -70,7 +68,7 @@ def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split
 @pytest.mark.parametrize('counts_tokens', [False, True])
 def test_stock_composer_is_wrong(model, counts_tokens):
     """On these rows wrong weights show: the error is over 10 %. Composer's own counter also counts padding."""
-    batch = collate(text_rows(RAGGED[:4]))
+    batch = ragged_batch(RAGGED[:4])
     expected, _ = reference_gradients(model, batch)
     options = COMPOSERS_FLAG if counts_tokens else {}
     recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **options)
@@ -109,10 +107,9 @@ def test_flag_with_wrong_rule_is_refused(model, batch):
 
 def test_flag_with_our_counter_and_algorithm(model, batch):
     """Both would weigh by tokens. The run is refused before the weights move."""
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        fit(model, batch, **COMPOSERS_FLAG, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-    assert_same_tensors(model.state_dict(), before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
+        fit(model, batch, **COMPOSERS_FLAG, optimizer=optimizer)
 
 
 # Users may change the batch, the split or the loss.
@@ -139,7 +136,7 @@ def test_labels_masked_before_counting(model):
         labels[:, -1:] = -100
         return {**batch, 'labels': labels}
 
-    batch = collate(text_rows(RAGGED), side='left')
+    batch = ragged_batch(side='left')
     assert_exact(model, batch, batch_transforms=mask_last_label, batch=mask_last_label(batch))
 
 
@@ -187,7 +184,7 @@ def test_repeated_sample_counts_nothing(model, microbatch_size):
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])
 def test_microbatches_without_labels(model, split):
-    batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
+    batch = ragged_batch([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)])
     data = loader(batch)
     if split == 'regrouped':
         data = token_data_spec(data)
@@ -212,13 +209,13 @@ class MaskedSum(torch.nn.Module):
 
 
 def test_masked_sum_without_labels_is_finite(model):
-    batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
+    batch = ragged_batch([(4, 2), (9, 0), (14, 11)])
     assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
 def test_step_without_labels_moves_nothing(model, batch):
     """Neither the weights, by weight decay or momentum, nor the state of the optimizer."""
-    empty_batch = collate(text_rows([(5, 0), (7, 0)]))
+    empty_batch = ragged_batch([(5, 0), (7, 0)])
     weights_after_steps = []
     moments_after_steps = []
 
@@ -382,7 +379,7 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
     composer_model = hugging_face(model)
     if loss_units:
         monkeypatch.setattr(composer_model, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
-    batch = collate(text_rows([*RAGGED, (5, 0)]))
+    batch = ragged_batch([*RAGGED, (5, 0)])
     fit(composer_model, loader(batch), algorithms=[algorithm], microbatch_size=1)
     assert {event.value for event in events} <= set(calls)
     # The row without labels has no token to measure.
@@ -402,7 +399,7 @@ def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
 @pytest.mark.parametrize('has_data_spec', [False, True])
 def test_labels_on_pads(model, has_data_spec):
     """If a collator leaves labels on padding, Llama trains on them too."""
-    batch = collate(text_rows(RAGGED), labels_on_pads=5)
+    batch = ragged_batch(labels_on_pads=5)
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)

@@ -30,11 +30,10 @@ from composer_tokacc.weights import token_weights_of
 from tests.matrix.native_models import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import RAGGED, collate, named_batch, packed_row, text_model, text_rows
 from tests.support.training import composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import column, weighted_reference
 
-RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 TOLERANCE = 1e-6
 WEIGHTS = ['sqrt', 'sample', 'column']
 
@@ -45,10 +44,8 @@ def model():
 
 
 def batch_of(shape=RAGGED, side='right'):
-    batch = collate(text_rows(shape), side=side)
-    batch['loss_weights'] = column(batch)
-    batch['sample_ids'] = [f'sample-{index}' for index in range(len(shape))]
-    return batch
+    batch = named_batch(shape, side=side)
+    return {**batch, 'loss_weights': column(batch)}
 
 
 def assert_weighted_exactly(model, batch, data, token_weights, microbatch_size):
@@ -145,7 +142,9 @@ def test_random_rows_and_weights(model, seed):
         num_labels = rng.randint(0, length - 1)
         shape.append((length, num_labels))
     batch = batch_of(shape, side=rng.choice(['left', 'right']))
-    data = token_data_spec(loader(batch), regroup=rng.random() < 0.5, packing=rng.random() < 0.5)
+    regroup = rng.choice([True, False])
+    packing = rng.choice([True, False])
+    data = token_data_spec(loader(batch), regroup=regroup, packing=packing)
     assert_weighted_exactly(model, batch, data, rng.choice(WEIGHTS), rng.randint(1, 4))
 
 
@@ -178,13 +177,7 @@ def test_row_weight_of_packed_rows(model, packing):
 @pytest.mark.parametrize('token_weights', ['sqrt', 'sample'])
 def test_packed_documents_keep_their_weights(model, token_weights):
     rows = text_rows(RAGGED)
-    positions = [torch.arange(row['input_ids'].shape[1]) for row in rows]
-    packed = {
-        'input_ids': torch.cat([row['input_ids'] for row in rows], dim=1),
-        'labels': torch.cat([row['labels'] for row in rows], dim=1),
-        'position_ids': torch.cat(positions)[None],
-    }
-    assert_weighted_exactly(model, collate(rows), loader(packed), token_weights, 1)
+    assert_weighted_exactly(model, collate(rows), loader(packed_row(rows)), token_weights, 1)
 
 
 @pytest.mark.parametrize('token_weights', WEIGHTS)
@@ -195,7 +188,8 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
     microbatches = [layout.select(batch, rows) for rows in ([0, 3], [1, 2, 4], [5])]
     weights = step_loss_weights(microbatches, token_weights=token_weights)
     for microbatch, weight in zip(microbatches, weights, strict=True):
-        outputs = model(**{key: microbatch[key] for key in ('input_ids', 'attention_mask', 'labels')})
+        inputs = {key: microbatch[key] for key in ('input_ids', 'attention_mask', 'labels')}
+        outputs = model(**inputs)
         apply_token_weights(outputs.logits, microbatch, token_weights)
         (outputs.loss * weight).backward()
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
@@ -366,8 +360,9 @@ def test_weights_of_pre_split_batches(model):
     )
     data = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_with_weights)
     recorder = fit(model, token_data_spec(data, slot_tokens=LONGEST), token_weights='column', max_duration='2ba')
-    for indices, gradients in zip((range(8), range(8, 10)), recorder.steps, strict=True):
-        batch = collate_with_weights([dataset[index] for index in indices])
+    samples = [dataset[index] for index in range(10)]
+    for samples_of_step, gradients in zip((samples[:8], samples[8:]), recorder.steps, strict=True):
+        batch = collate_with_weights(samples_of_step)
         batch['loss_weights'] = torch.tensor(batch['loss_weights'])
         expected, _, _ = weighted_reference(model, batch, 'column')
         assert relative_error(gradients, expected) < TOLERANCE
