@@ -367,6 +367,7 @@ if transformers.__version__.startswith('4.'):  # transformers 5 has these by def
     CONFIGS['mistral3'] = {'vision_config.image_size': 32}
     CONFIGS['mllama'] |= {'text_config.rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}
     _OLD_PROCESSORS = {
+        'blip-2': {'image': 'BlipImageProcessor'},
         'idefics3': {'image': 'Idefics3ImageProcessor'},
         'internvl': {'image': 'GotOcr2ImageProcessorFast'},
         'llava_next_video': {'image': 'LlavaNextImageProcessor'},
