@@ -243,7 +243,10 @@ class _Drawing:
             return Image.frombytes('RGB', (width, height), self.rng.randbytes(3 * width * height))
         noise = np.random.default_rng(self.rng.randrange(1000))
         if modality == 'audio':
-            return noise.standard_normal(self.rng.randrange(2000, 9000)).astype(np.float32)
+            # A tone of its own, because all noise sounds the same to a small encoder.
+            seconds = np.arange(self.rng.randrange(2000, 9000)) / 16000
+            tone = np.sin(2 * np.pi * self.rng.randrange(200, 7000) * seconds)
+            return (tone + 0.1 * noise.standard_normal(len(tone))).astype(np.float32)
         shape = (self.rng.choice(self.frames), IMAGE, IMAGE, 3)
         return noise.integers(0, 255, shape, dtype=np.uint8)
 
