@@ -38,7 +38,7 @@ def held_out(case: Case, count: int) -> list[Row]:
     Every other row asks for the answer of the model, so that accuracy is neither 0 nor 1.
     """
     samples = []
-    for seed in range(1, 4):
+    for seed in range(4, 7):  # their batches have unlike mean losses
         samples += ragged_samples(seed=seed)
     rows = [{**case.encode(sample), 'num_images': [len(sample.media('image'))]} for sample in samples[:count]]
     for row in rows[::2]:
