@@ -72,13 +72,11 @@ MARKED ?= slow or not slow
 test-streaming: $(STAMP_STREAMING)
 	$(VENV_STREAMING)/bin/python -m pytest tests/streaming tests/monitor/test_loggers.py -m '$(MARKED)'
 
-# Processes of pytest; 0: in its own.
-WORKERS ?= 2
 test-newest: $(STAMP_NEWEST)
-	$(VENV_NEWEST)/bin/python -m pytest -n $(WORKERS) -m 'not slow' $(SLICE)
+	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
 
 test-oldest: $(STAMP_OLDEST)
-	$(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS) -m 'not slow' $(SLICE)
+	$(VENV_OLDEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
 
 # Every command of examples/llm_foundry/README.md: llm-foundry's own `train` with our entry points on one and two ranks, and
 # with token_data_spec, then the gradient of its first step.
