@@ -104,8 +104,10 @@ def simulate_steps(
     step_costs = []
     imbalances = []
     num_microbatches = []
+    num_tokens = 0
     num_positions = 0
     for batch in batches:
+        num_tokens += int(table.tokens[batch].sum())
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
         costs_of_ranks = []
         loads = []
@@ -125,9 +127,6 @@ def simulate_steps(
         step_costs.append(step_cost)
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
-    num_tokens = 0
-    for batch in batches:
-        num_tokens += int(table.tokens[batch].sum())
     return StepFigures(
         cost=float(np.mean(step_costs)),
         padding_ratio=1 - num_tokens / num_positions,
