@@ -178,6 +178,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_outside += timer.outside
     if not microbatches:
         raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
+    # One array for each field, except for `patches`, which has several numbers.
     without_patches = [microbatch[:5] for microbatch in microbatches]
     columns = np.array(without_patches, dtype=np.float64).T
     rows, widths, image_tokens, seconds, vision_seconds = columns
