@@ -22,9 +22,9 @@ from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
-from tests.algorithm.test_router_balance import COEFFICIENT, mixture
+from tests.algorithm.test_router_balance import COEFFICIENT, mixture_of_experts
 from tests.algorithm.test_router_loss import Microbatches, expected_step
-from tests.algorithm.test_router_loss import mixture as weighted_mixture
+from tests.algorithm.test_router_loss import subject_with_router as weighted_mixture
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.families import FAMILIES
@@ -286,7 +286,7 @@ def router_results() -> Results:
         for size, packing in ((1, False), (3, False), (2, True)):
             data = token_data_spec(loader(rank_batch), packing=packing)
             label = f'router, fsdp={fsdp} microbatch {size}{packed_label(packing)}'
-            yield label, measure(mixture(), batch, data, size, fsdp=fsdp, router_balance='step')
+            yield label, measure(mixture_of_experts(), batch, data, size, fsdp=fsdp, router_balance='step')
     model = mixture_with_vision()
     layout = BatchLayout.for_model(model)
     batch = Maker('qwen3_vl_moe', model).batch('image')

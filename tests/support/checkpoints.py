@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import transformers
 
-from tests.model_types.processors import small_processor
-from tests.model_types.tiny import model_class_of, tiny_config, tiny_model
-from tests.support.family_processors import QWEN3_WORDS, QWEN_TOKENS, QWEN_VIDEO, word_tokenizer
+from tests.model_types.tiny import PATCH, tiny_config, tiny_model
+from tests.support.family_processors import QWEN3_WORDS, QWEN_TOKENS, word_tokenizer
 
 __all__ = ['CHECKPOINTS', 'write_checkpoint']
 
+MEAN_STD = {'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}
+GRID = {'patch_size': PATCH, 'merge_size': 2, 'temporal_patch_size': 2, **MEAN_STD}
+VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
 ROLES = ('<|user|>', '<|assistant|>', '<|end|>')
 TEMPLATE = (
     "{%% for message in messages %%}{{ '<|' + message['role'] + '|>' }}{%% if message['content'] is string %%}"
@@ -29,8 +31,8 @@ TEMPLATE = (
 
 def _qwen() -> Any:
     tokenizer = word_tokenizer(*QWEN_TOKENS, *QWEN3_WORDS, *ROLES)
-    images = small_processor('qwen2_vl', 'image')
-    videos = small_processor('qwen3_vl', 'video', **QWEN_VIDEO)
+    images = transformers.Qwen2VLImageProcessor(min_pixels=64, max_pixels=512, **GRID)
+    videos = transformers.Qwen3VLVideoProcessor(size=VIDEO_SIZES, do_sample_frames=False, **GRID)
     placeholders = tuple(f'<|vision_start|><|{modality}_pad|><|vision_end|>' for modality in ('image', 'video'))
     return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE % placeholders)
 
@@ -38,11 +40,12 @@ def _qwen() -> Any:
 def _gemma() -> Any:
     special_tokens = {f'{name}_token': f'<|{name}|>' for name in ('image', 'boi', 'eoi', 'audio', 'boa', 'eoa')}
     tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **special_tokens)
+    sizes = dict(patch_size=PATCH, max_soft_tokens=70, **MEAN_STD)
     return transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
-        small_processor('gemma4', 'image'),
+        transformers.Gemma4ImageProcessor(**sizes),
         tokenizer,
-        small_processor('gemma4', 'video', num_frames=4),
+        transformers.Gemma4VideoProcessor(**{**sizes, 'num_frames': 4}),
         TEMPLATE % ('<|image|>', '<|video|>'),
     )
 
@@ -53,18 +56,37 @@ CHECKPOINTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     'gemma4_moe': ('gemma4', _gemma, _GEMMA_EXPERTS),
 }
 """Model type, function that makes the processor, and settings of the experts in the config of the text model."""
+_MARKS = {'vision_start': '<|vision_start|>', 'vision_end': '<|vision_end|>', 'bos': '<s>', 'eos': '</s>'}
+
+
+def _special_token_id(tokenizer: Any, key: str) -> int | None:
+    """Returns the id of the token of a config's key, such as ``image_token_id``. None if there is no such token."""
+    name = key.removesuffix('_token_id')
+    if name == key:
+        return None
+    candidates = [f'<|{name}_pad|>', f'<|{name}|>', _MARKS.get(name, f'<{name}>')]
+    for token_id in tokenizer.convert_tokens_to_ids(candidates):
+        if token_id != tokenizer.unk_token_id:
+            return token_id
+    return None
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Writes model and processor. The config has the ids of the processor's special tokens."""
     model_type, make_processor, settings = CHECKPOINTS[name]
+    config = tiny_config(model_type)
     processor = make_processor()
-    config = tiny_config(model_type, tokenizer=processor.tokenizer)
     if model_type == 'gemma4':
         config.audio_config = None
     for key, value in settings.items():
         setattr(config.text_config, key, value)
-    model: Any = tiny_model(config, model_class_of(config))
+    for part in (config, config.text_config):
+        for key in list(vars(part)):
+            token_id = _special_token_id(processor.tokenizer, key)
+            if token_id is not None:
+                setattr(part, key, token_id)
+    model_class = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
+    model: Any = tiny_model(config, model_class[0] if isinstance(model_class, tuple) else model_class)
     model.generation_config.eos_token_id = processor.tokenizer.convert_tokens_to_ids('<|end|>')
     model.to(torch.float32).save_pretrained(folder)
     processor.save_pretrained(folder)
