@@ -36,7 +36,7 @@ CPU = torch.device('cpu')
 SLOW = pytest.mark.slow
 
 
-def builder(case: Case | Case, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
+def builder(case: Case, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
         model = type(case.model)(case.model.config).train()
         model.set_attn_implementation(attention)
@@ -118,7 +118,7 @@ class RealRun:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def batch_and_shape(case: Case | Case, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
+def batch_and_shape(case: Case, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
     layout = BatchLayout.for_model(case.model)
     samples = [case.rows[row] for row in rows]
     batch = batch_of_width(layout, samples, width)
@@ -126,21 +126,28 @@ def batch_and_shape(case: Case | Case, rows: tuple[int, ...], width: int) -> tup
     return batch, shape
 
 
-def calibrate(case: Case, build: Callable[[], PreTrainedModel], **options: Any) -> MemoryModel:
+def calibrate(
+    case: Case, build: Callable[[], PreTrainedModel], width: int = PROBE_WIDTH, **options: Any
+) -> MemoryModel:
     """Returns the memory model that `size` fits to traces of the family's rows."""
-    options = {'width': PROBE_WIDTH, 'make_optimizer': adamw, 'on_gpu': False, **options}
+    options = {'width': width, 'make_optimizer': adamw, 'on_gpu': False, **options}
     return calibrate_fake(build, case.model.config, case.rows, **options)
 
 
 def errors_of_shapes(
-    case: Case | Case, attention: str, checkpointing: bool, precision: str = 'fp32'
+    case: Case,
+    attention: str,
+    checkpointing: bool,
+    *,
+    precision: str = 'fp32',
+    probe_width: int = PROBE_WIDTH,
 ) -> dict[str, float]:
     """Relative error of the prediction for each of SHAPES."""
     build = builder(case, attention, checkpointing)
-    memory = calibrate(case, build, precision=precision)
+    memory = calibrate(case, build, probe_width, precision=precision)
     layout = BatchLayout.for_model(case.model)
     run = RealRun(build(), layout.concat(case.rows), precision)
-    probes = probe_batches(layout, case.rows, PROBE_WIDTH)
+    probes = probe_batches(layout, case.rows, probe_width)
     probed = {BatchShape.from_batch(batch, layout) for batch in probes}
     errors = {}
     for rows, width in SHAPES:
@@ -226,14 +233,15 @@ def test_peak_of_unseen_microbatches(family: str, precision: str) -> None:
 @pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
 @pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
 def test_peak_with_eager_attention_or_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
-    """The limits are wider, because such a small model holds little when blocks are recomputed.
+    """Scores of eager attention grow with the square of the width, so the widest shape is probed, as `size` does.
 
-    Measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch). ``safety`` leaves 8 % free.
+    A calibration for 128 tokens is up to 11 % too low for rows of 200 tokens.
     """
-    errors = errors_of_shapes(FAMILIES[family](), attention, checkpointing)
-    # The tiny models, whose head is small beside eager attention, are up to 11 % too low.
-    assert min(errors.values()) > -0.12, errors
-    assert max(errors.values()) < 0.1, errors
+    widest = max(width for _, width in SHAPES)
+    errors = errors_of_shapes(FAMILIES[family](), attention, checkpointing, probe_width=widest)
+    assert min(errors.values()) > -0.05, errors
+    # Such a small model holds little when its blocks are recomputed.
+    assert max(errors.values()) < 0.08, errors
 
 
 @pytest.mark.slow
