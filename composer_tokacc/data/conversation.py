@@ -501,12 +501,24 @@ def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> Non
 
 
 def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
-    """Returns the sampling with enough frames for a patch: a processor that joins frames in pairs refuses one frame."""
+    """Returns the sampling with at least as many frames as the processor joins into one patch.
+
+    Qwen-VL's processors, for example, join two frames. They refuse a video of one frame.
+    """
     if sampling is None:
         sampling = VideoSampling()
     check_kind('video', sampling, VideoSampling)
     frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
-    return replace(sampling, min_frames=max(sampling.min_frames, frames_per_patch))
+    if sampling.max_frames < frames_per_patch:
+        raise InvalidInputError(
+            f'`max_frames` must be at least {frames_per_patch}, because {type(video_processor).__name__} joins '
+            f'{frames_per_patch} frames into a patch, got: {sampling.max_frames}. Raise it'
+        )
+    min_frames = max(sampling.min_frames, frames_per_patch)
+    num_frames = sampling.num_frames
+    if num_frames is not None:
+        num_frames = max(num_frames, min_frames)
+    return replace(sampling, num_frames=num_frames, min_frames=min_frames)
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

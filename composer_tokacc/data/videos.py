@@ -62,6 +62,8 @@ overflow."""
 MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
 """Limits for an audio. More would fill the memory, and no model makes a token of less."""
 DEFAULT_FPS = 2.0
+MAX_SAMPLING_NUMBER = 1e6
+"""Limit for the numbers of :class:`VideoSampling`. A larger one is a mistake, such as a number of bytes."""
 MAX_PIXELS_OF_VIDEO = 2**31
 """Limit for all frames that are taken together: 6 GiB."""
 
@@ -71,10 +73,11 @@ class VideoSampling:
     """Chooses the frames that a model sees, evenly spread over time.
 
     Args:
-        num_frames: Frames of every video. A shorter video repeats frames.
-        fps: Frames a second, but never more than the video has. The default is 2, unless ``num_frames`` is given.
-        min_frames: Fewest frames of a video. They are repeated if it has fewer.
-        max_frames: Most frames of a video.
+        num_frames: Frames to take of every video. A shorter video repeats frames.
+        fps: Frames to take of each second, but never more than the video has. The default is 2, unless ``num_frames``
+            is given.
+        min_frames: Fewest frames to take. A shorter video repeats frames.
+        max_frames: Most frames to take.
 
     Raises:
         ValueError: If a number is not positive, or two of them contradict each other.
@@ -87,17 +90,25 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            is_left_out = value is None and name in ('num_frames', 'fps')
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if value is not None and not (is_number and 0 < value < 1e6):
+            if not is_left_out and not (is_number and 0 < value < MAX_SAMPLING_NUMBER):
                 raise InvalidInputError(
-                    f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
+                    f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
+                    f'fraction), got: {value!r:.100}'
                 )
         if self.num_frames is not None and self.fps is not None:
             raise InvalidInputError(f'`fps` must be left out if `num_frames` is given, got: {self.fps}. Remove one')
-        fewest = max(self.min_frames, self.num_frames or 0)
+        if self.num_frames is not None and self.num_frames < self.min_frames:
+            raise InvalidInputError(
+                f'`num_frames` must be at least `min_frames`, got: {self.num_frames} < {self.min_frames}. Remove '
+                '`min_frames`, because every video gets `num_frames`'
+            )
+        fewest = self.num_frames or self.min_frames
         if self.max_frames < fewest:
             raise InvalidInputError(
-                f'`max_frames` must be at least `min_frames` and `num_frames`, got: {self.max_frames} < {fewest}'
+                f'`max_frames` must be at least `min_frames` and `num_frames`, got: {self.max_frames} < {fewest}. '
+                'Raise it, or lower the others'
             )
 
     def count(self, num_frames: int, duration: float) -> int:

@@ -259,6 +259,13 @@ def test_video_sampling_changes_the_fingerprint(tmp_path, name, modality, num_di
 def test_joined_frames_come_in_pairs():
     encoder = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(fps=1))
     assert encoder.video == VideoSampling(fps=1, min_frames=2)
+    one_frame = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(num_frames=1))
+    assert one_frame.video.count(10, 1.0) == 2
+
+
+def test_too_few_frames_for_a_patch():
+    with pytest.raises(ValueError, match='`max_frames` must be at least 2'):
+        ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(max_frames=1))
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_audio'])
