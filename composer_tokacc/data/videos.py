@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
 from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile
@@ -52,8 +53,10 @@ STEADY_CONTAINERS = (
     'wv',
 )
 """Containers of audio whose samples follow one another without a gap. A recording in the others may have pauses."""
-OGG_PAGE = 27 + 255 + 255 * 255
-"""Bytes of the longest page of an Ogg file."""
+HEAD_BYTES = 4096
+"""Bytes at the start of a file in which its format, and the segment of a Matroska file, are looked for."""
+MAX_OGG_PAGE = 27 + 255 + 255 * 255
+"""Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
 """Programs that write a WAV file to a pipe do not know its size, and write one near 2**31 or 2**32 into the header."""
 MAX_SAMPLE = 2**20
@@ -217,15 +220,15 @@ def _check_last_bytes(file: BinaryIO) -> None:
     FFmpeg may read such a file up to the missing part without an error.
     """
     file.seek(0)
-    head = file.read(100)
+    head = file.read(HEAD_BYTES)
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - OGG_PAGE))
+    file.seek(max(0, size - MAX_OGG_PAGE))
     last_bytes = file.read()
     is_complete = True
     if head.startswith(b'OggS'):
         is_complete = _is_last_ogg_page(last_bytes)
     elif head.startswith(b'\x1aE\xdf\xa3'):
-        is_complete = _is_complete_matroska(head, size)
+        is_complete = _is_complete_matroska(file, size, head)
     elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
         is_complete = _has_complete_chunk(file, size, b'data', 'little')
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
@@ -240,8 +243,9 @@ def _check_last_bytes(file: BinaryIO) -> None:
 
 def _is_last_ogg_page(last_bytes: bytes) -> bool:
     """Tells whether an Ogg file ends in a complete page that is marked as the last."""
-    page = last_bytes[max(last_bytes.rfind(b'OggS'), 0) :]
-    if len(page) <= 26:
+    start = last_bytes.rfind(b'OggS')
+    page = last_bytes[start:]
+    if start < 0 or len(page) < 27:  # a header has 27 bytes
         return False
     # Byte 5 holds flags (4: the last page), byte 26 the number of segments. A byte for the size of each follows.
     is_marked = bool(page[5] & 4)
@@ -250,18 +254,24 @@ def _is_last_ogg_page(last_bytes: bytes) -> bool:
     return is_marked and len(page) >= 27 + num_segments + sum(segment_sizes)
 
 
-def _is_complete_matroska(head: bytes, size: int) -> bool:
-    """Tells whether the segment of a Matroska file, which holds everything, ends inside the file."""
+def _is_complete_matroska(file: BinaryIO, size: int, head: bytes) -> bool:
+    """Tells whether the segment of a Matroska file, which holds everything, ends inside the file.
+
+    The segment begins with an id. Its size comes next, in one to eight bytes. The first byte has a zero for each
+    further byte, then a 1. The other bits are the size. All of them are 1 if the writer did not know it.
+    """
     segment_id = b'\x18S\x80g'
-    place = head.find(segment_id)
-    if place < 0:
-        return True
-    place += len(segment_id)
-    # The size comes next, as EBML writes numbers: the leading zeros of the first byte give the number of bytes, then
-    # comes a 1, and then seven bits for each byte. All of these are 1 if the writer did not know the size.
-    num_bytes = 9 - head[place].bit_length()
+    place_of_id = head.find(segment_id)
+    if place_of_id < 0:
+        return True  # there is no segment, and FFmpeg reports that
+    place = place_of_id + len(segment_id)
+    file.seek(place)
+    size_bytes = file.read(8)
+    if not size_bytes:
+        return False
+    num_bytes = 9 - size_bytes[0].bit_length()
     unknown = (1 << 7 * num_bytes) - 1
-    length = int.from_bytes(head[place : place + num_bytes], 'big') & unknown
+    length = int.from_bytes(size_bytes[:num_bytes], 'big') & unknown
     return length == unknown or place + num_bytes + length <= size
 
 
@@ -369,14 +379,33 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     times = [number * step for number in range(len(files))]
     seconds = len(files) * step
     chosen = sampling.choose(times, seconds)
-    images = {number: read_image(files[number]) for number in set(chosen)}
-    sizes = {image.size for image in images.values()}
-    if len(sizes) > 1:
-        raise InvalidInputError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
-    width, height = images[chosen[0]].size
-    _check_pixels(len(chosen), width, height)
+    images: dict[int, Image.Image] = {}
+    first_size = None
+    for number in sorted(set(chosen)):
+        image = _read_frame_image(files, number)
+        # Both checks before the next image is decoded, because all of them together may fill the memory.
+        if first_size is None:
+            first_size = image.size
+            _check_pixels(len(chosen), *first_size)
+        if image.size != first_size:
+            raise InvalidInputError(
+                f'frames of a video must be of one size, got: {first_size} and {image.size}. Resize them'
+            )
+        images[number] = image
     frames = [np.asarray(images[number]) for number in chosen]
     return make_video(frames, chosen, len(files), step)
+
+
+def _read_frame_image(files: Sequence[MediaFile], number: int) -> Image.Image:
+    """Returns one image of a video. An error says which image cannot be read."""
+    file = files[number]
+    try:
+        return read_image(file)
+    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+        name = f'image {number + 1} of {len(files)}'
+        if isinstance(file, PathLike):
+            name += f' ({os.fspath(file)})'
+        raise InvalidInputError(f'{name}: {error}') from error
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:

@@ -25,6 +25,9 @@ from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import Medium, Record, Turn
 from tests.support.clips import SHADES, sine, write_encoded_sound, write_sound, write_video
 
+SEGMENT_ID = b'\x18S\x80g'
+"""Begins the part of a Matroska file that holds everything."""
+
 
 def read(modality, *paths, **options):
     """Decodes the one medium of a record: a video, a sound or an image."""
@@ -282,6 +285,51 @@ def test_images_as_frames_of_a_video(tmp_path):
     assert len(five_frames) == 5
 
 
+def test_damaged_image_of_video_is_named(tmp_path):
+    for name in ('a.png', 'b.png'):
+        Image.new('L', (32, 32)).save(tmp_path / name)
+    path = tmp_path / 'b.png'
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(BadSampleError, match=r'image 2 of 3 \(\S*b\.png\)'):
+        read_video(tmp_path / 'a.png', path, tmp_path / 'a.png', num_frames=3)
+
+
+def test_images_are_checked_before_all_are_decoded(tmp_path):
+    """The second image is damaged. It is not read, because the size of the first one is refused."""
+    large = tmp_path / 'large.png'
+    Image.new('L', (9000, 9000)).save(large)
+    damaged = tmp_path / 'damaged.png'
+    text_file(damaged)
+    with pytest.raises(BadSampleError, match='got: 32 frames of 9000 x 9000'):
+        read_video(large, damaged, num_frames=32)
+
+
+def test_ogg_page_needs_its_mark():
+    """The bytes behind an Ogg file may look like the rest of a page."""
+    assert not videos._is_last_ogg_page(b'\4' * 70)
+
+
+def with_space_before_segment(content, size):
+    """Puts an empty element of this size, at least 3 bytes, before the segment of a Matroska file."""
+    place = content.index(SEGMENT_ID)
+    space = b'\xec' + (0x4000 | (size - 3)).to_bytes(2, 'big') + bytes(size - 3)
+    return content[:place] + space + content[place:]
+
+
+@pytest.mark.parametrize('place', [47, 90, 96, 98, 100, 300])
+def test_matroska_whose_segment_begins_later(tmp_path, place):
+    """Some programs leave space before the segment. Where it begins must not matter."""
+    path = write_video(tmp_path / 'a.mkv')
+    content = path.read_bytes()
+    content = with_space_before_segment(content, place - content.index(SEGMENT_ID))
+    assert content.index(SEGMENT_ID) == place
+    path.write_bytes(content)
+    assert shades_of(read_video(path, num_frames=10)) == close_to(SHADES)
+    path.write_bytes(content[:-100])
+    with pytest.raises(BadSampleError, match='its end is missing'):
+        read_video(path)
+
+
 def cut(path, share):
     """Keeps this share of a file's bytes."""
     content = path.read_bytes()
@@ -291,6 +339,12 @@ def cut(path, share):
 def cut_video(path):
     """Writes a video of many bytes, so that the cut takes frames."""
     cut(write_video(path, SHADES * 6), 0.6)
+
+
+def head_of_matroska(path):
+    """Writes a file that is cut behind the id of its segment."""
+    content = write_video(path).read_bytes()
+    path.write_bytes(content[: content.index(SEGMENT_ID) + len(SEGMENT_ID)])
 
 
 def head_of_video(path):
@@ -338,6 +392,7 @@ BAD_FILES = [
     (cut_video, 'a.mp4', 'video', 'it ends after|middle of a frame'),
     (cut_video, 'a.mkv', 'video', 'its end is missing'),
     (cut_video, 'a.avi', 'video', 'it ends after|middle of a frame'),
+    (head_of_matroska, 'a.mkv', 'video', 'its end is missing'),
     (picture, 'a.mp4', 'video', 'not supported'),
     (head_of_video, 'a.mp4', 'video', 'Invalid data'),
     (video_without_frames, 'a.avi', 'video', 'it holds no frames that have a time'),
