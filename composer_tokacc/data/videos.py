@@ -28,12 +28,12 @@ from composer_tokacc.data.records import MediaFile
 from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
-    from av import AudioFrame, VideoFrame
+    from av import AudioFrame, AudioStream, Packet, VideoFrame
     from av.container import InputContainer
     from av.video.stream import VideoStream
 
-CUT_SHARE = 0.05
-"""Share that may be missing at the end: headers hold rounded durations, and the audio of a video may end early."""
+MAX_MISSING_SHARE = 0.05
+"""Share of a duration that may be missing, because the durations in headers are rounded or estimated."""
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
@@ -299,17 +299,42 @@ def _check_end(container: InputContainer, end: float) -> None:
 
     Args:
         container: The open file.
-        end: Time at which the last packet or sample that could be read ends, in seconds.
+        end: Time at which the last packet of any stream ends, in seconds. The duration in the header is that of the
+            longest stream.
     """
+    if container.duration is None and container.format.name == 'apng':
+        return  # `_check_last_bytes` has checked its end
+    if container.duration is None:
+        raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
     start = (container.start_time or 0) / 1e6
-    duration = (container.duration or 0) / 1e6
     if container.format.name.startswith('matroska'):
         start = 0  # its duration may count from 0, even if the video begins later
-    if container.duration is None and container.format.name != 'apng':  # APNG marks its end, which was checked
-        raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i it -c copy other.mkv`')
-    tolerance = 0.5 if container.streams.video else 0.1  # seconds, in addition to the share
-    if end - start < duration * (1 - CUT_SHARE) - tolerance:
-        raise InvalidInputError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+    seconds = end - start
+    duration = container.duration / 1e6
+    if seconds < _shortest(duration, container):
+        raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
+
+
+def _shortest(duration: float, container: InputContainer) -> float:
+    """Returns the seconds that must be there of something that should have this duration."""
+    tolerance = 0.5 if container.streams.video else 0.1
+    return duration * (1 - MAX_MISSING_SHARE) - tolerance
+
+
+def _end_of(packet: Packet) -> float:
+    """Returns the time at which a packet ends, in seconds. 0 if it has no time, or no content."""
+    stamp = _stamp_of(packet)
+    if stamp is None:
+        return 0.0
+    end = stamp + (packet.duration or 0)
+    return float(end * packet.time_base)
+
+
+def _stamp_of(packet: Packet) -> int | None:
+    """Returns the stamp of a packet. None if it has none, or no content: such a packet only marks the end."""
+    if not packet.size:
+        return None
+    return packet.dts if packet.pts is None else packet.pts
 
 
 # Audio.
@@ -325,38 +350,62 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces = []
         num_samples = 0
-        for frame in chain(_audio_frames(container), [None]):  # None flushes the resampler
+        for frame in chain(_audio_frames(container, stream), [None]):  # None flushes the resampler
             for piece in resampler.resample(frame):
                 samples = piece.to_ndarray().reshape(-1, piece.layout.nb_channels)
                 pieces.append(samples.mean(axis=1))
                 num_samples += len(samples)
             if num_samples > MAX_SECONDS * sampling_rate:
                 raise InvalidInputError(f'it is longer than {MAX_SECONDS} s. Cut it')
-        if num_samples == 0:
-            raise InvalidInputError('it holds no audio')
-        if num_samples < MIN_SECONDS * sampling_rate:
-            raise InvalidInputError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
-        audio = np.concatenate(pieces)
-        if not (np.abs(audio) < MAX_SAMPLE).all():
-            raise InvalidInputError(f'it holds samples that are not finite, or above {MAX_SAMPLE}')
-        start = (container.start_time or 0) / 1e6
-        _check_end(container, start + num_samples / sampling_rate)
-        return audio
+    if num_samples < MIN_SECONDS * sampling_rate:
+        raise InvalidInputError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
+    audio = np.concatenate(pieces)
+    if not (np.abs(audio) < MAX_SAMPLE).all():
+        raise InvalidInputError(f'it holds samples that are not finite, or above {MAX_SAMPLE}')
+    return audio
 
 
-def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
-    """Yields the frames of the audio. Refuses a gap, because the decoder leaves out damaged frames without an error."""
+def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
+    """Yields the frames of the audio. After the last one, refuses a file that is cut, or lacks a part of the audio.
+
+    This must be checked, because the decoder leaves out damaged frames without an error.
+    """
     is_steady = container.format.name in STEADY_CONTAINERS
-    end = None
-    for frame in container.decode(audio=0):
-        seconds = frame.samples / frame.sample_rate
-        start = frame.time
-        if start is None:  # it follows the frame before it
-            start = end or 0.0
-        if is_steady and end is not None and start - end > seconds / 2:
-            raise InvalidInputError(f'{start - end:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
-        end = start + seconds
-        yield frame
+    end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
+    starts = []  # of the packets of the audio
+    ends = []
+    decoded_seconds = 0.0
+    end = None  # of the last frame
+    for packet in container.demux():
+        end_of_file = max(end_of_file, _end_of(packet))
+        if packet.stream is not stream:
+            continue
+        stamp = _stamp_of(packet)
+        if stamp is not None:
+            starts.append(float(stamp * packet.time_base))
+            ends.append(_end_of(packet))
+        for frame in packet.decode():
+            seconds = frame.samples / frame.sample_rate
+            start = frame.time
+            if start is None:  # it follows the frame before it
+                start = end or 0.0
+            if is_steady and end is not None and start - end > seconds / 2:
+                raise InvalidInputError(f'{start - end:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
+            end = start + seconds
+            decoded_seconds += seconds
+            yield frame
+    if end is None:
+        raise InvalidInputError('it holds no audio')
+    _check_end(container, max(end_of_file, end))
+    if stream.duration is not None:
+        duration = float(stream.duration * stream.time_base)
+    else:  # some containers have only one duration, that of the longest stream
+        duration = max(ends, default=0.0) - min(starts, default=0.0)
+    if decoded_seconds < _shortest(duration, container):
+        raise InvalidInputError(
+            f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
+            'pauses. Write it again, with silence for the pauses: `ffmpeg -i FILE -af aresample=async=1 other.wav`'
+        )
 
 
 # Videos.
@@ -458,12 +507,10 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
     for packet in container.demux():
         if packet.is_corrupt:
             raise InvalidInputError('it is cut in the middle of a frame, or damaged')
-        stamp = packet.dts if packet.pts is None else packet.pts
-        if not packet.size or stamp is None:
+        end = max(end, _end_of(packet))
+        stamp = _stamp_of(packet)
+        if stamp is None:
             continue
-        # The end of the longest stream, because the header gives its duration.
-        end_of_packet = stamp + (packet.duration or 0)
-        end = max(end, float(end_of_packet * packet.time_base))
         if packet.stream is not stream or packet.is_discard:
             continue
         stamps.append(stamp)

@@ -492,6 +492,41 @@ def test_complete_aiff_is_read(tmp_path):
     assert len(read('audio', path)) == pytest.approx(16000 * 0.6, abs=1)
 
 
+@pytest.mark.parametrize('name', ['a.mp4', 'a.mkv', 'a.avi'])
+def test_sound_that_ends_before_its_pictures(tmp_path, name):
+    path = write_video(tmp_path / name, SHADES * 3, sound=sine(1))
+    assert len(read('audio', path)) == pytest.approx(16000, abs=2100)
+    cut(path, 0.6)
+    with pytest.raises(BadSampleError, match=r'it ends after|end is missing|Invalid data'):
+        read('audio', path)
+
+
+def test_sound_with_a_pause_is_refused(tmp_path):
+    """Without its pause the sound would be shorter than it is, and its parts at other times."""
+    path = tmp_path / 'a.mka'
+    with av.open(str(path), 'w', format='matroska') as container:
+        stream = container.add_stream('flac', rate=16000, layout='mono')
+        for start in (0, 48000):
+            samples = (sine(1) * 32767).astype(np.int16)
+            frame = av.AudioFrame.from_ndarray(samples[None], format='s16', layout='mono')
+            frame.sample_rate = 16000
+            frame.pts = start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    with pytest.raises(BadSampleError, match=r'only 2\.0 of its 4\.0 s .* has pauses'):
+        read('audio', path)
+
+
+def test_sound_of_video_that_lost_its_middle(tmp_path):
+    """FFmpeg skips the damaged packets of a Matroska file without an error."""
+    path = write_video(tmp_path / 'a.mkv', sound=sine(6))
+    content = path.read_bytes()
+    place = int(len(content) * 0.4)
+    replace_bytes(path, place, bytes(int(len(content) * 0.3)))
+    with pytest.raises(BadSampleError, match=r'can be decoded|Invalid data'):
+        read('audio', path)
+
+
 @pytest.mark.parametrize('missing', ['av', 'av.container'])
 def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch, missing):
     """The message names the decoder, not the file, even if only a shared library of it is missing."""
