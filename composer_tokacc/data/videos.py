@@ -3,19 +3,19 @@
 
 """Reads videos and audio with PyAV, and refuses files that are cut or damaged.
 
-The first part chooses frames, the second opens files and checks that they are complete, the third reads audio, and the
-last reads videos. The reasons in errors begin with "it", because the caller names the file before them.
+The first part chooses frames. The second opens files and checks that they are complete. The third reads audio, and the
+last reads videos. In the errors "it" is the file, because the caller puts its name before them.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, pairwise
+from operator import attrgetter
 from os import PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
@@ -37,9 +37,9 @@ MAX_MISSING_SHARE = 0.05
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
-"""Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Not playlists, which
-name other files, also outside of the media folder. Not transport streams or elementary streams: they may end anywhere,
-so nobody would notice a missing half."""
+"""Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Playlists are not read,
+because they name other files, which may lie outside of the media folder. Transport streams and elementary streams are
+not read, because they may end anywhere. Nobody would notice if half of one is missing."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
@@ -52,23 +52,27 @@ STEADY_CONTAINERS = (
     'wav',
     'wv',
 )
-"""Containers of audio whose samples follow one another without a gap. A recording in the others may have pauses."""
+"""Containers of audio whose samples follow one another without a gap. So a gap is damage. In the other containers it
+may be a short pause of the recording."""
 HEAD_BYTES = 4096
 """Bytes at the start of a file in which its format, and the segment of a Matroska file, are looked for."""
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""Programs that write a WAV file to a pipe do not know its size, and write one near 2**31 or 2**32 into the header."""
+"""From here on, a size in the header of a WAV file means that the size is not known. Programs that write the file to a
+pipe write such a size, near 2**31 or 2**32."""
 MAX_SAMPLE = 2**20
-"""Largest value of an audio sample. Full scale is 1, or 2**15 if a writer forgot to scale. Far above that, features
-overflow."""
-MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
-"""Limits for an audio. More would fill the memory, and no model makes a token of less."""
+"""Limit for the values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers. The
+features of values far above that overflow."""
+MAX_SECONDS = 6 * 3600
+"""Limit for an audio. A longer one would fill the memory."""
+MIN_SECONDS = 0.05
+"""Limit for an audio. No model makes a token of a shorter one."""
 DEFAULT_FPS = 2.0
 MAX_SAMPLING_NUMBER = 1e6
 """Limit for the numbers of :class:`VideoSampling`. A larger one is a mistake, such as a number of bytes."""
 MAX_PIXELS_OF_VIDEO = 2**31
-"""Limit for all frames that are taken together: 6 GiB."""
+"""Limit for all frames that are taken of one video together. In RGB they have 6 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +150,7 @@ class VideoSampling:
 
 
 class Video(NamedTuple):
-    """Frames of a video."""
+    """The chosen frames of a video."""
 
     frames: torch.Tensor
     """``(frames, 3, height, width)`` uint8."""
@@ -155,11 +159,11 @@ class Video(NamedTuple):
 
 
 def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_frames: int, step: float) -> Video:
-    """Joins frames with the metadata that processors need.
+    """Stacks frames and adds the metadata that processors need.
 
     Args:
         frames: The frames that were taken, ``(height, width, 3)`` each.
-        frame_numbers: Frame number of each: frame ``n`` is shown after ``n * step`` seconds.
+        frame_numbers: A number for each frame. Number ``n`` is shown ``n * step`` seconds after the start.
         num_frames: Frames of the whole video.
         step: Seconds between two frame numbers.
     """
@@ -179,7 +183,10 @@ def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_frame
 
 @contextmanager
 def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[InputContainer, Any]]:
-    """Opens a file with PyAV. Yields the container and its first stream of the modality."""
+    """Opens a file with PyAV. Yields the container and its first stream of the modality.
+
+    The stream must not be used afterwards, because its memory is freed when the container is closed.
+    """
     import av
     from av.stream import Disposition
 
@@ -215,9 +222,10 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
 
 
 def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file without its end, in formats that mark the end or say their size.
+    """Refuses a file whose end is missing, in formats that mark the end or say their size.
 
-    FFmpeg may read such a file up to the missing part without an error.
+    FFmpeg may read such a file up to the missing part without an error. Other formats are checked by their duration,
+    see :func:`_check_end`.
     """
     file.seek(0)
     head = file.read(HEAD_BYTES)
@@ -242,7 +250,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
 
 
 def _is_last_ogg_page(last_bytes: bytes) -> bool:
-    """Tells whether an Ogg file ends in a complete page that is marked as the last."""
+    """Tells whether the last page of an Ogg file is complete, and marked as the last one."""
     start = last_bytes.rfind(b'OggS')
     page = last_bytes[start:]
     if start < 0 or len(page) < 27:  # a header has 27 bytes
@@ -290,7 +298,7 @@ def _has_complete_chunk(
         if head[:4] == chunk_id:
             is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
             return is_unknown or place + 8 + length <= size
-        place += 8 + length + length % 2  # chunks start at even places
+        place += 8 + length + length % 2  # chunks begin at even places
     return True  # there is no such chunk, and FFmpeg reports that
 
 
@@ -331,7 +339,10 @@ def _end_of(packet: Packet) -> float:
 
 
 def _stamp_of(packet: Packet) -> int | None:
-    """Returns the stamp of a packet. None if it has none, or no content: such a packet only marks the end."""
+    """Returns the time at which the frame of a packet is shown, in units of its time base.
+
+    None if the packet has no time, or no content. A packet without content only marks the end of a stream.
+    """
     if not packet.size:
         return None
     return packet.dts if packet.pts is None else packet.pts
@@ -411,19 +422,21 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 # Videos.
 
 
-# A stamp is the time at which a frame is shown, in units of the stream's time base (FFmpeg's pts).
-
-
 class KeyFrame(NamedTuple):
     """A frame at which decoding may start."""
 
     stamp: int
+    """Time at which it is shown, in units of the stream's time base (FFmpeg's pts)."""
     decoding_stamp: int
-    """Time at which it must be decoded: before frames that are shown earlier but refer to it (FFmpeg's dts)."""
+    """Time at which it is decoded (FFmpeg's dts). It may be earlier, because frames that are shown before the key frame
+    may refer to it."""
 
 
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
-    """Returns a video whose frames are image files. The images follow one another at the ``fps`` of the sampling."""
+    """Returns a video whose frames are image files.
+
+    Files have no times, so the images are taken to follow one another at the ``fps`` of the sampling.
+    """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
     seconds = len(files) * step
@@ -458,49 +471,58 @@ def _read_frame_image(files: Sequence[MediaFile], number: int) -> Image.Image:
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
-    """Returns the chosen frames of a video, upright.
+    """Returns the frames of a video that the sampling chooses, upright.
 
-    ``shapes_only`` decodes only the first frame and repeats it for all, to measure lengths.
+    With ``shapes_only``, only the first of them is decoded, and stands for all. That is enough to measure lengths.
     """
     with _open_stream(file, 'video') as (container, stream):
         stamps, key_frames = _read_stamps(container, stream)
-        first_stamp = stamps[0]
-        times = [float((stamp - first_stamp) * stream.time_base) for stamp in stamps]
+        times = [float((stamp - stamps[0]) * stream.time_base) for stamp in stamps]
         # Not the rate in the header, which may belong to another stream, or be the tick rate of a clock.
-        if times[-1]:
+        if times[-1] > 0:
             step = times[-1] / (len(times) - 1)
-        else:  # one frame
+        else:  # one frame, so there is nothing to measure
             step = 1 / float(stream.average_rate or 1)
-    duration = times[-1] + step
-    chosen = sampling.choose(times, duration)
-    _check_pixels(len(chosen), stream.width, stream.height)
-    chosen_stamps = sorted({stamps[index] for index in chosen})
+        duration = times[-1] + step
+        chosen = sampling.choose(times, duration)
+        _check_pixels(len(chosen), stream.width, stream.height)
     # `_read_stamps` has read all packets to the end. So the file is opened again to decode frames.
+    chosen_stamps = sorted({stamps[index] for index in chosen})
     if shapes_only:
         first_frame = _decode_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
-        frames = dict.fromkeys(chosen_stamps, first_frame)
+        frame_of_stamp = dict.fromkeys(chosen_stamps, first_frame)
     else:
-        frames = _decode_frames(file, chosen_stamps, key_frames)
-    differences = np.diff(times).tolist()
-    gaps = [gap for gap in differences if gap > 0]
-    if gaps and max(gaps) > 1.5 * step:
-        # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
-        step = min(gaps)
-    chosen_frames = [frames[stamps[index]] for index in chosen]
-    frame_numbers = [round(times[index] / step) for index in chosen]
-    num_frames = round(duration / step)
-    return make_video(chosen_frames, frame_numbers, num_frames, step)
+        frame_of_stamp = _decode_frames(file, chosen_stamps, key_frames)
+    chosen_frames = [frame_of_stamp[stamps[index]] for index in chosen]
+    unit = _unit_of_frame_numbers(times, step)
+    frame_numbers = [round(times[index] / unit) for index in chosen]
+    num_frames = round(duration / unit)
+    return make_video(chosen_frames, frame_numbers, num_frames, unit)
+
+
+def _unit_of_frame_numbers(times: Sequence[float], step: float) -> float:
+    """Returns the seconds by which processors multiply a frame number to tell the model when the frame is shown.
+
+    This is the mean step between frames, because then a frame number is the index of a frame. If the frames are shown
+    at uneven times, it is the smallest step, because then the numbers still tell the times.
+    """
+    steps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
+    if steps and max(steps) > 1.5 * step:
+        return min(steps)
+    return step
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
     """Refuses frames that would fill the memory."""
     if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
-        got = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
-        raise InvalidInputError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
+        raise InvalidInputError(
+            f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {num_frames} frames of {width} x {height}. '
+            'Take fewer frames, or make it smaller'
+        )
 
 
 def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
-    """Returns the stamps of all frames, and the key frames, both sorted. Decodes nothing."""
+    """Returns the stamps of all frames, and the key frames, both sorted. Reads all packets, and decodes none."""
     stamps = []
     key_frames = []
     end = 0.0
@@ -526,32 +548,23 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
 def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
     """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each and upright.
 
-    Jumps to the last key frame before each stamp, so that not the whole video is decoded.
+    Args:
+        file: The file, which is opened here.
+        stamps: The stamps, sorted.
+        key_frames: All key frames of the video, sorted.
     """
-
-    def index_of_key_frame(stamp: int) -> int:
-        """Returns the index of the last key frame at a stamp or before it. 0 if there is none before it."""
-        num_before = bisect_right(key_frames, (stamp, sys.maxsize))
-        return max(num_before - 1, 0)
-
-    frames: dict[int, VideoFrame] = {}
     with _open_stream(file, 'video') as (container, stream):
-        for index, group in groupby(stamps, index_of_key_frame):
-            if index == 0:  # decoding begins at the first key frame or before it, so no jump is needed
-                start = key_frames[0].stamp if key_frames else stamps[0]
-                frames |= _take_frames(container.decode(stream), list(group), start)
-            else:
-                frames |= _jump_to_frames(container, stream, key_frames[index], list(group))
-    if not _has_frames_of(frames, stamps):
+        frame_of_stamp = _jump_to_all(container, stream, stamps, key_frames)
+    if not _has_frames_of(frame_of_stamp, stamps):
         # A jump went past a frame, because the container has no index, or a wrong one. So the whole video is decoded.
         with _open_stream(file, 'video') as (container, stream):
-            frames = _take_frames(container.decode(stream), stamps, stamps[0])
-    if len(frames) < len(stamps):
-        missing = float(stamps[len(frames)] * stream.time_base)
-        raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
-    first_frame = frames[stamps[0]]
+            frame_of_stamp = _take_frames(container.decode(stream), stamps, stamps[0])
+            if len(frame_of_stamp) < len(stamps):
+                missing = float(stamps[len(frame_of_stamp)] * stream.time_base)
+                raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
+    first_frame = frame_of_stamp[stamps[0]]
     upright = {}
-    for stamp, frame in frames.items():
+    for stamp, frame in frame_of_stamp.items():
         resized = frame.reformat(  # because the size may change within the video
             format='rgb24',
             width=first_frame.width,
@@ -562,9 +575,31 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
     return upright
 
 
-def _has_frames_of(frames: dict[int, VideoFrame], stamps: Sequence[int]) -> bool:
-    """Tells whether there is a frame of exactly each stamp."""
-    stamps_of_frames = [frame.pts for frame in frames.values()]
+def _jump_to_all(
+    container: InputContainer,
+    stream: VideoStream,
+    stamps: Sequence[int],
+    key_frames: Sequence[KeyFrame],
+) -> dict[int, VideoFrame]:
+    """Returns the frames of some stamps. Jumps to the last key frame before each, to skip the frames in between."""
+    stamps_after_key_frame: dict[int, list[int]] = {}
+    for stamp in stamps:
+        num_before = bisect_right(key_frames, stamp, key=attrgetter('stamp'))
+        index = max(num_before - 1, 0)  # a stamp before the first key frame belongs to it, too
+        stamps_after_key_frame.setdefault(index, []).append(stamp)
+    frame_of_stamp: dict[int, VideoFrame] = {}
+    for index, stamps_after in stamps_after_key_frame.items():
+        if index == 0:  # decoding begins at the first key frame or before it, so no jump is needed
+            start = key_frames[0].stamp if key_frames else stamps[0]
+            frame_of_stamp |= _take_frames(container.decode(stream), stamps_after, start)
+        else:
+            frame_of_stamp |= _jump_to_frames(container, stream, key_frames[index], stamps_after)
+    return frame_of_stamp
+
+
+def _has_frames_of(frame_of_stamp: dict[int, VideoFrame], stamps: Sequence[int]) -> bool:
+    """Tells whether each stamp has its own frame. If a jump went past that frame, a stamp has a later one, or none."""
+    stamps_of_frames = [frame.pts for frame in frame_of_stamp.values()]
     return stamps_of_frames == list(stamps)
 
 
@@ -574,15 +609,18 @@ def _jump_to_frames(
     key_frame: KeyFrame,
     stamps: Sequence[int],
 ) -> dict[int, VideoFrame]:
-    """Jumps to a key frame and returns the frames of some stamps after it. Later frames if the jump went too far."""
-    frames: dict[int, VideoFrame] = {}
-    # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
-    for stamp in (key_frame.stamp, key_frame.decoding_stamp):
-        container.seek(stamp, stream=stream)
-        frames = _take_frames(container.decode(stream), stamps, key_frame.stamp)
-        if _has_frames_of(frames, stamps):
+    """Jumps to a key frame and returns the frames of some stamps after it, as :func:`_take_frames` does.
+
+    Tries the time at which the key frame is shown, and then the one at which it is decoded, because some containers
+    seek by the first and others by the second. If both jumps go past a frame, the result does not have it.
+    """
+    frame_of_stamp: dict[int, VideoFrame] = {}
+    for time in (key_frame.stamp, key_frame.decoding_stamp):
+        container.seek(time, stream=stream)
+        frame_of_stamp = _take_frames(container.decode(stream), stamps, key_frame.stamp)
+        if _has_frames_of(frame_of_stamp, stamps):
             break
-    return frames
+    return frame_of_stamp
 
 
 def _take_frames(
@@ -590,10 +628,12 @@ def _take_frames(
     stamps: Sequence[int],
     start: int,
 ) -> dict[int, VideoFrame]:
-    """Returns the first frame at each stamp or after it, by stamp. Leaves out stamps after the last frame.
+    """Returns for each stamp the first frame that is shown at this stamp or later.
+
+    Stamps after the last frame have none. So the result is a frame for each of the first stamps, or for all.
 
     Args:
-        frames: The frames of the decoder, in the order in which they are shown.
+        frames: The frames of the decoder, sorted by the time at which they are shown.
         stamps: The stamps, sorted.
         start: From this stamp on, a frame that the decoder marks as damaged is refused. Frames before it may be marked,
             because they may need a key frame that the jump went past.
@@ -604,7 +644,9 @@ def _take_frames(
             continue
         if frame.is_corrupt and frame.pts >= start:
             raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
-        for stamp in stamps[len(frame_of_stamp) :]:
+        # Several stamps may get this frame, if the frames between them are missing.
+        remaining_stamps = stamps[len(frame_of_stamp) :]
+        for stamp in remaining_stamps:
             if stamp > frame.pts:
                 break
             frame_of_stamp[stamp] = frame
@@ -614,7 +656,7 @@ def _take_frames(
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
-    """Rotates and mirrors a frame as the display matrix says.
+    """Turns and mirrors a frame as the display matrix says.
 
     Args:
         frame: ``(height, width, 3)``.

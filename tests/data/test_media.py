@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import sys
@@ -548,3 +549,24 @@ def test_heif_is_read(tmp_path):
     pillow_heif.from_pillow(picture).save(path, quality=100)
     decoded = np.asarray(read('image', path))
     np.testing.assert_allclose(decoded.astype(int), picture, rtol=0, atol=11)
+
+
+@pytest.fixture
+def overwritten_memory():
+    """Lets the C library overwrite memory that is freed, so that a use of it is noticed."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, 'mallopt'):
+        pytest.skip('not the C library of GNU')
+    m_perturb = -6  # from malloc.h
+    libc.mallopt(m_perturb, 165)
+    yield
+    libc.mallopt(m_perturb, 0)
+
+
+def test_time_of_missing_frame_is_told(tmp_path, overwritten_memory):
+    path = write_video(tmp_path / 'a.mp4')
+    with videos._open_stream(path, 'video') as (container, stream):
+        stamps, key_frames = videos._read_stamps(container, stream)
+        stamps.append(2 * stamps[-1])
+    with pytest.raises(ValueError, match=r'its frame at 1\.80 s cannot be decoded'):
+        videos._decode_frames(path, stamps, key_frames)
