@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     checkpoint, folder = arguments[:2]
     try:
-        export_checkpoint(Path(checkpoint), local_folder('the folder to export to', folder), merge=merges)
+        export_checkpoint(Path(checkpoint), local_folder('FOLDER', folder), merge=merges)
     except ConfigError as error:
         return refuse(error)
     print(f'written to {folder}')

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mistakes of the user, each told in one line with the key of the YAML file. Loads no host."""
+"""Mistakes of the user, each told in one line with the key of the YAML file.
+
+Imports neither torch nor Composer, so that a mistake on the command line is told at once.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,23 @@ from composer_tokacc.refusals import InvalidInputError, RefusalError
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 1000
-"""Characters of a message on the screen: a value may be a whole file."""
+"""Most characters of a message on the screen. It shows the wrong value, which may be as long as a file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
-"""Packages whose errors in a run are told in one line. Code of the user keeps its traceback."""
+"""Packages whose errors in a run are told in one line. An error of the user's own code keeps its traceback."""
+ERRORS_OF_WRONG_CALLS = (AttributeError, LookupError, TypeError)
+"""If a function of the standard library raises one of these, its caller has a bug. With others, such as ValueError and
+OSError, it refuses a value or a file, which may be the user's."""
 _CLASS_OF_REFUSAL = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
-"""Torch puts the traceback of a loader process, and this at its end, before the message of a refusal."""
+"""If a loader process refuses something, torch puts the traceback of the process before the message. The traceback ends
+in this, the name of the class."""
 
 
 class ConfigError(InvalidInputError):
     """A mistake in a config. The programs print it in one line, without a traceback, and end with status 2.
 
     Args:
-        path: The key of the config, such as ``loader.num_workers``; or empty.
-        message: The mistake, the value and the remedy. It follows the key in a sentence: "must be ..., got: ...".
+        path: The key of the config, such as ``loader.num_workers``. Empty if the mistake has no key.
+        message: The mistake, the value and the remedy. It goes on after the key: "must be ..., got: ...".
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -59,10 +66,10 @@ class PartError(ConfigError):
 
 @contextmanager
 def building(path: str) -> Iterator[None]:
-    """Turns any error while a part of the config is built into one line with its key.
+    """Turns an error that is raised while a part of the config is built into one line with its key.
 
-    These errors pass unchanged: a ConfigError, which has its key; a bug of this package, which needs its traceback; a
-    fault of the machine, which gets its line from :func:`.fault_of_machine`.
+    These errors pass unchanged: a ConfigError, which has its key; a bug of this package, which needs its traceback; and
+    a fault of the machine, for which :func:`.fault_of_machine` has a line.
     """
     try:
         yield
@@ -71,38 +78,67 @@ def building(path: str) -> Iterator[None]:
     except RefusalError as error:
         raise PartError(path, str(error)) from error
     except Exception as error:
-        # A missing package of a host is not a bug of this package, even if the import stands in our code.
-        is_our_bug = _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError)
-        if is_our_bug or fault_of_machine(error):
+        if _is_our_bug(error) or fault_of_machine(error):
             raise
         raise PartError(path, f'{type(error).__name__}: {error}') from error
 
 
 def is_of_host(error: BaseException) -> bool:
     """Returns whether code of one of the ``HOSTS`` raised an error."""
-    return _package_that_raised(error) in HOSTS
+    return _packages_of(error)[-1] in HOSTS
 
 
-def _package_that_raised(error: BaseException) -> str:
-    """Returns the top package of the innermost frame."""
-    module = ''
+def _is_our_bug(error: Exception) -> bool:
+    """Returns whether an error, which is not a refusal, was raised by this package or by a wrong call in it."""
+    if isinstance(error, ImportError):
+        return False  # a host is not installed
+    packages = _packages_of(error)
+    if isinstance(error, ERRORS_OF_WRONG_CALLS):
+        # Goes back to the caller of the standard library.
+        while len(packages) > 1 and packages[-1] in sys.stdlib_module_names:
+            packages.pop()
+    return packages[-1] == 'composer_tokacc'
+
+
+def _packages_of(error: BaseException) -> list[str]:
+    """Returns the top packages of the frames of a traceback. The last one has raised the error. Never empty."""
+    packages = ['']
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        # Skips the methods by which a mode of this package calls functions of torch. It does not cause their errors.
-        if not frame.f_code.co_name.startswith('__torch_'):
-            module = str(frame.f_globals.get('__name__'))
-    # From this module torch raises errors of loader processes again. They may come from the user's dataset.
-    return '' if module == 'torch._utils' else module.partition('.')[0]
+        module = str(frame.f_globals.get('__name__'))
+        if frame.f_code.co_name.startswith('__torch_'):
+            # By such a method this package watches the calls of torch's functions. It does not cause their errors.
+            continue
+        if module == 'torch._utils':
+            # Here torch raises the errors of loader processes again. They may come from the user's dataset.
+            packages.append('')
+        else:
+            packages.append(module.partition('.')[0])
+    return packages
 
 
 def local_folder(path: str, folder: str) -> Path:
-    """Returns a folder by its name. Refuses ``~`` and URLs, because Python would make a folder of that very name."""
+    """Returns the folder that the user names under a key. Refuses ``~`` and URLs.
+
+    Python does not know them. It would make a folder of that very name.
+
+    Args:
+        path: The key of the config, or the name of the argument.
+        folder: The user's text.
+    """
     if folder.startswith('~') or '://' in folder:
-        raise ConfigError(path, f'must be written out, got: {folder}, which would be a folder of that name')
+        raise ConfigError(
+            path,
+            f'must be a folder on this machine, got: {folder}, and Python would make a folder of that very name. Write '
+            'the whole path, without ~',
+        )
     return Path(folder)
 
 
 def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
-    """Returns a message that refuses a name and suggests the nearest one: "has no key lrr. Did you mean lr?"."""
+    """Returns a message that refuses a name: "has no key lrr. Did you mean lr?".
+
+    Suggests the known name that is most like it. If none is like it, lists the known names.
+    """
     choices = sorted(set(known_names))
     nearest = difflib.get_close_matches(name, choices, n=1)
     if nearest:
@@ -114,13 +150,13 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    """Returns the message of a mistake as the user reads it: one line of limited length."""
+    """Returns the line that is printed for a mistake. Its length is limited."""
     message = _CLASS_OF_REFUSAL.split(str(error))[-1]
     return f'error: {shorten(message)}'
 
 
 def shorten(text: object, limit: int = LONGEST_LINE) -> str:
-    """Returns a text on one line. A long one loses its middle, because the remedy is at its end."""
+    """Returns a text on one line. A text over the limit loses its middle, because the remedy is at its end."""
     line = ' '.join(str(text).split())
     if len(line) <= limit:
         return line
@@ -129,14 +165,14 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
 
 
 def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status. At the log level debug its traceback is logged.
+    """Prints a mistake in one line and returns the exit status, 2. At the log level debug its traceback is logged, too.
 
     Args:
         error: The mistake.
-        message: The line to print. Default: the error's own message.
-        on_all_ranks: Whether all ranks meet the mistake, such as a wrong key of the config. Then only the first rank
-            of a node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks as soon
-            as one fails, perhaps before the first rank has printed the line.
+        message: The message to print. If it is empty, that of the error.
+        on_all_ranks: Whether the mistake is raised on all ranks, as a wrong key of the config is. Then only the first
+            rank of each node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks
+            as soon as one fails, perhaps before the first rank has printed the line.
     """
     log.debug('The error was raised here:', exc_info=error)
     local_rank = os.environ.get('LOCAL_RANK', '0')

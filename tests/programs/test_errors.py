@@ -60,9 +60,35 @@ def test_error_of_part_is_one_line(raise_it, expected, caplog):
     assert caught.value.__cause__ is not None
 
 
-def test_bug_of_ours_keeps_its_type():
-    with pytest.raises(KeyError), building('optimizer'):
-        run_line('{}["a key"]', 'composer_tokacc.owner')
+@pytest.mark.parametrize(
+    ('bug', 'error_class'),
+    [
+        ('{}["a key"]', KeyError),
+        ('int("0.5")', ValueError),
+        # Raised inside of the standard library, which we call in a wrong way.
+        ('import re; re.compile(None)', TypeError),
+        ('import collections; collections.ChainMap()["a key"]', KeyError),
+        ('import pathlib; pathlib.Path(None)', TypeError),
+    ],
+)
+def test_bug_of_ours_keeps_its_type(bug, error_class):
+    with pytest.raises(error_class) as caught, building('optimizer'):
+        run_line(bug, 'composer_tokacc.owner')
+    assert not isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ('line', 'module'),
+    [
+        ('import json; json.loads("{")', 'composer_tokacc.owner'),
+        ('import pathlib; pathlib.Path("/absent/file").read_text()', 'composer_tokacc.owner'),
+        ('import absent_package', 'composer_tokacc.owner'),
+        ('import re; re.compile(None)', 'my_package.part'),
+    ],
+)
+def test_wrong_value_and_code_of_user_are_one_line(line, module):
+    with pytest.raises(ConfigError, match='`optimizer`: '), building('optimizer'):
+        run_line(line, module)
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ PROGRAMS: dict[str, Call] = {
         with_entry('model', {'lm_head.weight': torch.zeros(2, device='meta')}), 'HuggingFaceModel'
     ),
     'export to an object store': Call(
-        'export', ['{folder}/a.pt', 's3://bucket/x'], 'must be written out', write=intact
+        'export', ['{folder}/a.pt', 's3://bucket/x'], 'must be a folder on this machine', write=intact
     ),
     'export without the model': exporting(without('model'), 'a.pt'),
     'a column of weights that one sample lacks': Call(
