@@ -52,8 +52,8 @@ PROCESSOR_PARTS = {
     'audio': 'feature_extractor',
 }
 """The part of a processor that computes the media of a modality."""
-# Without masks and token types, which are not used here and take a third of the tokenizer's time.
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
+"""Arguments for a tokenizer whose masks and token types are not used. They take a third of its time."""
 
 
 class ConversationEncoder:
@@ -66,9 +66,10 @@ class ConversationEncoder:
     Args:
         processor: A Hugging Face processor, or a tokenizer for text only. Needs a chat template and a fast tokenizer.
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
-        video: The frames to take of a video. ``None``: two a second.
-        control_tokens: Handling of control tokens in a user's text: ``'warn'`` of the first one, encode them as
-            ``'text'``, or ``'refuse'`` the sample.
+        video: The frames to take of a video. ``None``: two a second. A processor that joins frames into patches gets at
+            least the frames of one patch.
+        control_tokens: Handling of control tokens in the texts of a sample, such as ``<|im_end|>``: ``'warn'`` of the
+            first one, encode them as ``'text'``, or ``'refuse'`` the sample.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
             models drop the thoughts of earlier answers, and can only be trained on the last.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
@@ -93,6 +94,7 @@ class ConversationEncoder:
         check_choice('train_on', train_on, ('all', 'last'))
         check_choice('add_end_token', add_end_token, (True, False))
         tokenizer = getattr(processor, 'tokenizer', processor)
+        # A processor that was loaded from a folder may have lost its template, while the tokenizer still has it.
         template_owner = processor if getattr(processor, 'chat_template', None) else tokenizer
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
@@ -102,7 +104,7 @@ class ConversationEncoder:
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
         self.parts: dict[str, Any] = {}
-        """The processor's parts by modality. A modality without one cannot be trained on."""
+        """The processor's parts by modality. Media of a modality that has no part are refused."""
         for modality, attribute in PROCESSOR_PARTS.items():
             part = getattr(processor, attribute, None)
             if part is not None:
@@ -151,7 +153,7 @@ class ConversationEncoder:
                 ``max_length``, or an audio is longer than the processor takes.
         """
         if not messages:
-            check_message(None)  # raises, because None is not a turn
+            raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
@@ -159,9 +161,11 @@ class ConversationEncoder:
         add_special_tokens = self._adds_special_tokens(rendered.text)
         encoded = self._encode(rendered.text, media, add_special_tokens)
         if self._has_query_tokens:
-            end_of_question = rendered.answers[0].start if rendered.answers else len(rendered.text)
             self._check_query_tokens(encoded)
-            encoded = self._hide_answers_from_qformer(encoded, rendered.text[:end_of_question])
+            instruction = rendered.text
+            if rendered.answers:
+                instruction = rendered.text[: rendered.answers[0].start]
+            encoded = self._hide_answers_from_qformer(encoded, instruction)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0], add_special_tokens)
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
@@ -169,6 +173,7 @@ class ConversationEncoder:
             'sample_ids': [sample_id],
         }
         self._check_length(sample, media)
+        # Whether a number is there depends only on the processor, so all its samples have the same keys.
         for modality in ('image', 'video', 'audio'):
             if modality == 'image' or modality in self.parts:
                 sample[f'num_{modality}s'] = [len(media[modality])]
@@ -181,12 +186,12 @@ class ConversationEncoder:
         *,
         shapes_only: bool = False,
     ) -> EncodedSample:
-        """Encodes a record. The sample does not depend on the place of the record and its files.
+        """Encodes a record. Records with equal content give equal samples, wherever their files are.
 
         Args:
             record: The conversation. If it has ``loss_weights``, the sample has them too, in the labels' shape.
             files: One path or open file for each file of ``record.media``.
-            shapes_only: Decode only enough of the media to give the sample its shapes.
+            shapes_only: Decode only as much of the media as the shapes of the sample need.
         """
         self.check_takes_media(record)
         media = self.decode(record, files, shapes_only=shapes_only)
@@ -200,7 +205,7 @@ class ConversationEncoder:
             )
         except ValueError as error:
             raise record.error(error) from error
-        except Exception as error:  # a fault of the program, which on_error=skip must not hide
+        except Exception as error:  # a bug, which on_error=skip must not hide: so it is not a BadSampleError
             named_error = record.error(f'{type(error).__name__}: {error}')
             raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
@@ -214,7 +219,7 @@ class ConversationEncoder:
         *,
         shapes_only: bool = False,
     ) -> DecodedMedia:
-        """Decodes the media of a record for the processor, completely or only their shapes."""
+        """Decodes the media of a record, see :func:`.decode_media`. Audio gets the rate of the processor."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
             record,
@@ -225,7 +230,7 @@ class ConversationEncoder:
         )
 
     def identity_of_options(self) -> list[tuple[str, object]]:
-        """Returns the options that change the samples of the same records. Empty if all have their default."""
+        """Returns the options that change samples, for fingerprints. Options with their default are left out."""
         options: list[tuple[str, object]] = []
         if self.control.option == 'text':
             options.append(('control_tokens', 'text'))
@@ -236,12 +241,14 @@ class ConversationEncoder:
         return options
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
-        """Encodes conversations without expanding their placeholders. Much faster, because the processor does not run.
+        """Encodes conversations with the tokenizer only, so placeholders are not expanded.
+
+        This is much faster, because the processor does not run.
 
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        # Index and text of each conversation, by whether the tokenizer must add the first token to it.
+        # Conversations to which the tokenizer must add special tokens (True), and the others (False).
         groups: dict[bool, list[tuple[int, Rendered]]] = {True: [], False: []}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
@@ -266,13 +273,21 @@ class ConversationEncoder:
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample is under the caps, by the number of its tokens and of the image tokens among them."""
+        """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
+
+        Args:
+            num_tokens: All tokens of the sample.
+            num_image_tokens: The tokens that stand for images, videos and audio.
+        """
         if self.max_length is not None and num_tokens > self.max_length:
             return False
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record whose media would be dropped, or whose text has control tokens (``refuse`` only)."""
+        """Refuses a record whose media the processor or the chat template would drop.
+
+        Also refuses a record with control tokens in its text, or warns of the first one, as ``control_tokens`` says.
+        """
         self.control.check(record)
         for turn in record.turns:
             for placeholder in PLACEHOLDER.finditer(turn.text):
@@ -284,11 +299,11 @@ class ConversationEncoder:
                 if not self.template.has_placeholders(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
-                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another'
+                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
                     )
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """Writes a conversation as text, without expanding its placeholders, and finds the answers in it."""
+        """Writes a conversation as the text for the processor, and finds the answers in it."""
         if self.train_on == 'last':
             messages = only_last_learned(messages)
         prepared = []
@@ -303,7 +318,7 @@ class ConversationEncoder:
         return self.template.render(prepared)
 
     def _check_audio_lengths(self, audios: Sequence[np.ndarray]) -> None:
-        """Refuses an audio longer than the window of the feature extractor, which would cut it off in silence."""
+        """Refuses audio that is longer than the window of the feature extractor, which would cut it off silently."""
         extractor = self.parts.get('audio')
         window = getattr(extractor, 'n_samples', None)
         for audio in audios:
@@ -316,6 +331,7 @@ class ConversationEncoder:
                 )
 
     def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
+        """Refuses a sample that is longer than ``max_length``."""
         length = sample['input_ids'].shape[1]
         if self.max_length is None or length <= self.max_length:
             return
@@ -327,7 +343,7 @@ class ConversationEncoder:
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Tells whether the tokenizer must add the first token, because the template has not written it."""
+        """Tells whether the tokenizer must add special tokens, because the template has not written the first one."""
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos))
 
@@ -353,9 +369,9 @@ class ConversationEncoder:
         return encoded
 
     def _arguments_of_processor(self, media: DecodedMedia, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the media as arguments of the processor's call. Adds the options that they need."""
+        """Returns the media as arguments for the processor, and adds their settings to ``options``."""
         arguments: dict[str, Any] = {}
-        if self._has_query_tokens:  # BLIP's processors take a clip as an image
+        if self._has_query_tokens:  # BLIP's processors take images and videos in one list
             images = list(media['image'])
             images.extend(video.frames for video in media['video'])
             if images:
@@ -379,7 +395,7 @@ class ConversationEncoder:
         return arguments
 
     def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
-        """Refuses a video with other media if the processor writes both into one tensor of clips (SmolVLM)."""
+        """Refuses a video with an image or another video, if the processor joins them into one tensor (SmolVLM)."""
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
             return
@@ -390,9 +406,9 @@ class ConversationEncoder:
             )
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
-        """Writes the real time between frames (Qwen-Omni, Qwen2.5-VL).
+        """Writes the real seconds between two patches in time (Qwen-Omni, Qwen2.5-VL).
 
-        Qwen-Omni's processor assumes two frames a second, and so did Qwen2.5-VL's in Transformers 4.57.
+        Qwen-Omni's processor assumes two frames a second. In Transformers 4.57 Qwen2.5-VL's processor did so, too.
         """
         for key in ('video_second_per_grid', 'second_per_grid_ts'):
             if key not in encoded:
@@ -406,7 +422,7 @@ class ConversationEncoder:
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
-        The processor writes the query tokens of one image, whatever the number of images. The model does not check it.
+        The processor always writes the query tokens of one image. The model does not check the number.
         """
         pixels = encoded.get('pixel_values')
         expected = 0
@@ -423,10 +439,14 @@ class ConversationEncoder:
             )
 
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
-        """Gives the query transformer (InstructBLIP) only the text before the first answer as its instruction.
+        """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
-        The processor gives it the whole text, so it would read the answers. A sample without images needs no
-        instruction, but the processor writes one.
+        The processor gives it the whole text, so it would read the answers. Without images it reads no text, but the
+        processor gives it one, which is removed.
+
+        Args:
+            encoded: The entries of the processor. The keys of the query transformer begin with ``qformer_``.
+            instruction: The text before the first answer that carries loss.
         """
         if 'qformer_input_ids' not in encoded:
             return encoded
@@ -454,12 +474,17 @@ class ConversationEncoder:
         input_ids: torch.Tensor,
         add_special_tokens: bool,
     ) -> list[tuple[int, int]]:
-        """Finds positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
+        """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
 
-        The tokenizer knows the characters of each token of the text. So the answer is first found in the tokens of the
-        text, and from there in ``input_ids``, by its last token. No medium expands to this token.
-        Example: ``U <image> A Red.`` is ``[U, I, A, Red, .]``. Expanded, with three tokens an image, it is
-        ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6, so the answer ``Red.`` moves from 3 to 5.
+        In ``input_ids`` the placeholders are expanded, and the tokenizer cannot tell which characters a token has. It
+        can for the text, whose placeholders are not expanded. So each answer is first found in the tokens of the text.
+        From there it is found in ``input_ids`` by its last token, because placeholders do not expand to this token.
+
+        Example: ``U <image> A Red.`` has the tokens ``[U, I, A, Red, .]``. If an image has three tokens, ``input_ids``
+        is ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6. So the answer ``Red.`` begins at 5, not at 3.
+
+        Raises:
+            ValueError: If an answer is not found.
         """
         tokens = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, **_ONLY_IDS)
         text_ids = torch.tensor(tokens['input_ids'])
@@ -469,12 +494,14 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            expanded_end = 0  # if it stays 0, the slice below is empty, and the comparison fails
+            is_same = False
+            expanded_start = expanded_end = 0
             if len(places_in_text) == len(places_in_ids):
                 # The media have added no such token. So the k-th of the text is the k-th in `input_ids`.
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
-            expanded_start = expanded_end - (end - start)
-            if not torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+                expanded_start = expanded_end - (end - start)
+                is_same = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
+            if not is_same:
                 answer_text = rendered.text[answer.start : answer.end]
                 name = type(self.processor).__name__
                 raise InvalidInputError(
@@ -494,7 +521,7 @@ def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> Non
         missing = 'chat template. Set `processor.chat_template`'
     elif not getattr(tokenizer, 'is_fast', False):
         missing = 'fast tokenizer. Load it with use_fast=True'
-    elif getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
+    elif getattr(processor, 'num_query_tokens', 0) is None:  # without it BLIP's processor drops the images
         missing = '`num_query_tokens`. Set it as in the model'
     if missing:
         raise InvalidInputError(f'`processor` is a {type(processor).__name__} that has no {missing}.')
@@ -522,7 +549,7 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns labels ``(1, length)`` for the tokens in the spans, and for no others."""
+    """Returns labels ``(1, length)``: the ids of the tokens in the spans, and ``IGNORE_INDEX`` everywhere else."""
     labels = torch.full_like(input_ids, IGNORE_INDEX)
     for start, end in spans:
         labels[0, start:end] = input_ids[0, start:end]
@@ -532,13 +559,13 @@ def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tor
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
     """Returns positions ``[start, end)`` of the tokens that hold the characters of an answer."""
     characters = range(answer.start, answer.end)
-    first_token = _first_token(encoding, characters)
-    last_token = _first_token(encoding, reversed(characters))
+    first_token = _token_of_first(characters, encoding)
+    last_token = _token_of_first(reversed(characters), encoding)
     return first_token, last_token + 1
 
 
-def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
-    """Returns the token of the first of these characters that is in a token. A space may be in no token."""
+def _token_of_first(characters: Iterable[int], encoding: Encoding) -> int:
+    """Returns the token of the first of these characters that has one. Some tokenizers drop spaces."""
     for character in characters:
         token = encoding.char_to_token(character)
         if token is not None:

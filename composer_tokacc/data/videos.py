@@ -55,7 +55,7 @@ STEADY_CONTAINERS = (
 """Containers of audio whose samples follow one another without a gap. So a gap is damage. In the other containers it
 may be a short pause of the recording."""
 HEAD_BYTES = 4096
-"""Bytes at the start of a file in which its format, and the segment of a Matroska file, are looked for."""
+"""Bytes at the start of a file that are searched for the mark of its format, and for the segment of a Matroska file."""
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
@@ -271,7 +271,7 @@ def _is_complete_matroska(file: BinaryIO, size: int, head: bytes) -> bool:
     segment_id = b'\x18S\x80g'
     place_of_id = head.find(segment_id)
     if place_of_id < 0:
-        return True  # there is no segment, and FFmpeg reports that
+        return True  # FFmpeg reports the missing segment
     place = place_of_id + len(segment_id)
     file.seek(place)
     size_bytes = file.read(8)
@@ -299,7 +299,7 @@ def _has_complete_chunk(
             is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
             return is_unknown or place + 8 + length <= size
         place += 8 + length + length % 2  # chunks begin at even places
-    return True  # there is no such chunk, and FFmpeg reports that
+    return True  # FFmpeg reports the missing chunk
 
 
 def _check_end(container: InputContainer, end: float) -> None:
@@ -307,8 +307,8 @@ def _check_end(container: InputContainer, end: float) -> None:
 
     Args:
         container: The open file.
-        end: Time at which the last packet of any stream ends, in seconds. The duration in the header is that of the
-            longest stream.
+        end: Time at which the last packet of any stream ends, in seconds. (The header gives the duration of the longest
+            stream.)
     """
     if container.duration is None and container.format.name == 'apng':
         return  # `_check_last_bytes` has checked its end
@@ -410,7 +410,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     _check_end(container, max(end_of_file, end))
     if stream.duration is not None:
         duration = float(stream.duration * stream.time_base)
-    else:  # some containers have only one duration, that of the longest stream
+    else:  # some containers do not have a duration for each stream
         duration = max(ends, default=0.0) - min(starts, default=0.0)
     if decoded_seconds < _shortest(duration, container):
         raise InvalidInputError(
@@ -501,10 +501,14 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
 
 
 def _unit_of_frame_numbers(times: Sequence[float], step: float) -> float:
-    """Returns the seconds by which processors multiply a frame number to tell the model when the frame is shown.
+    """Returns the unit of frame numbers in seconds. A processor multiplies by it to get the time of a frame.
 
-    This is the mean step between frames, because then a frame number is the index of a frame. If the frames are shown
-    at uneven times, it is the smallest step, because then the numbers still tell the times.
+    Usually it is the mean step between frames, so that the number of a frame is its index. If the steps are uneven,
+    it is the smallest step, so that a number still gives the right time.
+
+    Args:
+        times: Seconds from the first frame, for each frame.
+        step: The mean step.
     """
     steps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
     if steps and max(steps) > 1.5 * step:

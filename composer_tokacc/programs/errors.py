@@ -68,8 +68,8 @@ class PartError(ConfigError):
 def building(path: str) -> Iterator[None]:
     """Turns an error that is raised while a part of the config is built into one line with its key.
 
-    These errors pass unchanged: a ConfigError, which has its key; a bug of this package, which needs its traceback; and
-    a fault of the machine, for which :func:`.fault_of_machine` has a line.
+    Three kinds of errors pass unchanged. A ConfigError has its key. A bug of this package needs its traceback. A fault
+    of the machine gets its line from :func:`.fault_of_machine`.
     """
     try:
         yield
@@ -169,7 +169,7 @@ def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -
 
     Args:
         error: The mistake.
-        message: The message to print. If it is empty, that of the error.
+        message: The message to print. Default: the error's own message.
         on_all_ranks: Whether the mistake is raised on all ranks, as a wrong key of the config is. Then only the first
             rank of each node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks
             as soon as one fails, perhaps before the first rank has printed the line.

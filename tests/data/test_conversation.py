@@ -111,6 +111,11 @@ def test_encoding_is_that_of_the_processor(family):
         assert torch.equal(sample[key], value), key
 
 
+def test_conversation_without_turns():
+    with pytest.raises(ValueError, match='`messages` must hold at least one turn'):
+        ConversationEncoder(small())([])
+
+
 @pytest.mark.parametrize(
     ('role', 'messages'),
     [
