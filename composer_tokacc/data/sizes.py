@@ -3,10 +3,10 @@
 
 """Measures samples: from the tensors of a processor, or from their text and the headers of their images.
 
-Headers are much faster. They suffice under one assumption, which is checked: the tokens and patches that images add to
-a sample depend only on the sizes of the images, not on the text. So the processor runs once for each distinct list of
-sizes, with black images, and a fast tokenizer counts the tokens of all texts. A sample that cannot be measured in this
-way has to be read.
+Headers are much faster, because no image is decoded. They are enough if the tokens and patches that images add to a
+sample depend only on the sizes of the images, and not on the text. `ImageExpansion` checks that. Then the processor
+runs once for each distinct list of sizes, with black images, and a fast tokenizer counts the tokens of all texts. A
+sample that cannot be measured in this way must be read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
 """Texts that go through the tokenizer together."""
-FEWEST_TEXTS, FEWEST_SIZES, FEWEST_VIDEOS = 2048, 128, 32
-"""Up to these numbers of items, no processes are started, because starting them takes longer than the work."""
+FEWEST_TEXTS = 2048
+"""With this number of texts or fewer, no processes are started, because starting them takes longer than the work."""
+FEWEST_SIZES = 128
+"""The same for distinct lists of sizes."""
+FEWEST_VIDEOS = 32
+"""The same for samples with videos."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
-"""Small, usual, wide, tall and large. If images of all these sizes add the same row, every image does."""
+"""Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
 
 
 class TableRow(NamedTuple):
@@ -55,7 +59,7 @@ class TableRow(NamedTuple):
     """Positions with loss under the causal shift."""
     vision_patches: int
     shrink_steps: int
-    """Steps by which `fit.py` makes its media smaller."""
+    """Steps by which `fit.py` makes its media smaller. 0: it leaves them as they are."""
 
     def plus(self, other: TableRow) -> TableRow:
         """Returns the sum of two rows."""
@@ -81,18 +85,26 @@ class SampleMapper:
         *,
         batch_size: int | None = None,
     ) -> Iterator[MapResult]:
-        """Yields the results in order. Starts no processes for ``fewest`` items or less.
+        """Yields the results in the order of the items.
 
-        The function gets one item. If ``batch_size`` is set, it gets a list of this number of items.
+        Args:
+            function: Gets one item. If ``batch_size`` is set, it gets a list of items.
+            items: The items.
+            fewest: With this number of items or fewer, no processes are started.
+            batch_size: Most items of a list.
         """
+        num_workers = 0
+        if len(items) > fewest:
+            num_workers = self.num_workers
+        # The workers of a DataLoader run `collate_fn` on the items that they read.
         loader: Any = DataLoader(
-            items,  # pyright: ignore[reportArgumentType]  # a sequence will do
+            items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
             batch_size=batch_size,
-            num_workers=self.num_workers if len(items) > fewest else 0,
-            generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
-            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers
+            num_workers=num_workers,
+            generator=torch.Generator(),  # without one it would draw a random number of the run
+            collate_fn=function,  # pyright: ignore[reportArgumentType]
         )
-        # None: the bar is hidden if the output is not a terminal.
+        # None shows the bar only if the output is a terminal.
         yield from tqdm(
             loader,
             desc='measuring samples',
@@ -113,7 +125,7 @@ class SampleMapper:
             rows: The row of each item. None if it is missing.
             function: Gets one item.
             items: All items.
-            fewest: Up to this number of missing rows, no processes are started.
+            fewest: With this number of missing rows or fewer, no processes are started.
         """
         places = []
         items_without_row = []
@@ -126,35 +138,37 @@ class SampleMapper:
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
-    """Returns ids of the tokens that stand for images, videos and audio, as the processor declares them."""
+    """Returns the ids of the tokens that stand for images, videos and audio.
+
+    Processors and tokenizers name these tokens in attributes such as ``image_token_id``.
+    """
     tokenizer = getattr(processor, 'tokenizer', None)
-    token_ids = set()
+    candidates = set()
     for modality in MODALITIES:
-        token_ids.add(getattr(processor, f'{modality}_token_id', None))
-        token_ids.add(getattr(tokenizer, f'{modality}_token_id', None))
+        candidates.add(getattr(processor, f'{modality}_token_id', None))
+        candidates.add(getattr(tokenizer, f'{modality}_token_id', None))
         # Some processors have only the text of the token.
         token = getattr(processor, f'{modality}_token', None)
         if token is not None and tokenizer is not None:
-            token_ids.add(tokenizer.convert_tokens_to_ids(str(token)))
-    # SmolVLM treats frames as images. Its video token is not in its vocabulary.
-    token_ids.discard(getattr(tokenizer, 'unk_token_id', None))
-    return tuple(sorted(token_id for token_id in token_ids if isinstance(token_id, int)))
+            candidates.add(tokenizer.convert_tokens_to_ids(str(token)))
+    # A token that is not in the vocabulary has the id of unknown tokens. SmolVLM's video token is an example.
+    candidates.discard(getattr(tokenizer, 'unk_token_id', None))
+    token_ids = [candidate for candidate in candidates if isinstance(candidate, int)]
+    return tuple(sorted(token_ids))
 
 
 def patch_size_of(*owners: Any) -> int:
-    """Returns the side of a patch in pixels, from the first owner that has one. If none has one, the most common side.
+    """Returns the side of a patch in pixels, from the first owner that names one. If none does, the most common side.
 
     Args:
         *owners: Each is a number, a model's config, its ``vision_config``, a processor, its ``image_processor``, or
             None.
     """
     for owner in owners:
+        vision_config = getattr(owner, 'vision_config', None)
+        image_processor = getattr(owner, 'image_processor', None)
         candidates = [owner]  # the owner itself may be the number
-        for part in (
-            getattr(owner, 'vision_config', None),
-            owner,
-            getattr(owner, 'image_processor', None),
-        ):
+        for part in (vision_config, owner, image_processor):
             candidates.append(getattr(part, 'patch_size', None))
         for candidate in candidates:
             side = _side_of(candidate)
@@ -164,7 +178,7 @@ def patch_size_of(*owners: Any) -> int:
 
 
 def _side_of(size: Any) -> Any:
-    """Returns the height of a patch from its size, which may be a number, a pair, or a mapping."""
+    """Returns the height of a patch. Its size may be a number, a pair of height and width, or a mapping."""
     if isinstance(size, Mapping):
         return size.get('height')
     if isinstance(size, list | tuple):
@@ -181,7 +195,7 @@ def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
 
     Args:
         sample: The entries of the processor.
-        patch_size: Side of a patch in pixels. Not used if the processor itself cuts the patches (Qwen-VL).
+        patch_size: Side of a patch in pixels. Not used if the processor has cut the images into patches (Qwen-VL).
     """
     # Video-LLaVA's processor has its own name for images.
     images = sample.get('pixel_values', sample.get('pixel_values_images'))
@@ -211,9 +225,9 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
         return int(patches_per_side.prod(dim=1).sum())
     num_tiles = pixels.shape[:-3].numel()
     if pixels.dim() == 5 and not pixels.is_meta:
-        # Tiles of zeros do not count. Idefics3 drops all of them; LLaVA-NeXT and OneVision drop the tiles of padding,
-        # which are zeros. Mllama computes all tiles, and its pixels have 6 dimensions. Meta tensors have no padding,
-        # because all their images are of one size (see `ImageExpansion`).
+        # Tiles of zeros are not counted, because the models drop them: Idefics3 drops every tile of zeros, LLaVA-NeXT
+        # and OneVision drop the tiles of padding, which are zeros. (Mllama computes all its tiles. Its pixels have six
+        # dimensions.) Meta tensors have no padding, because their images have one size (see `ImageExpansion`).
         has_pixels = pixels.flatten(2).any(dim=2)
         num_tiles = int(has_pixels.sum())
     height, width = pixels.shape[-2:]
@@ -258,34 +272,38 @@ class RowSizes:
             return str(error)
 
     def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
-        """Returns the rows of samples without reading them. None for a sample that must be read."""
+        """Returns the rows of samples without decoding their images. None for a sample that must be read."""
         texts: list[tuple[TableRow | None, ImageSizes]] = []
         for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, batch_size=TEXTS_TOGETHER):
             texts.extend(measured)
         expansion = ImageExpansion(self)
         probe_rows = {expansion((size,)) for size in PROBE_SIZES}
         if len(probe_rows) == 1:
-            # Every image adds the same row with this processor, so one size stands for all.
+            # With this processor every image adds the same row. So all images are treated as images of one size.
             one_size = PROBE_SIZES[:1]
             texts = [(row, one_size * len(sizes)) for row, sizes in texts]
-        distinct = set()
+        lists_of_sizes: set[ImageSizes] = set()
         for _, sizes in texts:
-            distinct.add(sizes)
-            distinct.update((size,) for size in sizes)  # `_add_images` also looks up each image by itself
+            lists_of_sizes.add(sizes)
+            for size in sizes:
+                lists_of_sizes.add((size,))  # `_add_images` looks up each image by itself, too
         # The expensive part: one call of the processor for each distinct list of sizes.
-        distinct_sizes = sorted(distinct)
+        distinct_sizes = sorted(lists_of_sizes)
         added_rows = map_samples(expansion, distinct_sizes, FEWEST_SIZES)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in texts:
             rows.append(self._add_images(row, sizes, additions))
-        # Samples with videos: decoding one frame of each gives their shapes.
+        # The shapes of a video are known when one frame is decoded.
         for place, row in map_samples.map_missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
             rows[place] = row
         return rows
 
     def _measure_texts(self, indices: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
-        """Returns the rows of samples whose placeholders are not expanded, with the sizes of their images."""
+        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes.
+
+        A sample that must be read has None instead of a row.
+        """
         texts: list[tuple[TableRow | None, ImageSizes]] = []
         for result in self.dataset.unexpanded(indices):
             if result is None:
@@ -302,12 +320,12 @@ class RowSizes:
         sizes: ImageSizes,
         additions: Mapping[ImageSizes, AddedRow | None],
     ) -> TableRow | None:
-        """Returns the row of a text with its images. None if the sample must be read, because this cannot tell.
+        """Returns the row of a text with its images. None if the sample must be read.
 
         Args:
             row: Row of the text. None if the sample must be read.
             sizes: Sizes of its images.
-            additions: Rows that images add, by their sizes: for the whole list, and for each image by itself.
+            additions: The rows that images add, by their sizes. It has the whole list, and each image by itself.
         """
         if row is None:
             return None
@@ -315,16 +333,16 @@ class RowSizes:
             if additions[(size,)] is None:
                 return None
         added = additions[sizes]
-        # If the text has more placeholder tokens than its images, the user has written one.
+        # If the numbers differ, the user has written a placeholder token into the text.
         if added is None or row.image_tokens != added.num_placeholders:
             return None
         total = row.plus(added.row)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
-            return None  # a bad sample: reading it raises the error
+            return None  # the sample is bad, and reading it raises the error
         return total
 
     def _measure_videos(self, index: int) -> TableRow | None:
-        """Returns the row of a sample with videos. None for another sample, and for a bad one."""
+        """Returns the row of a sample with videos. None if it has no video, or is bad."""
         with suppress(Exception):  # the error is raised again when the sample is read
             sample = self.dataset.shapes_of_videos(index)
             if sample is not None:
@@ -333,17 +351,18 @@ class RowSizes:
 
 
 class AddedRow(NamedTuple):
-    """The sizes that images add to the row of a text."""
+    """The row that images add to the row of a text."""
 
     row: TableRow
     num_placeholders: int
-    """Placeholder tokens that the template writes for them, before the processor expands these."""
+    """Placeholder tokens that the template writes for the images, before the processor expands them."""
 
 
 class ImageExpansion:
-    """Computes the row that images of given sizes add to a sample, by running the processor on black images.
+    """Computes the row that images of some sizes add to a sample, by running the processor on black images.
 
-    If the processor computes with torch, the images are meta tensors, which have a shape and no content.
+    If the processor computes with torch, the images are meta tensors, which have a shape and no content. So nothing is
+    computed.
     """
 
     def __init__(self, row_sizes: RowSizes) -> None:
@@ -358,23 +377,23 @@ class ImageExpansion:
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
             return None
-        # Not for several images, because `_add_images` also looks up each of them by itself.
+        # For several images this need not be checked, because `_add_images` also looks up each of them by itself.
         if len(sizes) == 1:
             is_separate = self._is_separate(text['input_ids'][0], sample['input_ids'][0])
             if not is_separate:
                 return None
         text_row = self._measure(text)
         added = self._measure(sample).minus(text_row)
-        if added.loss_tokens:  # an image carries no loss, so this processor does something else
+        if added.loss_tokens:  # the processor has changed the answer, because images carry no loss
             return None
         return AddedRow(added, text_row.image_tokens)
 
     def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
         """Encodes a conversation with images of these sizes. None if the processor raises an error."""
-        # For images of several sizes, a processor may add tiles of padding. `count_patches` recognizes these by their
-        # content, which meta tensors do not have.
+        # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
+        # recognizes these by their content, which meta tensors do not have.
         if len(set(sizes)) < 2:
-            with suppress(Exception):  # this processor needs real images
+            with suppress(Exception):  # some processors need real images, which follow
                 meta_images = []
                 for width, height in sizes:
                     meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
@@ -388,9 +407,14 @@ class ImageExpansion:
     def _is_separate(self, text: torch.Tensor, expanded: torch.Tensor) -> bool:
         """Tells whether the tokens of an image begin and end with tokens that never merge with the text around them.
 
-        Only then does an image add the same number of tokens to every text. Gemma 3, for example, puts line breaks
-        around an image. The tokenizer merges them with line breaks of the text.
+        Only then an image adds the same number of tokens to every text. Gemma 3, for example, puts line breaks around
+        an image. The tokenizer merges them with line breaks of the text.
+
+        Args:
+            text: Ids of a text with one image whose placeholder is not expanded.
+            expanded: Ids of the same text after the processor has expanded the placeholder.
         """
+        # The ids before and after the image are the same in both.
         num_before = _num_equal(text, expanded)
         text_backwards = text[num_before:].flip(0)
         expanded_backwards = expanded[num_before:].flip(0)
@@ -407,7 +431,7 @@ class ImageExpansion:
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Counts the tokens that agree before the first that does not."""
+    """Returns the number of tokens at the start that are equal in both."""
     size = min(len(first), len(second))
     is_equal = first[:size] == second[:size]
-    return int(is_equal.cumprod(0).sum())
+    return int(is_equal.cumprod(0).sum())  # the product is 0 from the first difference on
