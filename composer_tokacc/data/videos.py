@@ -97,9 +97,10 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            is_left_out = value is None and name in ('num_frames', 'fps')
+            if value is None and name in ('num_frames', 'fps'):
+                continue
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if not is_left_out and not (is_number and 0 < value < MAX_SAMPLING_NUMBER):
+            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
@@ -395,7 +396,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
         if stamp is not None:
             starts.append(float(stamp * packet.time_base))
             ends.append(_end_of(packet))
-        for frame in packet.decode():
+        for frame in stream.decode(packet):
             seconds = frame.samples / frame.sample_rate
             start = frame.time
             if start is None:  # it follows the frame before it
@@ -408,7 +409,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     if end is None:
         raise InvalidInputError('it holds no audio')
     _check_end(container, max(end_of_file, end))
-    if stream.duration is not None:
+    if stream.duration is not None and stream.time_base is not None:
         duration = float(stream.duration * stream.time_base)
     else:  # some containers do not have a duration for each stream
         duration = max(ends, default=0.0) - min(starts, default=0.0)
