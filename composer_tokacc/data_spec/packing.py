@@ -10,11 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, attended_positions, real_positions, sample_name
+from composer_tokacc.batch import (
+    IGNORE_INDEX,
+    MODALITIES,
+    Batch,
+    BatchDict,
+    attended_positions,
+    real_positions,
+    sample_name,
+)
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import ROWS_KEY, summed
+
+_ITEM_COUNTS = frozenset(f'num_{modality}s' for modality in MODALITIES)
+"""Keys of the numbers of images, videos and audios of each row."""
 
 
 def pack_rows(
@@ -111,6 +122,8 @@ def _pack_tensor(
     """Returns a tensor of the one packed row."""
     value = batch[key]
     entry = layout.entry_of(batch, key)
+    if key in _ITEM_COUNTS:
+        return value.sum(dim=0, keepdim=True)  # the packed row has the items of all rows
     if entry.slot_dim == 1 and not entry.seq_dims:
         return value.flatten(0, 1)[None]  # the image slots of the rows one after the other
     if entry.unit != 'row' or entry.is_media:

@@ -162,7 +162,15 @@ class BatchLayout:
 
     @cached_property
     def _registered(self) -> Mapping[str, Entry]:
-        return {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+        """The entries that need not be inferred, by key. An entry of the user comes before one of the family."""
+        registered = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
+        # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media.
+        counted_units = list(MODALITIES)
+        for entry in registered.values():
+            if entry.is_media:
+                counted_units.append(entry.modality)
+        counts = {f'num_{unit}s': Entry() for unit in counted_units}
+        return counts | registered
 
     def num_rows(self, batch: Batch) -> int:
         """Returns the number of rows."""
@@ -315,7 +323,10 @@ class BatchLayout:
         modality, _, num_inferred = unit.partition('/')
         carried = carried_counts(batch, modality)
         if carried is not None and len(carried) != num_rows:
-            carried = None
+            raise InvalidInputError(
+                f'`num_{modality}s` must have one number per row, got: {len(carried)} numbers for {num_rows} rows. '
+                f'Count the {modality}s of each row again.'
+            )
         num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
         if num_items is None:
             # There is no tensor that could be cut by these numbers.
@@ -564,7 +575,7 @@ class BatchLayout:
                 joined[key] = self._joined_plain_values(key, batches)
         for modality in MODALITIES:
             key = f'num_{modality}s'
-            if key not in joined:
+            if joined.get(key) is None:
                 continue
             # The numbers are counted again, in each batch by itself. The user counts images, but a processor may cut
             # them into tiles. In a batch of one row all tiles belong to that row.
@@ -584,9 +595,11 @@ class BatchLayout:
         return value_of_row
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
-        if self.tensors_of(batch, modality):
+        """Returns the items of each row of a batch that is joined: counted if there are tensors, else as carried."""
+        carried = carried_counts(batch, modality)
+        if carried is None or self.tensors_of(batch, modality):
             return self.units_per_row(batch, modality)
-        return list(batch[f'num_{modality}s'])
+        return carried
 
     def _joined_tensor(
         self,

@@ -125,6 +125,13 @@ def test_empty_rows_are_packed(side):
     assert recorder.logged('loss/train/total')[1] == 0
 
 
+@pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
+def test_packed_row_has_all_images(count):
+    batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'num_images': count([1, 0, 2])}
+    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch))
+    assert list(packed['num_images']) == [3]
+
+
 def test_packed_row_keeps_counts_of_documents():
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
     with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])

@@ -280,6 +280,28 @@ def test_registered_tensors_are_selected():
     assert len(part['class_weights']) == 7
 
 
+@pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
+def test_image_numbers_go_with_their_rows(count):
+    batch = text_batch([3, 5, 2, 4], num_images=count([1, 2, 0, 1]), pixel_values=numbered(4, 3, 2, 2))
+    part = LLAVA_LAYOUT.select(batch, [2, 1])
+    assert list(part['num_images']) == [0, 2]
+    last_row = LLAVA_LAYOUT.select(part, [1])
+    assert numbers_of(last_row['pixel_values']) == [1, 2]
+    joined = LLAVA_LAYOUT.concat([LLAVA_LAYOUT.select(batch, [3]), part])
+    assert joined['num_images'] == [1, 0, 2]
+    assert numbers_of(joined['pixel_values']) == [3, 1, 2]
+
+
+@pytest.mark.parametrize('numbers', [[1, 1], torch.tensor([1, 1]), torch.tensor(2)], ids=str)
+def test_image_numbers_of_other_rows(numbers):
+    """The placeholders would tell which image belongs to which row, but the numbers are of another batch."""
+    batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered(2, 3, 2, 2), num_images=numbers)
+    layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
+    for read in (layout.images_per_row, lambda batch: layout.select(batch, [0])):
+        with pytest.raises(ValueError, match=r'num_images.* got: .*3 rows'):
+            read(batch)
+
+
 def test_unknown_family_can_be_passed():
     family = Family(name='new', entries={'pixel_values': Entry(unit='image')})
     batch = text_batch([3, 2], num_images=[2, 1], pixel_values=numbered(3, 1))
