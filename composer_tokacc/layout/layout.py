@@ -611,6 +611,7 @@ class BatchLayout:
         """Returns one tensor for all rows, joined from the batches that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
         entries = [self.entry_of(batch, key) for batch in present]
+        _check_same_form(key, [batch[key] for batch in present], entries)
         # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that
         # has no `seq_dims` in one of them has none, because a decoder's labels can have the encoder's width by chance.
         entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
@@ -656,7 +657,10 @@ class BatchLayout:
                 shape[dim] = self.width(batch)
             if entry.slot_dim is not None:
                 shape[entry.slot_dim] = 0
-            values.append(like.new_full(shape, entry.absent or 0))
+            absent = entry.absent or 0
+            # An integer tensor cannot hold NaN.
+            dtype = torch.result_type(like, absent)
+            values.append(like.new_full(shape, absent, dtype=dtype))
         return values
 
 
@@ -673,6 +677,22 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
             if entry.is_media:
                 entries[key] = entry
     return entries
+
+
+def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
+    """Raises ValueError if tensors of one key cannot be joined.
+
+    They must have equally many dimensions, and the same padding value. Masks with 0 for "attend", and masks with 0 for
+    "hide", have different ones.
+    """
+    nums_dims = {value.dim() for value in values}
+    fills = {entry.fill for entry in entries}
+    if len(nums_dims) > 1 or len(fills) > 1:
+        forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
+        raise InvalidInputError(
+            f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
+            'sample the same number of dimensions, and masks of one dtype.'
+        )
 
 
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:

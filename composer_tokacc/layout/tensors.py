@@ -140,7 +140,11 @@ def cat_padded(
     for dim in seq_dims:
         shape[dim] = width
     shape[row_dim] = sum(value.shape[row_dim] for value in values)
-    joined = values[0].new_full(shape, entry.fill)
+    # One sample may hold an int where another holds a float. The float must not be rounded.
+    dtype = values[0].dtype
+    for value in values:
+        dtype = torch.promote_types(dtype, value.dtype)
+    joined = values[0].new_full(shape, entry.fill, dtype=dtype)
     start = 0
     for value in values:
         target = joined.narrow(row_dim, start, value.shape[row_dim])

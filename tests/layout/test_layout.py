@@ -355,6 +355,37 @@ def test_concat_loses_no_plain_value():
     assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
 
 
+@pytest.mark.parametrize('key', ['loss_weights', 'scores'])
+@pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
+def test_joined_numbers_are_not_rounded(key, numbers):
+    first, second = (torch.tensor([number]) for number in numbers)
+    joined = TEXT_LAYOUT.concat([text_batch([3], **{key: first}), text_batch([4], **{key: second})])
+    assert joined[key].tolist() == list(numbers)
+
+
+def test_integer_weights_of_some_samples():
+    with_weight = text_batch([3], loss_weights=torch.tensor([2]))
+    weights = TEXT_LAYOUT.concat([with_weight, text_batch([4])])['loss_weights']
+    assert weights[0] == 2
+    assert weights[1].isnan()
+
+
+@pytest.mark.parametrize(
+    ('key', 'first', 'second'),
+    [
+        pytest.param('loss_weights', torch.ones(1), torch.ones(1, 4), id='by row and by position'),
+        pytest.param('attention_mask', torch.ones(1, 3), torch.ones(1, 1, 4, 4), id='masks of two and four dimensions'),
+        pytest.param(
+            'attention_mask', torch.ones(1, 1, 3, 3).bool(), torch.zeros(1, 1, 4, 4), id='boolean and additive masks'
+        ),
+    ],
+)
+def test_tensors_of_two_forms_are_refused(key, first, second):
+    batches = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
+    with pytest.raises(ValueError, match=f'`{key}` .*same form.*{second.shape[-1]}'):
+        TEXT_LAYOUT.concat(batches)
+
+
 def test_shared_positions_must_agree():
     wide = text_batch([4, 2], position_ids=torch.arange(4)[None])
     narrow = text_batch([3], position_ids=torch.arange(3)[None])
