@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -428,12 +429,8 @@ class BatchLayout:
         """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
-            ValueError: If the layout does not know an entry, or cannot tell its rows.
+            ValueError: If the layout does not know an entry, or cannot tell its rows, or if there is no such row.
         """
-        if any(isinstance(row, bool) for row in rows):
-            raise InvalidInputError(
-                f'`rows` must be numbers of rows, got: {rows}. Give the numbers of those that are true.'
-            )
         (selected,) = self.split(batch, [rows])
         return selected
 
@@ -449,9 +446,8 @@ class BatchLayout:
         entries = self._entries_of(batch)
         all_rows = list(range(num_rows))
         row_groups = [list(rows) for rows in groups]
-        unknown_rows = set().union(*row_groups) - set(all_rows)
-        if unknown_rows:
-            raise InvalidInputError(f'`rows` must be of the {len(all_rows)} of the batch, from 0, got: {unknown_rows}.')
+        for rows in row_groups:
+            _check_rows(rows, num_rows)
         ends: dict[str, list[int]] | None = None
         selected = []
         for rows in row_groups:
@@ -677,6 +673,17 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
             if entry.is_media:
                 entries[key] = entry
     return entries
+
+
+def _check_rows(rows: Sequence[int], num_rows: int) -> None:
+    """Raises ValueError unless these are numbers of rows. A bool would count as row 0 or 1."""
+    for row in rows:
+        is_integer = isinstance(row, Integral) and not isinstance(row, bool)
+        if not is_integer or not 0 <= row < num_rows:
+            raise InvalidInputError(
+                f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
+                'each row that is selected.'
+            )
 
 
 def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:

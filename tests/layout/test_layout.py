@@ -595,6 +595,12 @@ def test_split_equals_select(image_batch):
             assert torch.equal(part[key], image_batch[key][rows])
 
 
+def test_split_needs_numbers_of_rows(image_batch):
+    for rows in ([0, True], [1, 2.0], [4], [-1]):
+        with pytest.raises(ValueError, match=f'`rows` must be .*got: {rows[-1]}'):
+            LLAVA_LAYOUT.split(image_batch, [[0], rows])
+
+
 def test_rows_are_counted_once(monkeypatch, image_batch):
     """Counting placeholders reads the ids, so a split must not count them for each of its parts."""
     counted_units = []
