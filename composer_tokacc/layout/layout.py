@@ -301,6 +301,11 @@ class BatchLayout:
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the number of patches of each row, by the grid of each item."""
         part = PART_UNITS[unit]
+        if not isinstance(batch.get(part.grid_key), torch.Tensor):
+            raise InvalidInputError(
+                f'`{part.grid_key}` must be in the batch, because it tells the patches of each {part.modality}, got: '
+                f'{sorted(map(str, batch))}. Keep what the processor returns with the pixels.'
+            )
         parts_per_item = batch[part.grid_key].prod(dim=1).tolist()
         items_per_row = self.units_per_row(batch, part.modality)
         return sums_of_runs(parts_per_item, items_per_row)
@@ -477,16 +482,20 @@ class BatchLayout:
         value: object,
         num_rows: int,
     ) -> None:
-        """Raises ValueError if nothing tells how to select rows of a value."""
+        """Raises ValueError if nothing tells how to select rows of a value.
+
+        A list has one entry per row. So it must not hold the images of all rows, nor what is shared by the rows, even
+        if it has as many entries as the batch has rows.
+        """
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
             return
-        registered = self.family.entries.get(key)
-        is_media = registered is not None and registered.is_media
         description = type(value).__name__
         if isinstance(value, (list, tuple)):
-            if len(value) == num_rows and not is_media:
+            entry = self._registered.get(key, Entry())
+            is_of_rows = entry.unit == 'row' and not entry.is_media
+            if len(value) == num_rows and is_of_rows:
                 return
-            entries = 'media' if is_media else 'entries'
+            entries = 'media' if entry.is_media else f'{entry.unit} entries'
             description = f'{description} of {len(value)} {entries} for {num_rows} rows'
         raise InvalidInputError(
             f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '

@@ -524,6 +524,21 @@ def test_list_of_media_is_refused():
         LLAVA_LAYOUT.select(batch, [1])
 
 
+@pytest.mark.parametrize('unit', ['image', 'box', 'shared'])
+def test_list_under_a_registered_key(unit):
+    """Two entries for two rows, but both may be of the first row: a list would give each row one of them."""
+    layout = LLAVA_LAYOUT.with_entries(crops=Entry(unit=unit))
+    batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0], crops=[torch.zeros(2), torch.ones(2)])
+    with pytest.raises(ValueError, match=r"batch\['crops'\].* got: list of 2 (media|shared entries) for 2 rows"):
+        layout.select(batch, [0])
+
+
+def test_patches_without_grid_are_refused():
+    batch = text_batch([3, 2], num_images=[1, 0], pixel_values=numbered(4, 1))
+    with pytest.raises(ValueError, match=r'`image_grid_thw` must be in the batch.*patches of each image'):
+        QWEN_LAYOUT.select(batch, [0])
+
+
 # Rows without ids.
 
 
