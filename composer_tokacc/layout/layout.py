@@ -101,7 +101,8 @@ class BatchLayout:
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
         """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
-        return replace(self, extra={**self.extra, **entries})
+        layout = replace(self, extra={**self.extra, **entries})
+        return layout.with_readings(self.readings)
 
     def with_readings(self, readings: Readings) -> BatchLayout:
         """Returns a layout that reads unregistered keys only in these ways: see :meth:`readings_of`."""
@@ -216,25 +217,23 @@ class BatchLayout:
         return entries
 
     def _entry_of(self, batch: Batch, key: str, num_rows: int, width: int) -> Entry:
-        value = batch[key]
+        """Returns how a tensor belongs to rows, where the text of the batch is ``(num_rows, width)``."""
+        value: torch.Tensor = batch[key]
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key, num_rows, width)
-        if key == 'attention_mask' and value.dim() > 2:
-            # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
-            # "attend", so it is filled with the lowest number.
-            fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
-            entry = Entry(seq_dims=(-2, -1), fill=fill)
-        if key == 'position_ids' and value.shape == (1, width):
-            unit = 'row' if num_rows == 1 else 'shared'
-            entry = Entry(unit=unit, seq_dims=(1,))
+        elif key not in self.extra:
+            entry = _entry_by_shape(key, value, entry, num_rows, width)
+        if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
+            raise InvalidInputError(
+                f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
+                f'{tuple(value.shape)}. Give it that dimension in the collator.'
+            )
         is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
         # `loss_weights` may have one weight per row.
-        lies_along_text = True
-        for dim in entry.seq_dims:
-            lies_along_text &= dim < value.dim() and value.shape[dim] == width
+        lies_along_text = all(_has_dim(value, dim) and value.shape[dim] == width for dim in entry.seq_dims)
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
@@ -667,6 +666,27 @@ class BatchLayout:
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
         return values
+
+
+def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
+    """Returns the entry of a known key. Masks and positions have another one in some shapes.
+
+    The entry of a key that the user has registered is never changed.
+    """
+    if key == 'attention_mask' and value.dim() > 2:
+        # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
+        # "attend", so it is filled with the lowest number.
+        fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
+        return Entry(seq_dims=(-2, -1), fill=fill)
+    if key == 'position_ids' and value.shape == (1, width):
+        unit = 'row' if num_rows == 1 else 'shared'
+        return Entry(unit=unit, seq_dims=(1,))
+    return entry
+
+
+def _has_dim(value: torch.Tensor, dim: int) -> bool:
+    """Returns whether a tensor has a dimension, which may be counted from the end."""
+    return -value.dim() <= dim < value.dim()
 
 
 def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:

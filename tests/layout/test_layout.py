@@ -298,8 +298,42 @@ def test_image_numbers_of_other_rows(numbers):
     batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered(2, 3, 2, 2), num_images=numbers)
     layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     for read in (layout.images_per_row, lambda batch: layout.select(batch, [0])):
-        with pytest.raises(ValueError, match=r'num_images.* got: .*3 rows'):
+        with pytest.raises(ValueError, match=r'num_images.* got: '):
             read(batch)
+
+
+def test_registered_entry_comes_before_shapes():
+    """A mask or positions for all rows, which an entry says. By shape alone they would belong to one row."""
+    shared_mask = Entry(unit='shared', seq_dims=(-2, -1))
+    shared_positions = Entry(unit='shared', seq_dims=(1,))
+    layout = TEXT_LAYOUT.with_entries(attention_mask=shared_mask, position_ids=shared_positions)
+    mask = torch.ones(1, 1, 5, 5).tril().bool()
+    batch = three_rows(attention_mask=mask, position_ids=torch.arange(5)[None])
+    part = layout.narrow(layout.select(batch, [2, 0]), 0, 3)
+    assert part['input_ids'].shape == (2, 3)
+    assert torch.equal(part['attention_mask'], mask[:, :, :3, :3])
+    one_row = layout.select(batch, [0])
+    assert layout.entry_of(one_row, 'position_ids') == shared_positions
+    with pytest.raises(ValueError, match=r"batch\['attention_mask'\]` must have 3 entries"):
+        TEXT_LAYOUT.select(batch, [0])
+
+
+def test_registered_entries_keep_readings():
+    """Another entry changes nothing of what earlier batches of the fit have shown."""
+    memory = torch.zeros(3, 8, 5)
+    decided = TEXT_LAYOUT.with_readings(TEXT_LAYOUT.readings_of(text_batch([12, 2, 3], memory=memory)))
+    layout = decided.with_entries(tags=Entry())
+    assert layout.entry_of(text_batch([8, 2, 3], memory=memory), 'memory').seq_dims == ()
+
+
+@pytest.mark.parametrize(
+    ('key', 'value'),
+    [('position_ids', torch.arange(5)), ('pixel_values', torch.tensor(1.0)), ('token_type_ids', torch.tensor(1))],
+)
+def test_tensor_without_its_rows_is_refused(key, value):
+    batch = three_rows(**{key: value})
+    with pytest.raises(ValueError, match=rf"batch\['{key}'\].*one entry for each .*got: .*shape \("):
+        LLAVA_LAYOUT.select(batch, [1])
 
 
 def test_unknown_family_can_be_passed():
