@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from composer import Trainer
-from composer.core import Event
+from composer.core import Evaluator, Event
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader
 
@@ -156,6 +157,27 @@ def test_evaluation_gives_the_true_mean():
     trainer.eval(token_data_spec(DataLoader(rows, batch_size=4, collate_fn=collate)))
     metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
     assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(('rule', 'is_masked'), [('auto', True), ('causal', True), ('unshifted', False)])
+def test_document_starts_in_evaluation(rule, is_masked):
+    """A label that no other document predicts stays."""
+    batch = {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
+    seen = []
+
+    class Seeing(NativeModel):
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            seen.append(batch['labels'].clone())
+            return self(batch)
+
+    data = token_data_spec(loader(batch), loss_tokens=rule)
+    evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=1)
+    Trainer(model=Seeing('unshifted'), eval_dataloader=evaluator, progress_bar=False).eval()
+    (labels,) = seen
+    expected = batch['labels'].clone()
+    if is_masked:
+        expected[0, 5] = -100
+    assert torch.equal(labels, expected)
 
 
 def test_evaluation_keeps_the_order():
