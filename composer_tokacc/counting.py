@@ -169,23 +169,26 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with one more label, at the first position that counts by every rule; no host sync.
+    """Returns the batch with a label, for a microbatch that has none; no host sync.
 
-    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary. If no
-    position counts by every rule, the first one gets the label.
+    A mean over no labels is 0 divided by 0, which is no number, even if the caller multiplies the loss by 0. So the
+    label is written where as many loss rules as possible count it: at an attended position after an attended one. If
+    there is none (all rows have a single token), at a pad after an attended position; else at the first position. It
+    replaces a label that is there.
+
+    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary.
     """
     labels = labels_of(batch)
     mask = batch.get('attention_mask')
-    allowed = torch.ones_like(labels, dtype=torch.bool)
+    is_attended = torch.ones_like(labels, dtype=torch.bool)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
-        # The position of the label and the one that predicts it must be attended.
-        allowed = mask != 0
-        is_predicted = mask[:, :-1] != 0
-        allowed[:, 1:] &= is_predicted
-    # Nothing predicts the first column. A batch of width 1 has no other.
-    allowed[:, :1] = labels.shape[1] == 1
-    first_allowed = allowed.flatten().int().argmax()
+        is_attended = mask != 0
+    follows_attended = torch.zeros_like(is_attended)
+    follows_attended[:, 1:] = is_attended[:, :-1]
+    # 2: counts by every rule; 1: not by 'causal_attended'; 0: only by 'unshifted'. `argmax` takes the first of equals.
+    preference = follows_attended.int() + (follows_attended & is_attended).int()
+    best_place = preference.flatten().argmax()
     places = torch.arange(labels.numel(), device=labels.device)
-    has_label = (places == first_allowed).view_as(labels)
+    has_label = (places == best_place).view_as(labels)
     with_label = labels.masked_fill(has_label, 0)
     return {**batch, 'labels': with_label}

@@ -58,6 +58,20 @@ def test_microbatch_without_loss_tokens():
     assert step_loss_weights([with_labels, without_labels]) == [1.0, 0.0]
 
 
+def test_loss_of_no_labels_is_a_number():
+    """Also if the row has a single token, so that no label has a token and a token before it."""
+    model = text_model()
+    padded = ragged_batch([(6, 0), (1, 0)])
+    single_token = {key: value[1:] for key, value in padded.items()}
+    for batch in (padded, single_token):
+        ((microbatch, weight),) = weighted_microbatches([batch])
+        loss = model(**microbatch).loss * weight
+        assert loss == 0
+        loss.backward()
+    for gradient in composer_gradients(model).values():
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize(
     ('rule', 'first_count', 'second_count'),
     [('causal', 3, 1), ('causal_attended', 2, 1), ('unshifted', 4, 2)],
