@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Counts the positions of a batch: those that carry loss, and those that are no padding."""
+"""Counts the positions of a batch: those that carry loss, and those that are not padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composer_tokacc.refusals import InvalidInputError
 _warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""The rules of models, which labels are in the mean of their own loss: see :func:`.loss_mask`."""
+"""Loss rules. A model's rule says which labels are in the mean of its loss: see :func:`.loss_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class TokenCounts:
     Args:
         loss_generating: Positions that carry loss, by row.
         real: Attended positions, by row.
-        padded: Padding positions, by row; ``real + padded`` is the width of the batch.
+        padded: All other positions, by row; ``real + padded`` is the width of the batch.
     """
 
     loss_generating: tuple[int, ...]
@@ -62,10 +62,10 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Marks the first token of each further document in packed rows, bool ``(rows, width)``; None if no row is packed.
+    """Marks the first token of each document but the first in packed rows, bool ``(rows, width)``.
 
-    A packed row has ``position_ids`` that restart at 0 after its first attended token. Each row is looked at by itself,
-    so that the result does not depend on the other rows. If no position is above 0, the row is not taken for packed.
+    Returns None if no row is packed. A packed row has ``position_ids`` that restart at 0 after its first attended token
+    and rise above 0 somewhere. Each row is looked at by itself, so the result does not depend on the other rows.
     """
     labels = labels_of(batch)
     positions = batch.get('position_ids')
@@ -81,10 +81,11 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masks the label of the first token of each further document in packed rows, and logs this once.
+    """Masks the label of the first token of each document but the first in packed rows, and logs this once.
 
     Otherwise the last token of a document would be trained to predict the first token of the next one. Models count
-    every label that is not masked, so with the mask their denominator and ours are equal.
+    every label that is not masked, so with the mask their denominator and ours are equal. Callers must not do this if
+    the loss rule is ``'unshifted'``: there no token predicts the label of the next one.
     """
     starts = document_starts(batch)
     if starts is None:
@@ -124,7 +125,11 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
 
 
 def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
-    """Returns :func:`loss_mask` without the first token of each further document of a packed row."""
+    """Returns which labels are counted, bool ``(rows, width)``: those of :func:`loss_mask`, except starts of documents.
+
+    In a packed row the first token of each document after the first is not counted, because the document before it
+    would predict it. By ``'unshifted'`` it is counted, because no token predicts the label of the next one.
+    """
     counted = loss_mask(batch, loss_tokens)
     starts = None if loss_tokens == 'unshifted' else document_starts(batch)
     return counted if starts is None else counted & ~starts
@@ -136,8 +141,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     Args:
         batch: A batch with ``labels`` of shape ``(rows, width)``. ``attention_mask`` (absent: all positions are real)
             and ``position_ids`` are used if they are present.
-        loss_tokens: The rule, see :func:`.loss_mask`. The first token of each further document of a packed row never
-            counts.
+        loss_tokens: The rule, see :func:`.loss_mask`. In a packed row the first token of each document after the first
+            counts only by ``'unshifted'``.
 
     Returns:
         TokenCounts: Tuples of ints, one entry per row.
@@ -162,10 +167,13 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask all positions are attended."""
     text = text_of(batch)
     mask = batch.get('attention_mask')
-    # The mask of another input, such as the frames of Whisper, says nothing about labels.
+    num_rows, width = text.shape
     if mask is not None and mask.shape == text.shape:
         return (mask != 0).sum(dim=1).tolist()
-    return [text.shape[1]] * len(text)
+    if mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
+        return attended_positions(batch).sum(dim=1).tolist()
+    # The mask of another input, such as the frames of Whisper, says nothing about the text.
+    return [width] * num_rows
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,21 @@ def test_positions_without_mask_are_real():
     assert count_tokens(batch).real == (6,)
 
 
+@pytest.mark.parametrize('form', ['boolean', 'additive'])
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_square_mask_hides_padding(side, form):
+    batch = ragged_batch([(3, 2), (6, 4)], side=side)
+    is_real = batch['attention_mask'].bool()
+    causal = torch.ones(6, 6).tril().bool()
+    mask = (causal & is_real[:, None, :])[:, None]
+    if form == 'additive':
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    batch['attention_mask'] = mask
+    counts = count_tokens(batch)
+    assert counts.real == (3, 6)
+    assert counts.padded == (3, 0)
+
+
 def test_each_rule_counts_its_own_tokens():
     batch = ragged_batch([(3, 3), (6, 4)])
     # The last one again: a batch that is already counted by another rule is counted once more.
@@ -130,6 +145,13 @@ def packed(documents, *, masks_starts):
 def test_first_tokens_of_packed_documents(masks_starts):
     batch = packed([FIVE_TOKENS, THREE_TOKENS, text_row(4, 4)], masks_starts=masks_starts)
     assert count_tokens(batch).loss_generating == (4 + 2 + 3,)
+
+
+def test_unshifted_counts_first_tokens_of_documents():
+    batch = packed([FIVE_TOKENS, THREE_TOKENS], masks_starts=False)
+    assert count_tokens(batch, 'unshifted').loss_generating == (8,)
+    (row,) = rows_of(with_counts(batch, 'unshifted'))
+    assert row.loss_tokens == 8
 
 
 @pytest.mark.parametrize('masks_starts', [True, False])
