@@ -44,10 +44,10 @@ class ReductionWatch:
             self._ddp is not None
             and not state.auto_microbatching  # ranks ask each other after every forward whether memory ran out
             and not is_coupled  # the loss may gather rows of other ranks
-            and not has_synchronized_norms  # ranks meet within the forward
+            and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether ranks need to meet only in the last microbatch of a step. Then their numbers of microbatches may
-        differ."""
+        """Whether ranks may wait for each other only in the last microbatch of a step. Then one rank may have more
+        microbatches than another."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
@@ -60,7 +60,8 @@ class ReductionWatch:
         """Notes whether the backward of the next microbatch reduces gradients.
 
         Args:
-            num_microbatches: The number of microbatches of this rank in the step; 0: not known.
+            num_microbatches: The number of microbatches of this rank in the step; 0: not known, and then an early
+                reduction is not refused.
             must_reduce_once: Whether ranks may make different numbers of microbatches.
 
         Raises:
@@ -72,8 +73,9 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             return
-        if not (self._ddp.find_unused_parameters or self._ddp.static_graph):
-            # Otherwise DDP itself finds the parameters that a backward leaves out.
+        # With one of these options DDP itself finds the parameters that a backward leaves out.
+        finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
+        if not finds_left_out:
             self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
@@ -93,7 +95,7 @@ class ReductionWatch:
         for parameter, state_before in states_before:
             if state_of_gradient(parameter) == state_before:
                 left_out.append(parameter)
-        # DDP also looks as if it had reduced if the backward reached no parameter at all. Then it still waits.
+        # If the backward reached no parameter at all, DDP looks as if it had reduced, but it still waits.
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
@@ -108,16 +110,22 @@ class ReductionWatch:
         """Gives every parameter a gradient if Composer itself reduces them after the last microbatch.
 
         This is Composer's strategy ``forced_sync``. It reduces the gradients that are not None, one after the other. So
-        all ranks must have gradients for the same parameters.
+        all ranks must have gradients for the same parameters. Called after the backward of the last microbatch.
         """
-        if self._ddp is None or self._reduces[-1]:
+        if self._ddp is None:
+            return
+        ddp_has_reduced = self._reduces[-1]
+        if ddp_has_reduced:
             return
         for parameter in self._parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduced_once(self) -> bool | None:
-        """Returns whether this step reduced only in its last microbatch; None: this step does not show it."""
+        """Returns whether this step reduced only in its last microbatch; None if the step cannot show it.
+
+        A step of one microbatch cannot show it, nor can a step in which ranks must meet in every microbatch.
+        """
         if len(self._reduces) < 2 or not self.may_meet_once:
             return None
         return not any(self._reduces[:-1])
@@ -126,11 +134,12 @@ class ReductionWatch:
 def check_sharding(model: torch.nn.Module) -> None:
     """Raises RuntimeError if FSDP2 leaves out parameters. Each rank would train its own copy of them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    unsharded = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
-    if 0 < len(unsharded) < len(trained):
+    left_out = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+    # If no parameter is sharded, the model is not under FSDP2.
+    if 0 < len(left_out) < len(trained):
         raise NotExactError(
-            f'FSDP must shard every trained parameter, got: {len(unsharded)} that no rank shares, such as '
-            f'{unsharded[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+            f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
+            f'{left_out[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
         )
 
 
