@@ -168,12 +168,18 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     text = text_of(batch)
     mask = batch.get('attention_mask')
     num_rows, width = text.shape
-    if mask is not None and mask.shape == text.shape:
-        return (mask != 0).sum(dim=1).tolist()
-    if mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
-        return attended_positions(batch).sum(dim=1).tolist()
+    all_real = [width] * num_rows
+    if mask is None:
+        return all_real
+    if mask.shape == text.shape:
+        is_attended = mask != 0
+        return is_attended.sum(dim=1).tolist()
+    is_square = mask.dim() > 2 and mask.shape[-1] == width
+    if is_square:
+        is_attended = attended_positions(batch)
+        return is_attended.sum(dim=1).tolist()
     # The mask of another input, such as the frames of Whisper, says nothing about the text.
-    return [width] * num_rows
+    return all_real
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +200,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]
     # 2: counts by every rule; 1: not by 'causal_attended'; 0: only by 'unshifted'. `argmax` takes the first of equals.
-    preference = follows_attended.int() + (follows_attended & is_attended).int()
+    counts_by_every_rule = follows_attended & is_attended
+    preference = follows_attended.int() + counts_by_every_rule.int()
     best_place = preference.flatten().argmax()
     places = torch.arange(labels.numel(), device=labels.device)
     has_label = (places == best_place).view_as(labels)

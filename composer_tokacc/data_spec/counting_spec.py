@@ -111,7 +111,10 @@ class CountingDataSpec(DataSpec):
         register_split(self.dataloader, self._split)
         self._split.step = None  # the algorithm, if there is one, sets the step of this batch
         # In training with_counts() masks the labels, because it knows the loss rule.
-        if 'labels' not in batch or torch.is_grad_enabled() or self._known_rule == 'unshifted':
+        if 'labels' not in batch or torch.is_grad_enabled():
+            return batch
+        # Then no document predicts the first label of the next one.
+        if self._known_rule == 'unshifted':
             return batch
         return _mapped(mask_document_starts, batch)
 

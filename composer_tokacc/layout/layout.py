@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which tensors of a multimodal batch belong to which row; selects, trims and joins rows."""
+"""Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ NUM_DUMMY_FRAMES = 4
 class BatchLayout:
     """How the entries of a batch belong to its rows.
 
-    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. Without them (Whisper) its rows are those of
-    ``labels``, and nothing is trimmed. Python lists have one entry per row (``num_images`` among them); strings,
-    numbers, booleans and ``None`` are shared by all rows.
+    A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none (Whisper), its rows are those of
+    ``labels``, and nothing is trimmed. A Python list has one entry per row. Strings, numbers, booleans and ``None`` are
+    shared by all rows. ``num_images``, ``num_videos`` and ``num_audios`` are lists or tensors with one number per row.
 
     Args:
         family: The media tensors of the model's family.
-        config: The model's config. Its placeholder ids and sizes tell which images belong to which row. None: only the
-            batch itself tells.
-        extra: Further registered entries, by key: see :meth:`with_entries`.
+        config: The model's config. It names the ids of placeholders and the sizes of images, which tell the images of
+            each row. None: only the batch itself tells them.
+        extra: Entries that the user has registered, by key: see :meth:`with_entries`.
     """
 
     family: Family
     config: Any = None
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Possible readings of unregistered keys after the batches of the fit so far; set by :meth:`with_readings`."""
+    """How each unregistered key may be read, after the earlier batches of the fit: see :meth:`with_readings`."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -100,7 +100,10 @@ class BatchLayout:
         return cls(family=inferred_family(config), config=config)
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
-        """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
+        """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``.
+
+        An entry replaces the one that the layout has for the key. The shape of the tensor does not change it.
+        """
         layout = replace(self, extra={**self.extra, **entries})
         return layout.with_readings(self.readings)
 
@@ -139,7 +142,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Largest width at which the rotary embedding does not depend on the width; None: it never depends on it."""
+        """Largest width of a batch at which the rotary embedding is still that of narrower batches; None: no limit."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -171,8 +174,9 @@ class BatchLayout:
         for entry in registered.values():
             if entry.is_media:
                 counted_units.append(entry.modality)
-        counts = {f'num_{unit}s': Entry() for unit in counted_units}
-        return counts | registered
+        for unit in counted_units:
+            registered.setdefault(f'num_{unit}s', Entry())
+        return registered
 
     def num_rows(self, batch: Batch) -> int:
         """Returns the number of rows."""
@@ -197,12 +201,12 @@ class BatchLayout:
     def entry_of(self, batch: Batch, key: str) -> Entry:
         """Returns how a tensor belongs to rows.
 
-        A tensor that does not lie along the rows' text gets no ``seq_dims``, so it is not trimmed with the text. This
-        is so if it is not as wide as the text, or if it belongs to a decoder. The labels of a decoder may have the same
-        width by chance.
+        A tensor gets no ``seq_dims``, and so is not trimmed with the text, if it is not as wide as the text or if it
+        belongs to a decoder. The labels of a decoder may be as wide as the encoder's text by chance.
 
         Raises:
-            ValueError: If the key is not registered and its shape does not tell, or tells something else than before.
+            ValueError: If the key is not registered, and its shape does not tell or contradicts earlier batches. Or if
+                the tensor has no dimension for its rows or images.
         """
         num_rows, width = text_of(batch).shape[:2]
         return self._entry_of(batch, key, num_rows, width)
@@ -233,7 +237,9 @@ class BatchLayout:
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
         # `loss_weights` may have one weight per row.
-        lies_along_text = all(_has_dim(value, dim) and value.shape[dim] == width for dim in entry.seq_dims)
+        lies_along_text = True
+        for dim in entry.seq_dims:
+            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
@@ -255,7 +261,7 @@ class BatchLayout:
         return entry_of_reading(agreed[0], batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors that have one entry per image, patch or another unit of media, by key."""
+        """Returns the registered tensors that have one entry for each of a unit (image, patch, ...), by key."""
         tensors = {}
         for key, entry in media_entries(self, batch).items():
             if entry.unit == unit:
@@ -281,13 +287,17 @@ class BatchLayout:
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
 
-        Asks in this order: the slots of the family; the number of rows, because a single row has all items; the list
-        ``num_<unit>s`` of the batch, if it adds up to the items of the batch; the placeholders. A family with queries
-        always asks the placeholders. A row has whole items in order, and config and batch tell the placeholders of each
-        item.
+        The first of these that tells it decides:
+
+        - the slots of the images, if the family has slots;
+        - the number of rows, because a single row has all items;
+        - ``num_<unit>s`` in the batch, if the numbers add up to the items of the batch;
+        - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item.
+
+        If the family has queries, only the placeholders are asked.
 
         Raises:
-            ValueError: If nothing tells which of them belong to which row.
+            ValueError: If nothing tells which items belong to which row, or if ``num_<unit>s`` has other rows.
         """
         if unit == 'row':
             return [1] * self.num_rows(batch)
@@ -322,7 +332,7 @@ class BatchLayout:
         return (is_occupied * slot_numbers).amax(dim=1).tolist()
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the items of each row, for a unit that is neither slots nor parts: see :meth:`units_per_row`."""
+        """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
         # An unregistered tensor has a unit like 'image/12': see `found.py`.
         modality, _, num_inferred = unit.partition('/')
@@ -334,8 +344,11 @@ class BatchLayout:
             )
         num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
         if num_items is None:
-            # There is no tensor that could be cut by these numbers.
-            return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
+            # No registered tensor is cut by these numbers.
+            inferred = self._inferred_items_per_row(batch, unit)
+            if inferred is not None:
+                return inferred
+            return [0] * num_rows if carried is None else carried
         # Models with queries do not notice if there are too few placeholders. So these are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
@@ -377,7 +390,7 @@ class BatchLayout:
         unit: str,
         num_items: int,
     ) -> list[int]:
-        """Returns the items of each row by its placeholders and by how many of them each item has."""
+        """Returns the items of each row: as many as together have the placeholders of the row."""
         media = self.family.media.get(unit)
         num_rows = self.num_rows(batch)
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
@@ -408,7 +421,7 @@ class BatchLayout:
     def with_media(self, batch: Batch) -> Batch:
         """Adds one grey dummy image or video if the batch has none and the model needs one: see ``has_queries``.
 
-        Its instruction has one token. It belongs to no row.
+        The dummy belongs to no row. Its instruction, if the family has instructions, is one token.
         """
         family = self.family
         if not family.has_queries or self.config is None:
@@ -441,8 +454,8 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does, but counts the items of the rows only once.
 
-        Each row's media are copied once. They are not copied if a group is a run of rows in order and the machine has a
-        GPU, because the batch will be copied to the GPU anyway. Page-locked tensors stay page-locked.
+        Tensors are copied once. On a machine with a GPU a group of consecutive rows is a view and is not copied,
+        because it will be copied to the GPU anyway. Page-locked tensors stay page-locked.
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
@@ -465,7 +478,7 @@ class BatchLayout:
         return selected
 
     def _ends_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
-        """Returns for each unit where the entries of each row end: see :data:`.UnitEnds`."""
+        """Returns the ends of the rows among the entries of each unit: see :data:`.UnitEnds`."""
         units = {'row'}
         for entry in entries.values():
             units.add('image' if entry.slot_dim is not None else entry.unit)
@@ -483,8 +496,8 @@ class BatchLayout:
     ) -> None:
         """Raises ValueError if nothing tells how to select rows of a value.
 
-        A list has one entry per row. So it must not hold the images of all rows, nor what is shared by the rows, even
-        if it has as many entries as the batch has rows.
+        A list has one entry per row. A list under a key of media or of shared values is refused, because it may have as
+        many entries as rows only by chance.
         """
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
             return
@@ -517,7 +530,7 @@ class BatchLayout:
             return dict(batch)
         side, lengths = side_and_lengths(batch)
         width = self.width(batch)
-        num_multiples = -(-max(lengths) // width_multiple)
+        num_multiples = -(-max(lengths) // width_multiple)  # rounded up
         trimmed_width = min(num_multiples * width_multiple, width)
         start = width - trimmed_width if side == 'left' else 0
         return self.narrow(batch, start, trimmed_width)
@@ -589,7 +602,10 @@ class BatchLayout:
         return joined
 
     def _joined_plain_values(self, key: str, batches: Sequence[Batch]) -> Any:
-        """Returns the plain value that all batches with this key have, else a list with the value of each row."""
+        """Returns the value of a key that holds no tensors and no lists.
+
+        If the batches with this key have different values, it is a list with the value of each row.
+        """
         values = [batch[key] for batch in batches if batch.get(key) is not None]
         if all(value == values[0] for value in values):
             return values[0] if values else None
@@ -618,7 +634,8 @@ class BatchLayout:
         _check_same_form(key, [batch[key] for batch in present], entries)
         # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that
         # has no `seq_dims` in one of them has none, because a decoder's labels can have the encoder's width by chance.
-        entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+        shared_first = sorted(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+        entry = shared_first[0]
         if entry.unit == 'shared':
             return _widest_shared(key, [batch[key] for batch in present])
         if entry.unit == 'video' and present[0][key].dim() == 5:
@@ -633,7 +650,8 @@ class BatchLayout:
         joined = cat_padded(values, entry, width, side)
         if entry.points_into is None:
             return joined
-        # Each batch counts its patches from 0. The patches of the batches before come first now.
+        # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
+        # `points_into` is a tensor of shape (images, patches of an image, ...).
         num_entries = [len(batch[key]) for batch in present]
         items_of_batches = [batch[entry.points_into] for batch in present]
         num_patches = [items.shape[:2].numel() for items in items_of_batches]
@@ -643,9 +661,9 @@ class BatchLayout:
     def _with_absent(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
     ) -> list[torch.Tensor]:
-        """Returns the tensors of all batches, to be joined.
+        """Returns the tensor of every batch, to be joined.
 
-        A batch without the tensor gets one with 0 slots, or with rows of the entry's ``absent`` value.
+        For a batch without it this is a tensor with 0 slots, or one that is filled with the entry's ``absent`` value.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)

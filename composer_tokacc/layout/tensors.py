@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How a tensor of a batch belongs to its rows: selects the entries of some rows, and joins tensors of several batches.
+"""Selects the entries of some rows from a tensor, and joins tensors of several batches. Copies only if it must.
 
-Copies only if it must.
+An :class:`Entry` says how a tensor belongs to the rows of its batch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Entry:
     """How one tensor of a batch belongs to its rows.
 
     Args:
-        unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
-            ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
-            rows at all). Any other name is allowed if the batch carries a list ``num_<name>s``. It is not a modality:
-            its entries go with their rows, and no dummy row is made of them. ``found.py`` also writes
-            ``'image/12'``: 12 entries of images, whose rows are inferred.
+        unit: The unit of the entries along ``row_dim``. ``'row'``: each row has one. ``'image'``, ``'patch'``,
+            ``'video'``, ``'video_patch'``, ``'audio'``: a row has any number, in the order of the rows. ``'shared'``:
+            the tensor belongs to all rows. Any other name is allowed if the batch carries ``num_<name>s``, one number
+            per row. Such entries go with their rows, but this package makes no dummy rows with them. ``found.py`` also
+            writes ``'image/12'``: 12 entries of images, whose rows are inferred.
         row_dim: The dimension that enumerates the units.
-        seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
-        slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
+        seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
+        slot_dim: A dimension along the images of a row, padded to the row with the most images (Idefics3).
         fill: Padding value.
         absent: Value of the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
             batches cannot be joined. Media entries need none.
-        points_into: Key of the pixel tensor, if the values are patch numbers counted over the whole batch. They are
-            renumbered when rows are selected or joined. Negative: no patch.
+        points_into: Key of the pixel tensor, if the values are numbers of its patches, counted over the whole batch.
+            They are renumbered when rows are selected or joined. Negative values stay.
     """
 
     unit: str = 'row'
@@ -64,12 +64,12 @@ class Entry:
 
     @property
     def is_media(self) -> bool:
-        """Whether the tensor exists only if there are images, videos or audios."""
+        """Whether the tensor exists only if there are images, videos, audios or items of another unit."""
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
 
     @property
     def modality(self) -> str:
-        """The modality of the items or parts that are enumerated. Another unit, such as ``'row'``, stays as it is."""
+        """The modality of the entries. A unit without a modality, such as ``'row'``, stays as it is."""
         if self.slot_dim is not None:
             return 'image'
         if self.unit in PART_UNITS:
@@ -84,9 +84,9 @@ _has_gpu = cache(torch.cuda.is_available)
 
 
 def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # A view only saves a copy if the microbatch moves to a GPU, because the move makes a new tensor. On a CPU the view
-    # would stay. Composer deep-copies each microbatch on its device for the metrics of training, and a deep copy of a
-    # view copies the whole tensor behind it.
+    # If the microbatch moves to a GPU, the move copies it, so a view saves one copy. On a CPU the view would stay.
+    # Composer deep-copies each microbatch for the metrics of training, and a deep copy of a view copies the whole
+    # tensor behind it.
     return _has_gpu() and value.device.type == 'cpu'
 
 
@@ -147,7 +147,8 @@ def cat_padded(
     joined = values[0].new_full(shape, entry.fill, dtype=dtype)
     start = 0
     for value in values:
-        target = joined.narrow(row_dim, start, value.shape[row_dim])
+        num_entries = value.shape[row_dim]
+        target = joined.narrow(row_dim, start, num_entries)
         for dim, size in enumerate(value.shape):
             if dim == row_dim:
                 continue
@@ -155,12 +156,12 @@ def cat_padded(
             offset = target.shape[dim] - size if is_padded_before else 0
             target = target.narrow(dim, offset, size)
         target.copy_(value)
-        start += value.shape[row_dim]
+        start += num_entries
     return joined
 
 
 UnitEnds = Mapping[str, Sequence[int]]
-"""For each unit a 0, then where the entries of each row end: those of row i are ``ends[i]`` to ``ends[i + 1]``."""
+"""The ends of the rows among the entries of each unit, after a 0. Row i has the entries ``ends[i]:ends[i + 1]``."""
 
 
 def select_rows(
@@ -169,7 +170,14 @@ def select_rows(
     ends: UnitEnds,
     rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the batch of the given rows, in the given order."""
+    """Returns a batch of these rows, in this order.
+
+    Args:
+        batch: The batch.
+        entries: How each tensor belongs to rows.
+        ends: The ends of the rows of the batch, for every unit.
+        rows: Numbers of rows.
+    """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
         entry = entries.get(key)
@@ -198,7 +206,12 @@ def _repointed(
 ) -> torch.Tensor:
     """Renumbers pointers to patches, so that they count the patches of the chosen rows instead of the whole batch.
 
-    ``pointers`` belong to the chosen rows; ``pointer_ends`` and ``item_ends`` are of all rows.
+    Args:
+        pointers: Pointers of the chosen rows.
+        pointer_ends: The ends of the rows of the batch among its pointers.
+        item_ends: The ends of the rows of the batch among its images.
+        patches_per_item: Patches of an image.
+        rows: Numbers of the chosen rows.
     """
     num_pointers = []
     shifts = []
@@ -226,8 +239,8 @@ def _select_units(
     if unit_ends[-1] != value.shape[entry.row_dim]:
         units_per_row = [end - start for start, end in pairwise(unit_ends)]
         raise InvalidInputError(
-            f'`batch[{key!r}]` must have {unit_ends[-1]} entries, one per {entry.unit} of its rows, got: '
-            f'{value.shape[entry.row_dim]} (by row: {units_per_row}).'
+            f'`batch[{key!r}]` must have {unit_ends[-1]} entries, one for each {entry.unit} ({units_per_row} by row), '
+            f'got: {value.shape[entry.row_dim]}. Keep its entries and the rows together in the collator.'
         )
     index: list[int] = []
     for row in rows:
