@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from numbers import Integral
 from typing import Any
 
@@ -582,12 +582,12 @@ class BatchLayout:
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
-            first = present[0][key] if present else None
-            if isinstance(first, torch.Tensor):
+            values = [batch[key] for batch in present]
+            if any(isinstance(value, torch.Tensor) for value in values):
                 joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
-            elif isinstance(first, (list, tuple)):
+            elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
-                joined[key] = list(chain.from_iterable(batch[key] for batch in batches))
+                joined[key] = self._values_of_rows(key, batches)
             else:
                 joined[key] = self._joined_plain_values(key, batches)
         for modality in MODALITIES:
@@ -609,10 +609,18 @@ class BatchLayout:
         values = [batch[key] for batch in batches if batch.get(key) is not None]
         if all(value == values[0] for value in values):
             return values[0] if values else None
-        value_of_row: list[Any] = []
+        return self._values_of_rows(key, batches)
+
+    def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:
+        """Returns the values of all rows: the entries of a list, or for each row of a batch its plain value."""
+        values: list[Any] = []
         for batch in batches:
-            value_of_row += [batch.get(key)] * self.num_rows(batch)
-        return value_of_row
+            value = batch.get(key)
+            if isinstance(value, (list, tuple)):
+                values += value
+            else:
+                values += [value] * self.num_rows(batch)
+        return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the items of each row of a batch that is joined: counted if there are tensors, else as carried."""
@@ -630,6 +638,12 @@ class BatchLayout:
     ) -> torch.Tensor:
         """Returns one tensor for all rows, joined from the batches that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
+        for batch in present:
+            if not isinstance(batch[key], torch.Tensor):
+                raise InvalidInputError(
+                    f'`{key}` must be a tensor in every batch that is joined, or in none, got: a tensor and a '
+                    f'{type(batch[key]).__name__}. Give every sample the same type.'
+                )
         entries = [self.entry_of(batch, key) for batch in present]
         _check_same_form(key, [batch[key] for batch in present], entries)
         # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that

@@ -389,6 +389,24 @@ def test_concat_loses_no_plain_value():
     assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
 
 
+@pytest.mark.parametrize('is_list_first', [True, False])
+def test_list_is_joined_with_plain_value(is_list_first):
+    """Samples of one source share its name, so a batch of them has a string, and another batch a list."""
+    batches = [text_batch([3, 4], source=['ai2d', 'chartqa']), text_batch([2, 1], source='ocr')]
+    expected = ['ai2d', 'chartqa', 'ocr', 'ocr']
+    if not is_list_first:
+        batches.reverse()
+        expected = ['ocr', 'ocr', 'ai2d', 'chartqa']
+    assert TEXT_LAYOUT.concat(batches)['source'] == expected
+
+
+@pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
+def test_tensor_is_not_joined_with_other_types(values):
+    first, second = values
+    with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):
+        TEXT_LAYOUT.concat([text_batch([3], scores=first), text_batch([4], scores=second)])
+
+
 @pytest.mark.parametrize('key', ['loss_weights', 'scores'])
 @pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
 def test_joined_numbers_are_not_rounded(key, numbers):
