@@ -297,7 +297,7 @@ class BatchLayout:
         If the family has queries, only the placeholders are asked.
 
         Raises:
-            ValueError: If nothing tells which items belong to which row, or if ``num_<unit>s`` has other rows.
+            ValueError: If nothing tells which items belong to which row.
         """
         if unit == 'row':
             return [1] * self.num_rows(batch)
@@ -337,11 +337,9 @@ class BatchLayout:
         # An unregistered tensor has a unit like 'image/12': see `found.py`.
         modality, _, num_inferred = unit.partition('/')
         carried = carried_counts(batch, modality)
+        # The numbers only help. If they cannot be those of these rows, the placeholders must tell the items.
         if carried is not None and len(carried) != num_rows:
-            raise InvalidInputError(
-                f'`num_{modality}s` must have one number per row, got: {len(carried)} numbers for {num_rows} rows. '
-                f'Count the {modality}s of each row again.'
-            )
+            carried = None
         num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
         if num_items is None:
             # No registered tensor is cut by these numbers.
