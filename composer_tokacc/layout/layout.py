@@ -170,7 +170,7 @@ class BatchLayout:
         """The entries that need not be inferred, by key. An entry of the user comes before one of the family."""
         registered = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
         # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media.
-        counted_units = list(MODALITIES)
+        counted_units: list[str] = list(MODALITIES)
         for entry in registered.values():
             if entry.is_media:
                 counted_units.append(entry.modality)
