@@ -36,6 +36,10 @@ PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
 """Largest head size that both kernels for half precision take."""
+UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
+"""Arguments that matter to the SDPA attention of Transformers, but that the kernels for all documents at once do not
+have. SDPA adds the first to the scores and refuses the second. It ignores all others, such as ``sliding_window``, which
+is in the mask."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
@@ -200,15 +204,15 @@ class _Documents:
                 run = _Run(length, count=1, mask=mask)
                 self.runs.append(run)
         self.lengths = lengths
-        self._ends: Tensor | None = None
+        self._ends: dict[torch.device, Tensor] = {}
 
     def ends(self, device: torch.device) -> Tensor:
-        """Returns a 0 and where each document ends, int32 ``(documents + 1,)``. It is moved to the device only once."""
-        if self._ends is None:
+        """Returns a 0 and where each document ends, int32 ``(documents + 1,)``. It is moved to a device only once."""
+        if device not in self._ends:
             ends = [0, *accumulate(self.lengths)]
-            on_host = torch.tensor(ends, dtype=torch.int32)
-            self._ends = on_host.to(device, non_blocking=True)
-        return self._ends
+            in_main_memory = torch.tensor(ends, dtype=torch.int32)
+            self._ends[device] = in_main_memory.to(device, non_blocking=True)
+        return self._ends[device]
 
     def split(self, states: Tensor) -> list[Tensor]:
         """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
@@ -381,7 +385,9 @@ def _attend(
     if not isinstance(documents, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)
     has_mask = any(run.mask is not None for run in documents.runs)
-    if _on_gpu(query) and plain == 'sdpa' and not has_mask:
+    is_known_to_kernels = all(kwargs.get(name) is None for name in UNKNOWN_TO_KERNELS)
+    is_for_kernels = plain == 'sdpa' and not has_mask and is_known_to_kernels
+    if is_for_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
     outputs = []
@@ -422,7 +428,9 @@ def _attend_at_once(
     longest = max(documents.lengths)
     head_size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if is_half and head_size <= LARGEST_HEAD and head_size % 8 == 0:
+    # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
+    has_one_head_size = value.shape[-1] == head_size
+    if is_half and has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0:
         # A kernel for documents of any length needs neither padding nor a copy.
         attend = _half_kernel(has_dropout=dropout > 0)
         if attend is not None:

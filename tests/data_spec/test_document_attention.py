@@ -321,6 +321,70 @@ def test_torchs_kernel_is_called_as_declared(monkeypatch):
     check_attention_at_once(torch.bfloat16, is_causal=True)
 
 
+def states_of_heads(*sizes, num_tokens=10):
+    """Returns random states ``(1, 4, tokens, size)`` in half precision, one tensor for each size of a head."""
+    torch.manual_seed(0)
+    return [torch.randn(1, 4, num_tokens, size, dtype=torch.bfloat16) for size in sizes]
+
+
+def causal_layer():
+    layer: Any = torch.nn.Module()
+    layer.is_causal = True
+    return layer
+
+
+def test_kernels_get_no_position_bias(monkeypatch):
+    """The kernels for all documents at once have no such argument, so SDPA itself must be called."""
+    query, key, value = states_of_heads(8, 8, 8)
+    bias = torch.randn(1, 4, 10, 10, dtype=torch.bfloat16)
+    is_later = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias.masked_fill(is_later, -torch.inf)
+    )
+    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: attend_by_document)
+    documents = document_attention._Documents([10], [None])
+    call = ('sdpa', causal_layer(), query, key, value, documents)
+    if not IS_V4:  # SDPA of Transformers 4 has no bias
+        attended, _ = document_attention._attend(*call, position_bias=bias)
+        torch.testing.assert_close(attended, expected.transpose(1, 2))
+        with pytest.raises(ValueError, match='softcap'):
+            document_attention._attend(*call, softcap=0.5)
+    attended, _ = document_attention._attend(*call, position_bias=None, softcap=None, sliding_window=20)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(attended, expected.transpose(1, 2))
+
+
+@pytest.mark.skipif(IS_V4, reason='its SDPA has fewer arguments')
+def test_kernels_have_the_arguments_of_sdpa():
+    """A new argument of SDPA must be known to the kernels, or be listed."""
+    sdpa = transformers.AttentionInterface()['sdpa']
+    arguments = set(inspect.signature(sdpa).parameters) - {'attention_mask', 'kwargs'}
+    known = inspect.signature(document_attention._attend_at_once).parameters
+    assert arguments <= {*known, *document_attention.UNKNOWN_TO_KERNELS}
+
+
+def test_values_of_another_size(monkeypatch):
+    """As in DeepSeek-V3. The kernels for half precision take one size of heads, torch's nested tensors take two."""
+    query, key, value = states_of_heads(16, 16, 8)
+    documents = document_attention._Documents([3, 7], [None, None])
+    layer = causal_layer()
+    layer.is_causal = False  # torch's plain kernel for nested tensors is for attention in both directions
+    expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
+    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: pytest.fail('takes one size of heads'))
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        attended, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
+    torch.testing.assert_close(attended, expected, rtol=0, atol=2e-2)
+
+
+def test_bounds_on_two_devices():
+    """The layers of one model may be on two devices."""
+    documents = document_attention._Documents([3, 7], [None, None])
+    assert documents.ends(torch.device('cpu')).tolist() == [0, 3, 10]
+    assert documents.ends(torch.device('meta')).device.type == 'meta'
+
+
 class LengthReads(TorchFunctionMode):
     """Counts how often the lengths of documents are read from a mask."""
 
