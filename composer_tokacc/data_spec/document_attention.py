@@ -3,15 +3,23 @@
 
 """Attention document by document, so that a packed row costs no more than its documents.
 
-The ``attention_mask`` of a packed row has one row for each document, True at the tokens of that document. Transformers
-hands it to the mask function of the model's attention. Ours makes one mask for each document, or none if the document
-needs none. The layers hand these masks on to the attention function. Ours calls the plain one for each document.
+Three things are passed on, one after the other:
 
-Layers with a state or a convolution, and embeddings that look at the mask, receive the mask itself. They are called
+1. The packed mask is the ``attention_mask`` of a packed row. It has one row for each document, bool
+   ``(documents, width)``, True at the tokens of that document.
+2. Transformers calls the mask function of the model's attention with the packed mask. Our function, :func:`_masks`,
+   returns :class:`_Documents`: their lengths, and for each document the mask that it would have alone. It is None if
+   no mask is needed, as in causal attention.
+3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, calls the model's own
+   attention function for each document.
+
+Layers with a state or a convolution, and embeddings that look at the mask, receive the packed mask. They are called
 once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
 
 The documents are passed as arguments of the forward, not kept in the model. So a layer that is computed again in the
 backward, or a model that is called twice before its backward, sees the right documents.
+
+"Plain" functions are the ones that the model calls without this module.
 """
 
 from __future__ import annotations
@@ -44,8 +52,8 @@ SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
-"""What layers get for each document if they are called once for each: mixers of hybrids, and embeddings that look at
-the mask."""
+"""Arguments that are split among the documents if a layer is called once for each. The keys tell the
+layers apart: those with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
@@ -65,24 +73,25 @@ class DocumentAttention:
     def __init__(self, model: nn.Module, packing: str = 'documents') -> None:
         from transformers import PreTrainedModel
 
-        # A multimodal model consists of several transformers models. Only those of text attend document by document.
-        hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if not hosts:
+        # A multimodal model contains several models of Transformers. Only the text models attend document by document.
+        submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not submodels:
             raise NotExactError(f'The model must be a model of Transformers, got: {type(model).__name__}.')
-        text_config = hosts[0].config.get_text_config(decoder=True)
+        text_config = submodels[0].config.get_text_config(decoder=True)
         text_type = type(text_config)
-        self._text_hosts = [host for host in hosts if type(host.config) is text_type]
-        config = self._text_hosts[0].config
+        self._text_models = [submodel for submodel in submodels if type(submodel.config) is text_type]
+        config = self._text_models[0].config
         layer_types = getattr(config, 'layer_types', None) or ()
         if 'chunked_attention' in layer_types:
             raise NotExactError(
                 'Attention must not be in chunks that are counted from column 0, but some layers of this model have '
                 'such attention.'
             )
-        self._plain = attention_of(config).removeprefix(PREFIX)
+        # The prefix is there if another DocumentAttention has not been undone yet.
+        self._plain_name = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
-        self.has_masks = self._plain in ('sdpa', 'eager') and packing == 'documents'
+        self.has_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
         """Whether packed rows have a mask of their documents. Flash and flex attention have none. They find the
         documents by ``position_ids`` that restart at 0."""
         self._rope_index = _rope_index_of(model)
@@ -94,7 +103,7 @@ class DocumentAttention:
         if self.has_masks:
             # These changes stay after undo(): they act only on masks of documents, and copies of the model share them.
             _call_layers_by_document(model)
-            _balance_routers_without_mask(hosts)
+            _balance_routers_without_mask(submodels)
 
     def _switch_off_cache(self) -> None:
         """Switches off the cache of keys and values in the configs of the text models.
@@ -103,17 +112,18 @@ class DocumentAttention:
         positions that restart. Composer could not pass `use_cache=False` instead, because the forward of Qwen3.5 has no
         such argument.
         """
-        for host in self._text_hosts:
-            if getattr(host.config, 'use_cache', False):
-                host.config.use_cache = False
-                self._cached_configs.append(host.config)
+        for text_model in self._text_models:
+            config = text_model.config
+            if getattr(config, 'use_cache', False):
+                config.use_cache = False
+                self._cached_configs.append(config)
 
     def undo(self) -> None:
         """Restores the attention and the cache that the model had before."""
         for config in self._cached_configs:
             config.use_cache = True
         if self.has_masks:
-            self._set_attention(self._plain)
+            self._set_attention(self._plain_name)
 
     def positions(self, batch: Batch, real: Tensor) -> Tensor:
         """Returns the position of each real token in its own row, as the model counts positions, ``(rows, width)``.
@@ -125,7 +135,8 @@ class DocumentAttention:
             return real.cumsum(dim=1) - 1
         if 'input_ids' not in batch:
             return real.cumsum(dim=1) + padding_position
-        # RoBERTa and ESM never count the padding id, not even within the text, and begin behind the padding position.
+        # The id of padding is the padding position too. RoBERTa and ESM never count that id, not even within the text:
+        # such a token has the padding position. The first counted token has the next one.
         counted = real & (batch['input_ids'] != padding_position)
         return counted.cumsum(dim=1) * counted + padding_position
 
@@ -140,22 +151,24 @@ class DocumentAttention:
         return self._rope_index(**arguments)[0]
 
     def _register(self) -> None:
+        """Registers our mask and attention functions with Transformers, and makes the text models use them."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        name = PREFIX + self._plain
-        attend = partial(_attend, self._plain)
-        masks = partial(_masks, self._plain)
+        name = PREFIX + self._plain_name
+        attend = partial(_attend, self._plain_name)
+        masks = partial(_masks, self._plain_name)
         AttentionInterface.register(name, _in_plain_python(attend))
         AttentionMaskInterface.register(name, _in_plain_python(masks))
         self._set_attention(name)
 
     def _set_attention(self, name: str) -> None:
-        for host in self._text_hosts:
-            host.set_attn_implementation({'': name})
-            if attention_of(host.config) != name:
+        for text_model in self._text_models:
+            text_model.set_attn_implementation({'': name})
+            # Transformers only logs a warning if it cannot set the attention.
+            if attention_of(text_model.config) != name:
                 raise NotExactError(
                     "The model's attention must go through transformers' AttentionInterface, but the attention of "
-                    f'{type(host).__name__} does not.'
+                    f'{type(text_model).__name__} does not.'
                 )
 
 
@@ -192,7 +205,7 @@ class _Run(NamedTuple):
 
 
 class _Documents:
-    """The mask of a packed row, as the layers receive it."""
+    """The documents of a packed row: their lengths and masks. The layers receive it in place of a mask."""
 
     def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
@@ -216,39 +229,42 @@ class _Documents:
 
     def split(self, states: Tensor) -> list[Tensor]:
         """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
-        # narrow() would be wrong: for each document its gradient is as large as the whole row.
+        # Not by narrow(). Each call of it would fill a gradient of the size of the whole row in the backward.
         sizes = [run.length * run.count for run in self.runs]
         parts = states[0].split(sizes, dim=1)
-        batches = []
+        states_of_runs = []
         for part, run in zip(parts, self.runs, strict=True):
-            documents = part.unflatten(1, (run.count, run.length))
-            batches.append(documents.transpose(0, 1))
-        return batches
+            # From (heads, tokens, size) to (documents, heads, length, size).
+            by_document = part.unflatten(1, (run.count, run.length))
+            states_of_runs.append(by_document.transpose(0, 1))
+        return states_of_runs
 
 
-def _lengths_of(documents: Tensor) -> list[int]:
-    """Returns the length of each document of a mask. Waits for the device only once, not once for each layer."""
+def _lengths_of(packed_mask: Tensor) -> list[int]:
+    """Returns the length of each document of a packed mask. Waits for the GPU only once, not once for each layer."""
     # The tensor keeps its lengths as an attribute, because all layers receive the same tensor.
-    cached: list[int] | None = getattr(documents, 'lengths_of_documents', None)
-    if cached is None:
-        cached = documents.sum(dim=1).tolist()
-        vars(documents)['lengths_of_documents'] = cached
-    return cached
+    lengths: list[int] | None = getattr(packed_mask, 'lengths_of_documents', None)
+    if lengths is None:
+        lengths = packed_mask.sum(dim=1).tolist()
+        vars(packed_mask)['lengths_of_documents'] = lengths
+    return lengths
 
 
-def _masks(plain: str, **arguments: Any) -> HostMask:
+def _masks(plain_name: str, **arguments: Any) -> HostMask:
     """Makes the masks of our attention. Transformers calls it in place of the plain mask function.
 
-    The argument ``attention_mask`` is bool: ``(rows, width)``, or ``(documents, width)`` for a packed row.
+    The argument ``attention_mask`` is the packed mask, ``(documents, width)``. Returns :class:`_Documents` for it. If
+    rows are not packed it is ``(rows, width)`` or None, and the plain function makes their mask.
     """
     from transformers import AttentionMaskInterface
 
+    plain_masks = AttentionMaskInterface()[plain_name]
+    packed_mask = arguments['attention_mask']
+    # A packed batch has one row. One document in it has the mask of a row without padding.
+    if packed_mask is None or len(packed_mask) == arguments['batch_size']:
+        return plain_masks(**arguments)
     # Each document gets the mask that the model would make for it alone.
-    make = AttentionMaskInterface()[plain]
-    documents = arguments['attention_mask']
-    if documents is None or len(documents) == arguments['batch_size']:
-        return make(**arguments)
-    lengths = _lengths_of(documents)
+    lengths = _lengths_of(packed_mask)
     ends = [0, *accumulate(lengths)]
     masks = []
     for start, end in pairwise(ends):
@@ -261,7 +277,7 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
         else:
             document_arguments['q_length'] = end - start
             document_arguments['q_offset'] = start
-        masks.append(make(**document_arguments))
+        masks.append(plain_masks(**document_arguments))
     return _Documents(lengths, masks)
 
 
@@ -270,30 +286,31 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
 
 def _call_layers_by_document(model: nn.Module) -> None:
     """Changes the classes of layers that would mix documents, so that they are called once for each document."""
-    for states in SPLIT_ARGUMENTS:
+    for states_name in SPLIT_ARGUMENTS:
         # Classes are changed and not modules, so that copies of a model work too.
-        layers = {type(module) for module in _innermost(model, states)}
-        for layer in layers:
-            if hasattr(layer.forward, 'by_document'):
+        layer_classes = {type(module) for module in _innermost(model, states_name)}
+        for layer_class in layer_classes:
+            plain_forward = layer_class.forward
+            if hasattr(plain_forward, 'by_document'):  # changed before, for another model
                 continue
-            plain_forward = layer.forward
-            by_document = partial(_forward_by_document, plain_forward, states)
+            by_document = partial(_forward_by_document, plain_forward, states_name)
             forward: Any = wraps(plain_forward)(_in_plain_python(by_document))
             forward.by_document = True
-            layer.forward = forward
+            layer_class.forward = forward
 
 
-def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
-    """Yields the innermost modules that take ``states`` and a mask: mixers of hybrids, embeddings that see the mask.
+def _innermost(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
+    """Yields the innermost modules that take a mask and the argument ``states_name``.
 
-    Attention modules (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can compile
-    them. Models, and wrappers of models such as PEFT's, are left out too, although they take ids and a mask.
+    These are layers with a state or a convolution, or embeddings that look at the mask. Attention modules
+    (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can compile them. Models, and
+    wrappers of models such as PEFT's, are left out too, although they take ids and a mask.
     """
     from transformers import PreTrainedModel
 
     def takes_mask(module: nn.Module) -> bool:
         signature = inspect.signature(type(module).forward)
-        if states not in signature.parameters or 'attention_mask' not in signature.parameters:
+        if states_name not in signature.parameters or 'attention_mask' not in signature.parameters:
             return False
         return not any(isinstance(part, PreTrainedModel) for part in module.modules())
 
@@ -306,60 +323,65 @@ def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
             yield module
 
 
-def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a layer once for each document of its mask, with the columns of that document and without a mask."""
+def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer once for each document of a packed mask, with the tokens of that document and without a mask."""
     signature = inspect.signature(plain_forward)
     call = signature.bind(*args, **kwargs)
-    documents = call.arguments.get('attention_mask')
-    inputs = call.arguments.get(states)
-    if not isinstance(documents, Tensor) or not isinstance(inputs, Tensor):
+    mask = call.arguments.get('attention_mask')
+    states = call.arguments.get(states_name)
+    if not isinstance(mask, Tensor) or not isinstance(states, Tensor):
         return plain_forward(*args, **kwargs)
-    if documents.dim() != 2 or len(documents) == len(inputs):
+    if mask.dim() != 2 or len(mask) == len(states):
         return plain_forward(*args, **kwargs)  # a mask with one row per row of the batch: nothing is packed
-    lengths = _lengths_of(documents)
-    split_arguments = {}
-    for name in SPLIT_ARGUMENTS[states]:
+    lengths = _lengths_of(mask)
+    parts_by_name = {}
+    for name in SPLIT_ARGUMENTS[states_name]:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
-            split_arguments[name] = value.split(lengths, dim=1)
+            parts_by_name[name] = value.split(lengths, dim=1)
     call.arguments['attention_mask'] = None
     outputs = []
-    for number in range(len(lengths)):
-        for name, parts in split_arguments.items():
-            call.arguments[name] = parts[number]
+    for document_number in range(len(lengths)):
+        for name, parts in parts_by_name.items():
+            call.arguments[name] = parts[document_number]
         output = plain_forward(*call.args, **call.kwargs)
         outputs.append(output)
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, dim=1)
-    # Some mixers return states first and other results behind them.
-    _, *other_results = outputs[0]
-    joined = torch.cat([output[0] for output in outputs], dim=1)
-    return joined, *other_results
+    # Some layers return further results after their output, such as MiniMax the state at the end of its linear
+    # attention. They are for a cache, which is off, so those of the first document only keep their place.
+    _, *further_results = outputs[0]
+    first_results = [output[0] for output in outputs]
+    joined = torch.cat(first_results, dim=1)
+    return joined, *further_results
 
 
-def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
-    """Changes the load-balancing loss in the modules of Transformers, so that it accepts a mask of documents."""
-    for host in hosts:
-        module = sys.modules[type(host).__module__]
-        names = vars(module)
-        balance = names.get('load_balancing_loss_func')
-        if balance is not None and not hasattr(balance, 'by_document'):
-            call_without_mask = partial(_balance, balance)
-            without_mask: Any = wraps(balance)(call_without_mask)
-            without_mask.by_document = True
-            names['load_balancing_loss_func'] = without_mask
+def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
+    """Changes the load-balancing loss in the files of Transformers, so that it accepts a packed mask."""
+    for submodel in submodels:
+        # Each file that defines a model with experts has its own function.
+        file = sys.modules[type(submodel).__module__]
+        names = vars(file)
+        plain_balance = names.get('load_balancing_loss_func')
+        if plain_balance is None or hasattr(plain_balance, 'by_document'):
+            continue
+        call_without_mask = partial(_balance, plain_balance)
+        without_mask: Any = wraps(plain_balance)(call_without_mask)
+        without_mask.by_document = True
+        names['load_balancing_loss_func'] = without_mask
 
 
-def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
+def _balance(plain_balance: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes the load-balancing loss of a router, without a mask if rows are packed, because they have no padding."""
-    signature = inspect.signature(plain)
+    signature = inspect.signature(plain_balance)
     call = signature.bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
     if logits and mask is not None:
+        # The logits of a layer are (positions, experts). A packed mask has more entries: positions times documents.
         num_positions = logits[0].shape[:-1].numel()
         if mask.numel() != num_positions:
             call.arguments['attention_mask'] = None
-    return plain(*call.args, **call.kwargs)
+    return plain_balance(*call.args, **call.kwargs)
 
 
 def _in_plain_python(function: HostFunction) -> HostFunction:
@@ -371,7 +393,7 @@ def _in_plain_python(function: HostFunction) -> HostFunction:
 
 
 def _attend(
-    plain: str,
+    plain_name: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -380,13 +402,13 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends document by document. Transformers calls it; states are ``(1, heads, tokens, size)``."""
-    attend = _plain_attention(plain, module)
+    plain_attention = _plain_attention(plain_name, module)
     documents = attention_mask
     if not isinstance(documents, _Documents):
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        return plain_attention(module, query, key, value, attention_mask, **kwargs)
     has_mask = any(run.mask is not None for run in documents.runs)
     is_known_to_kernels = all(kwargs.get(name) is None for name in UNKNOWN_TO_KERNELS)
-    is_for_kernels = plain == 'sdpa' and not has_mask and is_known_to_kernels
+    is_for_kernels = plain_name == 'sdpa' and not has_mask and is_known_to_kernels
     if is_for_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
@@ -396,7 +418,7 @@ def _attend(
     keys = documents.split(key)
     values = documents.split(value)
     for run, run_query, run_key, run_value in zip(documents.runs, queries, keys, values, strict=True):
-        attended, _ = attend(module, run_query, run_key, run_value, run.mask, **kwargs)
+        attended, _ = plain_attention(module, run_query, run_key, run_value, run.mask, **kwargs)
         # From (documents, length, heads, size) to (tokens, heads, size).
         attended = attended.flatten(0, 1)
         outputs.append(attended)
@@ -406,6 +428,7 @@ def _attend(
 
 
 def _on_gpu(states: Tensor) -> bool:
+    # A function, so that tests can take the way of a GPU.
     return states.is_cuda
 
 
@@ -419,9 +442,12 @@ def _attend_at_once(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    **ignored: Any,
 ) -> Tensor:
-    """Attends in all documents with one call of a GPU kernel; returns ``(1, tokens, heads, size)``."""
+    """Attends in all documents with one call of a GPU kernel; returns ``(1, tokens, heads, size)``.
+
+    ``ignored`` are arguments that SDPA ignores as well.
+    """
     if is_causal is None:
         is_causal = bool(getattr(module, 'is_causal', True))
     ends = documents.ends(query.device)
@@ -432,14 +458,15 @@ def _attend_at_once(
     has_one_head_size = value.shape[-1] == head_size
     if is_half and has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0:
         # A kernel for documents of any length needs neither padding nor a copy.
-        attend = _half_kernel(has_dropout=dropout > 0)
-        if attend is not None:
+        half_kernel = _half_kernel(has_dropout=dropout > 0)
+        if half_kernel is not None:
             # From (1, heads, tokens, size) to (tokens, heads, size).
             token_states = [states[0].transpose(0, 1) for states in (query, key, value)]
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
             # Queries and keys are of the same documents, so both get the same ends and the same longest length.
-            attended = attend(*token_states, ends, ends, longest, longest, **options)
+            attended = half_kernel(*token_states, ends, ends, longest, longest, **options)
             return attended[None]
+    # Nested tensors are for everything else: float32, other head sizes, no kernel installed.
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -496,15 +523,16 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
     return None
 
 
-def _plain_attention(plain: str, module: nn.Module) -> HostFunction:
-    """Returns the plain attention function. The eager one is defined in the module that defines the layer."""
+def _plain_attention(plain_name: str, module: nn.Module) -> HostFunction:
+    """Returns the plain attention function. The eager one is defined in the file that defines the layer."""
     from transformers import AttentionInterface
 
-    if plain != 'eager':
-        return AttentionInterface()[plain]
-    for layer in type(module).__mro__:
-        module_of_layer = sys.modules[layer.__module__]
-        names = vars(module_of_layer)
+    if plain_name != 'eager':
+        return AttentionInterface()[plain_name]
+    # The layer may be a subclass that is defined in another file, so the files of its bases are tried too.
+    for layer_class in type(module).__mro__:
+        file = sys.modules[layer_class.__module__]
+        names = vars(file)
         if 'eager_attention_forward' in names:
             return names['eager_attention_forward']
     raise NotExactError(f'No `eager_attention_forward` was found in the file of {type(module).__name__}.')
