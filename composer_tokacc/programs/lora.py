@@ -100,7 +100,7 @@ def with_adapter(
             # In float32, as peft does with its adapters: bfloat16 rounds the small steps of AdamW away.
             cast_model(module.modules_to_save, torch.float32)
     for name, parameter in model.named_parameters():
-        if _name_in_base(name) in never_trained:
+        if name_in_base(name) in never_trained:
             parameter.requires_grad_(False)
     return model
 
@@ -262,10 +262,10 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
             ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]])
             # Rounded, so that the same base in another type is the same base.
             ends = ends.to(torch.bfloat16).float()
-            yield _name_in_base(name).encode() + ends.cpu().numpy().tobytes()
+            yield name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
-def _name_in_base(name: str) -> str:
+def name_in_base(name: str) -> str:
     """Returns a parameter's name without peft.
 
     ``...q_proj.lora_A.default.weight`` and ``...q_proj.base_layer.weight`` both give ``...q_proj.weight``.

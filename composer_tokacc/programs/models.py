@@ -30,6 +30,7 @@ from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
     keep_trained_only,
+    name_in_base,
     refuse_partial,
     with_adapter,
 )
@@ -153,7 +154,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     before all parts, makes no difference.
     """
     for name in names:
-        parameters = [value for full_name, value in model.named_parameters() if _lies_under(full_name, name)]
+        parameters = [value for full_name, value in model.named_parameters() if _end_of_part(full_name, name)]
         if not parameters:
             module_names = [module_name for module_name, _ in model.named_modules()]
             parts = [module_name for module_name in module_names if module_name and module_name.count('.') < 2]
@@ -172,17 +173,25 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
     """Returns the trained parameters as groups of an optimizer: one for each part, with its arguments, and the rest.
 
-    Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
+    Parts are named as in :func:`freeze_parameters`. If a part contains another one, a parameter belongs to the inner
+    part. The parameters of an adapter belong to the part of the layer that it adapts.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, arguments in parts.items():
         groups[name] = {**arguments, 'params': []}
     groups[''] = {'params': []}  # all other parameters
     for full_name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            names_of_parts = [name for name in parts if _lies_under(full_name, name)]
-            longest_name = max(names_of_parts, key=len, default='')
-            groups[longest_name]['params'].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        base_name = name_in_base(full_name)
+        innermost_part = ''
+        furthest_end = 0
+        for name in parts:
+            end = _end_of_part(full_name, name) or _end_of_part(base_name, name)
+            if end > furthest_end:
+                innermost_part = name
+                furthest_end = end
+        groups[innermost_part]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
@@ -274,14 +283,17 @@ def tokenizer_of(processor: Processor | None) -> Any:
     return getattr(processor, 'tokenizer', processor)
 
 
-def _lies_under(parameter_name: str, part_name: str) -> bool:
-    """Returns whether a parameter belongs to a part of the model. A leading ``model.`` makes no difference."""
-    # The dot keeps `layers.10` out of `layers.1`.
-    if f'{parameter_name}.'.startswith(f'{part_name}.'):
-        return True
-    short_name = parameter_name.removeprefix('model.')
-    short_part_name = part_name.removeprefix('model.')
-    return f'{short_name}.'.startswith(f'{short_part_name}.')
+def _end_of_part(parameter_name: str, part_name: str) -> int:
+    """Returns where the name of a part ends in a parameter's name; 0 if the parameter is not in that part.
+
+    Either name may have a leading ``model.`` that the other one lacks.
+    """
+    short_name = part_name.removeprefix('model.')
+    for spelling in (part_name, short_name, f'model.{short_name}'):
+        # The dot keeps `layers.10` out of `layers.1`.
+        if f'{parameter_name}.'.startswith(f'{spelling}.'):
+            return len(spelling)
+    return 0
 
 
 def auto_class(config: PretrainedConfig) -> Any:

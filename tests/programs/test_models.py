@@ -272,6 +272,46 @@ def test_learning_rates_of_parts(processor):
         parameter_groups(model, {'multi_modal_projector': {'lr': 1}})
 
 
+def rates_by_name(model, rates):
+    """Returns the learning rate of each trained parameter by name. None: it is in no part."""
+    groups = parameter_groups(model, {part: {'lr': rate} for part, rate in rates.items()})
+    rate_of = {}
+    for group in groups:
+        for parameter in group['params']:
+            rate_of[parameter] = group.get('lr')
+    return {name: rate_of[parameter] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize('outer', ['model', 'layers', 'model.layers'])
+@pytest.mark.parametrize('inner', ['layers.0', 'model.layers.0'])
+def test_inner_part_wins(outer, inner):
+    """A leading ``model.`` of the outer name does not count, although it makes the name longer."""
+    model = build_transformers_model(config={**TEXT, 'vocab_size': VOCABULARY})
+    rates = rates_by_name(model, {outer: 0.5, inner: 0.25})
+    assert rates['model.layers.0.mlp.up_proj.weight'] == 0.25
+    assert rates['model.layers.1.mlp.up_proj.weight'] == 0.5
+    assert rates['lm_head.weight'] is None
+
+
+def test_parts_with_an_adapter(processor):
+    """Parts are named as without an adapter, although peft renames all parameters."""
+    pytest.importorskip('peft')
+    lora = {'r': 2, 'modules_to_save': ['multi_modal_projector']}
+    model = build_transformers_model(config=LLAVA, processor=processor, lora=lora)
+    rates = rates_by_name(model, {'multi_modal_projector': 0.5, 'language_model.layers.1': 0.25})
+    assert set(rates.values()) == {0.5, 0.25, None}
+    for name, rate in rates.items():
+        if 'multi_modal_projector' in name:
+            assert rate == 0.5, name
+        elif 'layers.1.' in name:
+            assert rate == 0.25, name
+        else:
+            assert rate is None, name
+    names_of_projector = [name for name in rates if 'multi_modal_projector' in name]
+    full_name, _, _ = names_of_projector[0].partition('.modules_to_save')
+    assert 0.5 in rates_by_name(model, {full_name: 0.5}).values()
+
+
 def test_part_of_all_parameters_keeps_arguments():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     settings = {'name': 'adamw', 'lr': 1e-3, 'parts': {'0': {'lr': 5e-4}}}
