@@ -38,8 +38,19 @@ from composer_tokacc.programs.schema import Count, Fraction, Positive, check_nam
 
 log = logging.getLogger(__name__)
 
-FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
-"""Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder, and no later layer."""
+FEATURE_LAYER_FAMILIES = (
+    'aya_vision',
+    'llava',
+    'llava_next',
+    'llava_next_video',
+    'llava_onevision',
+    'mistral3',
+    'video_llava',
+    'vipllava',
+)
+"""Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoders, and no later layer."""
+VISION_ENCODERS = ('vision_tower', 'image_tower', 'video_tower')
+"""Names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
 FIELD_RANGES = {
@@ -374,17 +385,18 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
-    module_names = [name for name, _ in model.named_modules()]
-    encoder_name = next(name for name in module_names if name.endswith(('vision_tower', 'image_tower')))
-    encoder = model.get_submodule(encoder_name)
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
-        feature_layers = model.config.vision_feature_layers
+        feature_layers = model.config.vision_feature_layers  # VipLLaVA
     if not isinstance(feature_layers, list | tuple):
         feature_layers = [feature_layers]
     if not feature_layers:
         raise ConfigError('model.config.vision_feature_layer', 'must name at least one layer, got: []')
-    unreached = {f'{encoder_name}.{name}' for name in _without_gradient(encoder, feature_layers)}
+    unreached = set()
+    for encoder_name, encoder in model.named_modules():
+        if encoder_name.endswith(VISION_ENCODERS):
+            for name in _without_gradient(encoder, feature_layers):
+                unreached.add(f'{encoder_name}.{name}')
     for name in unreached:
         model.get_parameter(name).requires_grad_(False)
     log.info('Freezing %d parameters after the vision feature layer, which no loss reaches.', len(unreached))
@@ -397,13 +409,15 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     A backward through a copy without memory finds them. Their names alone do not tell: in some releases of Transformers
     the last hidden state is taken behind the final norm, in others before it.
     """
-    config = encoder.config
+    config = copy.deepcopy(encoder.config)
+    # Every attention reaches the same parameters. Flash attention would read values, which the copy does not have.
+    config._attn_implementation = 'eager'
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
     with torch.device('meta'), torch.enable_grad():
-        twin = type(encoder)(config).to(encoder.dtype)  # flash attention takes no float32
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype)
+        twin = type(encoder)(config)
+        pixels = torch.empty(1, config.num_channels, *sides, dtype=twin.dtype)
         states = twin(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):

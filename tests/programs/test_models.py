@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
 from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups
+from tests.model_types.trial import maker_of
 from tests.support.text import VOCABULARY
 from tests.support.training import composer_gradients
 
@@ -135,6 +136,22 @@ def test_unreached_parameters_are_frozen(encoder, feature_layer):
     model.requires_grad_(True)
     model(batch).loss.backward()
     reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trainable == reached
+
+
+@pytest.mark.parametrize('model_type', ['aya_vision', 'llava', 'mistral3', 'video_llava'])
+def test_unreached_parameters_of_families(model_type, tmp_path):
+    """Video-LLaVA has two encoders. The tiny models and batches are those of docs/families.md."""
+    maker = maker_of(model_type)
+    maker.config.vision_feature_layer = -2
+    maker.config.save_pretrained(tmp_path)
+    model = build_transformers_model(pretrained=str(tmp_path), load_weights=False).double()
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.requires_grad_(True)
+    for modality in maker.modalities():
+        model(**maker.batch(modality)).loss.backward()
+    reached = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(reached) < len(list(model.parameters()))
     assert trainable == reached
 
 
