@@ -134,6 +134,7 @@ def build_transformers_model(
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = with_adapter(model, lora, base=pretrained, never_trained=unreached)
+    _check_trained(model, freeze, lora)
     if activation_checkpointing:
         # Not reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
@@ -175,10 +176,20 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             )
         for parameter in parameters:
             parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+
+
+def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
+    """Refuses a model without any trained parameter."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if lora is None:
         raise ConfigError(
-            'model.freeze', f'must leave something to train, got: {list(names)}, which is the whole model'
+            'model.freeze', f'must leave something to train, got: {list(freeze)}, which is the whole model'
         )
+    raise ConfigError(
+        'model.lora.target_modules',
+        f'must name layers that a loss reaches, got: {lora.get("target_modules")}. No parameter would be trained',
+    )
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:

@@ -277,6 +277,20 @@ def test_unreached_layers_are_not_trained(lora, processor):
     assert not any('.layers.2.' in name or 'post_layernorm' in name for name in encoder)
 
 
+def test_adapter_without_a_reached_layer_is_refused(processor):
+    config = {**LLAVA, 'vision_feature_layer': -2}
+    lora = {'target_modules': r'.*vision_tower.*layers\.2.*q_proj'}
+    with pytest.raises(ValueError, match=r'`model\.lora\.target_modules` must .* a loss reaches'):
+        build_model(config=config, processor=processor, lora=lora)
+
+
+def test_whole_base_may_be_frozen(processor):
+    """An adapter freezes its base anyway, so ``model.freeze`` may name all of it."""
+    parts = ['vision_tower', 'language_model', 'multi_modal_projector', 'lm_head']
+    frozen = trained_names(build_model(config=LLAVA, processor=processor, freeze=parts, lora={'r': 2}))
+    assert frozen == trained_names(build_model(config=LLAVA, processor=processor, lora={'r': 2}))
+
+
 def checkpoint_bytes(model):
     return sum(weight.nbytes for weight in model.state_dict().values())
 
