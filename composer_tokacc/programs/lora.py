@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""LoRA by peft: low-rank adapters on frozen weights, and checkpoints of only the trained weights."""
+"""LoRA by peft: low-rank adapters on frozen weights, and checkpoints that hold only the trained weights.
+
+The base is the model without the adapter. Peft renames its parameters: see :func:`name_in_base`.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ NOT_IN_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
 DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
-"""Every linear layer of the language model's blocks, as QLoRA (arXiv:2305.14314) recommends; none of an encoder."""
+"""Matches the names of all linear layers in the blocks of the language model, as QLoRA (arXiv:2305.14314) recommends.
+The names of encoders and projectors do not match."""
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
 """Matches the name of a parameter that belongs to an adapter."""
 NUM_VALUES = 32
-"""Values at both ends of a frozen tensor that identify a base. Its end counts, because two bases may differ only in
-their added tokens, the last rows of the embedding."""
+"""How many values at either end of each frozen matrix go into the fingerprint of a base. The end is needed, because two
+bases may differ only in the last rows of their embeddings, which belong to added tokens."""
 
 
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
@@ -58,7 +62,10 @@ class LoraSection:
 
 
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
-    """Refuses settings that no model can take, before any is loaded. :func:`with_adapter` refuses the rest."""
+    """Refuses settings that are wrong for every model, before one is loaded.
+
+    :func:`with_adapter` refuses settings that are wrong for its model.
+    """
     check_arguments('model.lora', LoraSection, lora)
     if lora.get('bits') is not None and pretrained is None:
         raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
@@ -87,7 +94,8 @@ def with_adapter(
             settings[PEFT_NAMES.get(name, name)] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
     module_names = [name for name, _ in model.named_modules()]
-    for name in settings.get('modules_to_save', ()):  # peft would drop it in silence
+    # Peft ignores names in `modules_to_save` that the model does not have.
+    for name in settings.get('modules_to_save', ()):
         if not any(f'.{full_name}'.endswith(f'.{name}') for full_name in module_names):
             raise ConfigError('model.lora.modules_to_save', f'must name modules of the model, got: {name!r}')
     with building('model.lora'):
@@ -117,7 +125,8 @@ def with_saved_adapter(
     Args:
         model: The base.
         content: Config of the adapter, as peft writes it.
-        weights: Weights of the checkpoint, by peft's names. If some of them belong to the base, they replace its own.
+        weights: Weights of the checkpoint, by peft's names. They may hold the base too. Then they replace the
+            weights of ``model``.
         assign: Whether these tensors become the parameters, instead of being copied into them.
     """
     import peft
@@ -125,8 +134,8 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(content))
     model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint may lack the base as a whole, but not a part of it. Every adapter lies on a layer of the base, whose
-    # weights peft calls `base_layer`.
+    # A checkpoint holds the whole base or nothing of it. Peft calls a layer with an adapter `base_layer`, so this name
+    # shows that the base is there.
     has_base = any('.base_layer.' in name for name in weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)
@@ -134,22 +143,38 @@ def with_saved_adapter(
 
 
 def _attach(model: Any, config: Any, base: str | None) -> Any:
+    """Returns the base with an adapter. The config of the adapter names the base; None: it has random weights."""
     import peft
 
-    model.name_or_path = base or ''  # peft warns if it differs
+    model.name_or_path = base or ''  # peft compares it with the name in the config, and warns if they differ
     model = peft.get_peft_model(model, config)
-    config.base_model_name_or_path = base  # None, not '', for a random base: identify_adapter() asks for it
+    # Peft has set it to the name above. identify_adapter() expects None for random weights, not ''.
+    config.base_model_name_or_path = base
     return model
 
 
-def refuse_partial(content: str, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Refuses a checkpoint that lacks weights of a model, or holds others. ``content`` names the right ones."""
-    if missing or unknown:
-        raise ConfigError(
-            '',
-            f'the checkpoint must hold {content}, got: {len(missing)} missing {missing[:3]}, {len(unknown)} unknown '
-            f'{unknown[:3]}',
-        )
+def refuse_partial(
+    content: str,
+    missing: Sequence[str],
+    unknown: Sequence[str] = (),
+    *,
+    path: str = '',
+) -> None:
+    """Refuses a checkpoint without some of the weights that it must hold, or with weights of another model.
+
+    Args:
+        content: Says which weights it must hold.
+        missing: Names of weights that it lacks.
+        unknown: Names of weights that the model does not have.
+        path: The checkpoint, if it is known.
+    """
+    problems = []
+    if missing:
+        problems.append(f'{len(missing)} missing {missing[:3]}')
+    if unknown:
+        problems.append(f'{len(unknown)} unknown {unknown[:3]}')
+    if problems:
+        raise ConfigError('', f'the checkpoint {path} must hold {content}, got: {", ".join(problems)}')
 
 
 def load_weights(
@@ -172,6 +197,7 @@ def four_bit_options(
     """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: NF4 with double quantization.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.
+    ``empty_model`` is the base without memory. It tells the names of the layers.
     """
     saved_modules = lora.get('modules_to_save') or ()
     unrounded = []
@@ -196,8 +222,8 @@ def four_bit_options(
 def keep_trained_only(composer_model: nn.Module) -> None:
     """Leaves the frozen weights of a pretrained base out of checkpoints, because the base can be loaded again.
 
-    Composer's own ``should_save_peft_only`` leaves out ``modules_to_save`` as well, and under DDP leaves out nothing.
-    Hooks of torch's state dict work for every kind of checkpoint.
+    Composer has ``should_save_peft_only`` for this, but it leaves out ``modules_to_save`` too, and under DDP it has no
+    effect. Hooks of torch's state dict work for every kind of checkpoint.
     """
 
     def leave_out(
@@ -228,7 +254,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
 
 
 def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the frozen weights of the base. Weights of an adapter are never among them, even if they are frozen."""
+    """Returns the frozen weights of the base by name. A frozen weight of an adapter is not one of them."""
     weights = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not IN_ADAPTER.search(name):
@@ -266,7 +292,7 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
 
 
 def name_in_base(name: str) -> str:
-    """Returns a parameter's name without peft.
+    """Returns the name that a parameter had before peft renamed it. Matrices of an adapter get the name of its layer.
 
     ``...q_proj.lora_A.default.weight`` and ``...q_proj.base_layer.weight`` both give ``...q_proj.weight``.
     """

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Builds Hugging Face models for the Composer Trainer, from a checkpoint or, with seeded random weights, a config."""
+"""Builds Hugging Face models for the Composer Trainer.
+
+A model comes from a checkpoint, or from a config with seeded random weights.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import inspect
 import logging
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +64,7 @@ FIELD_RANGES = {
     '_theta$': Positive,
     'dropout$': Fraction,
 }
-"""Ranges of the fields of a config, by patterns of their names. Transformers itself accepts any number."""
+"""Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number."""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -68,9 +72,12 @@ EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 def build_model(
     *, processor: Processor | None = None, train_metrics: bool = False, **settings: Any
 ) -> HuggingFaceModel:
-    """Builds a vision-language (or text) model for the Composer Trainer; see :func:`build_transformers_model`.
+    """Builds a vision-language (or text) model for the Composer Trainer.
 
-    ``processor`` is saved with every checkpoint. For ``train_metrics`` Composer copies each device batch.
+    Args:
+        processor: It is saved with every checkpoint.
+        train_metrics: Whether metrics of training batches are computed. Composer then copies each device batch.
+        settings: Further arguments of :func:`build_transformers_model`.
     """
     inner_model = build_transformers_model(processor=processor, **settings)
     model = _RunModel(
@@ -83,6 +90,7 @@ def build_model(
         shift_labels=True,
     )
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
+        # The base can be loaded again from its folder, so checkpoints hold only the adapter.
         keep_trained_only(model)
     return model
 
@@ -100,11 +108,12 @@ def build_transformers_model(
     seed: int = 0,
     load_weights: bool = True,
 ) -> Any:
-    """Builds the Transformers model of a run, with frozen parts and FSDP units; see :class:`.ModelConfig`.
+    """Builds the Transformers model of a run: its weights, frozen parts and adapter, and the units of FSDP.
 
-    Vocabulary size and special token ids that ``config`` leaves out come from ``processor``. ``seed`` is for fresh
-    weights, and for rows of the embeddings that are added for new tokens; global generators stay untouched. Without
-    ``load_weights`` a ``pretrained`` model is fresh: only its config is read.
+    Most arguments are keys of the YAML file: see :class:`.ModelConfig`. ``processor`` gives the vocabulary size and the
+    special token ids that ``config`` leaves out. ``seed`` is for fresh weights, for rows of the embeddings that are
+    added for new tokens, and for an adapter. The random numbers of the run are not touched. Without ``load_weights`` a
+    ``pretrained`` model gets random weights, and only its config is read.
     """
     check_model(pretrained, config, lora)
     torch_dtype = getattr(torch, dtype)
@@ -116,9 +125,9 @@ def build_transformers_model(
             raise ConfigError(
                 'model.lora.bits', 'must be left out to size memory: no 4-bit weights are counted, got: 4'
             )
-        options |= four_bit_options(lora, empty_model(read_config(pretrained, config)), torch_dtype)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        unrounded_model = empty_model(read_config(pretrained, config))
+        options |= four_bit_options(lora, unrounded_model, torch_dtype)
+    with _seeded(seed):
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
@@ -131,8 +140,8 @@ def build_transformers_model(
     unreached = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
+        # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
+        with _seeded(seed):
             model = with_adapter(model, lora, base=pretrained, never_trained=unreached)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
@@ -145,13 +154,23 @@ def build_transformers_model(
     return model
 
 
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds torch in this block. After it, the run draws the same random numbers as without the block."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
 def check_model(
     pretrained: str | None,
     config: Section | None,
     lora: Section | None = None,
 ) -> None:
     """Refuses a model without a source or with two of them, and a bad adapter, before anything is loaded."""
-    if (pretrained is not None) == bool(config):
+    has_checkpoint = pretrained is not None
+    has_config = bool(config)
+    if has_checkpoint == has_config:
         raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
     if config:
         read_config(None, config)
@@ -166,16 +185,24 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     before all parts, makes no difference.
     """
     for name in names:
-        parameters = [value for full_name, value in model.named_parameters() if _end_of_part(full_name, name)]
+        parameters = []
+        for full_name, parameter in model.named_parameters():
+            if _end_of_part(full_name, name) > 0:
+                parameters.append(parameter)
         if not parameters:
-            module_names = [module_name for module_name, _ in model.named_modules()]
-            parts = [module_name for module_name in module_names if module_name and module_name.count('.') < 2]
-            parts.sort(key=lambda module_name: module_name.count('.'))  # the largest parts first
-            raise ConfigError(
-                'model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {", ".join(parts)}'
-            )
+            listed = ', '.join(_largest_parts(model))
+            raise ConfigError('model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {listed}')
         for parameter in parameters:
             parameter.requires_grad_(False)
+
+
+def _largest_parts(model: nn.Module) -> list[str]:
+    """Returns the names of the model's parts and of the parts of these, such as ``model`` and ``model.layers``."""
+    parts = []
+    for name, _ in model.named_modules():
+        if name and name.count('.') < 2:
+            parts.append(name)
+    return sorted(parts, key=lambda name: name.count('.'))  # the largest parts first
 
 
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
@@ -201,7 +228,7 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     groups: dict[str, dict[str, Any]] = {}
     for name, arguments in parts.items():
         groups[name] = {**arguments, 'params': []}
-    groups[''] = {'params': []}  # all other parameters
+    groups[''] = {'params': []}  # all other parameters, with the optimizer's own arguments
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -225,10 +252,10 @@ def read_config(
     config: Section | None,
     processor: Processor | None = None,
 ) -> PretrainedConfig:
-    """Returns the config of a checkpoint, or of a fresh model with the given fields, without the model.
+    """Returns the config of a checkpoint, or a fresh one with the fields of ``config``. Builds no model.
 
-    Refuses names that the config class does not know, unlike Transformers itself. Vocabulary size, special tokens and
-    placeholders that ``config`` leaves out come from ``processor``.
+    Refuses fields that the config class does not have, because Transformers would accept them without any effect.
+    Vocabulary size, special tokens and placeholders that ``config`` leaves out come from ``processor``.
     """
     if pretrained is not None:
         with building('model.pretrained'):
@@ -252,7 +279,10 @@ def read_config(
 
 
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
-    """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
+    """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
+
+    ``default`` is a config of the same class without any settings. It tells which fields there are.
+    """
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
@@ -262,7 +292,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
                 check_value(f'{path}.{key}', value, allowed)
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
-            # The settings may name another class than the default has.
+            # The settings may name another type of encoder or language model than the default one.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:
                 inner = CONFIG_MAPPING[inner_type]()
@@ -306,7 +336,7 @@ def tokenizer_of(processor: Processor | None) -> Any:
 
 
 def _end_of_part(parameter_name: str, part_name: str) -> int:
-    """Returns where the name of a part ends in a parameter's name; 0 if the parameter is not in that part.
+    """Returns the length of the part's name at the start of a parameter's name; 0 if the parameter is not in that part.
 
     Either name may have a leading ``model.`` that the other one lacks.
     """
@@ -322,7 +352,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # BART is in both of these mappings, Qwen2-Audio only in the one of encoders and decoders.
+    # Transformers lists Qwen2-Audio only as a model from sequence to sequence, although it has only a decoder. BART is
+    # in both lists. Its decoder can be trained without its encoder.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM
@@ -330,7 +361,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def empty_model(config: PretrainedConfig) -> Any:
-    """Returns the model without memory for its weights."""
+    """Returns the model without memory for its weights, on the device ``meta``."""
     with torch.device('meta'):
         return auto_class(config).from_config(config, trust_remote_code=False)
 
@@ -345,7 +376,8 @@ def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> 
         if (Path(path) / 'generation_config.json').is_file():
             # Read only to refuse a damaged file, which Transformers treats as a missing one.
             GenerationConfig.from_pretrained(path)
-    refuse_partial(f'in {path} the weights of a {type(model).__name__}', sorted(loading['missing_keys']), [])
+    # Weights that the model does not have are allowed, because many checkpoints hold heads for other tasks.
+    refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
     return model
 
 
@@ -355,7 +387,8 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
     num_tokens = 0 if tokenizer is None else len(tokenizer)
     if num_tokens <= num_rows:
         return
-    if has_lora:  # an exported adapter is loaded on its base, which has the old size
+    if has_lora:
+        # An exported adapter is loaded on its base, and the folder of that base would still have the old size.
         raise ConfigError(
             'model.pretrained',
             f'must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < {num_tokens}. Call '
@@ -375,17 +408,16 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
 
 
 def set_cache(model: nn.Module, on: bool) -> None:
-    """Switches the key-value cache of all parts of a model on or off. Only generation needs it.
+    """Switches the key-value cache of a model on or off, in the configs of all its modules and in those inside them.
 
-    In training it is off, because packed documents would see each other through it. The configs of all modules are
-    changed, and the configs inside them.
+    Only generation needs it. In training it is off, because packed documents would see each other through it.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:
         config = configs.pop()
         if isinstance(config, PretrainedConfig):
             config.use_cache = on
-            configs += vars(config).values()
+            configs += vars(config).values()  # a text config, for example; the loop passes over all other values
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
@@ -415,10 +447,10 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 
 
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
-    """Returns the parameters that do not influence the hidden states of a vision encoder at some layers.
+    """Returns the names of an encoder's parameters that no gradient reaches from its hidden states at some layers.
 
-    A backward through a copy without memory finds them. Their names alone do not tell: in some releases of Transformers
-    the last hidden state is taken behind the final norm, in others before it.
+    A backward through a copy without memory finds them. Their names are not enough to tell: in some releases of
+    Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
     # Every attention reaches the same parameters. Flash attention would read values, which the copy does not have.
@@ -438,12 +470,13 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
                 )
         sums = [states[layer].sum() for layer in feature_layers]
         torch.stack(sums).sum().backward()
+    # On `meta` gradients have no values, but a parameter that was not reached has none at all.
     return [name for name, parameter in twin.named_parameters() if parameter.grad is None]
 
 
 @skip_embedding_resize
 class _RunModel(HuggingFaceModel):
-    """A HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, such as the processor."""
+    """A HuggingFaceModel whose checkpoints also hold the processor, which :mod:`composer_tokacc.export` needs."""
 
     def __init__(self, model: Any, processor: Processor, **options: Any) -> None:
         # Composer's filter for peft would leave out `modules_to_save`; see keep_trained_only().
