@@ -60,9 +60,13 @@ def run(config: TrainConfig) -> None:
         _dry_run(config)
         return
     # The first rank locks the folder for all. The others wait for it when they join the process group.
-    folder = checkpoint_folder(config.trainer) if dist.get_global_rank() == 0 else None
+    folder = None
+    if dist.get_global_rank() == 0:
+        folder = checkpoint_folder(config.trainer)
     with lock_folder(folder):
-        if dist.get_local_rank() == 0:  # once on each node, because each may have its own disk
+        # Composer loads the checkpoint that its `latest` link names. If that one is damaged, the link is changed here,
+        # before Composer reads it. Once on each node, because each may have its own disk.
+        if dist.get_local_rank() == 0:
             message = find_checkpoint_to_resume(config.trainer)
             if message:
                 say(message)
@@ -82,6 +86,7 @@ class _StopBeforeStep(Callback):
 
 def _dry_run(config: TrainConfig) -> None:
     """Does everything but training, and writes nothing. Rehearses even if the config switches that off."""
+    # Without a folder for checkpoints and without loggers the Trainer writes nothing.
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
@@ -110,39 +115,46 @@ def _train(config: TrainConfig) -> None:
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, history, trainer_parts)
     watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
-    answers = answers_of(config, parts)
+    # These two run after the callbacks of the config. They act at different events, so their own order is free: at the
+    # first batch of the fit, and at the end of each evaluation.
     rehearsal = rehearsal_of(config, parts)
-    further_callbacks = [callback for callback in (rehearsal, answers) if callback is not None]
-    trainer.state.callbacks += further_callbacks
-    first_step = int(trainer.state.timestamp.batch.value)
+    if rehearsal is not None:
+        trainer.state.callbacks.append(rehearsal)
+    answers = answers_of(config, parts)
+    if answers is not None:
+        trainer.state.callbacks.append(answers)
+    finished_steps = int(trainer.state.timestamp.batch.value)  # not 0 if the run was resumed
     started = time.monotonic()
-    _fit(trainer, first_step)
+    _fit(trainer, finished_steps)
     seconds = time.monotonic() - started
-    has_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
-    if parts.eval_loader is not None and not has_evaluated:
+    # The fit evaluates at its end, unless `trainer.eval_interval` is 0 or no step was left to train.
+    was_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
+    if parts.eval_loader is not None and not was_evaluated:
         say('evaluating ...')
         trainer.eval()
     say('writing the report ...')
     summary = ''
     if dist.get_global_rank() == 0:
         metrics = read_metrics(result_folder(config, trainer.state.run_name))
-        result = summarize(trainer.state, metrics, parts, first_step=first_step, seconds=seconds)
-        last_answers = [] if answers is None else answers.last
+        result = summarize(trainer.state, metrics, parts, first_step=finished_steps, seconds=seconds)
+        last_answers = []
+        if answers is not None:
+            last_answers = answers.last
         summary = write_report(config, parts, result, metrics, history, last_answers)
-    # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
+    # The other ranks wait for the one that writes, because NCCL takes a rank that ends early for a crash.
     dist.barrier()
     trainer.close()  # before the summary, because it ends the line of the progress bar
     if summary:
         print(f'\n{summary}', flush=True)
 
 
-def _fit(trainer: Trainer, first_step: int) -> None:
-    """Trains the rest of the run. Composer's ``fit`` would raise if nothing is left."""
+def _fit(trainer: Trainer, finished_steps: int) -> None:
+    """Trains the rest of the run. Does nothing if no step is left, because Composer's ``fit`` would raise then."""
     duration = trainer.state.max_duration
     elapsed = trainer.state.timestamp
     if duration is not None and elapsed.get(duration.unit) >= duration:
         return
-    say(f'training from step {first_step + 1}, after a check of the model on the first batch ...')
+    say(f'training from step {finished_steps + 1}, after a check of the model on the first batch ...')
     trainer.fit()
 
 
