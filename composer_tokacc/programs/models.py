@@ -197,12 +197,19 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _largest_parts(model: nn.Module) -> list[str]:
-    """Returns the names of the model's parts and of the parts of these, such as ``model`` and ``model.layers``."""
-    parts = []
-    for name, _ in model.named_modules():
-        if name and name.count('.') < 2:
-            parts.append(name)
-    return sorted(parts, key=lambda name: name.count('.'))  # the largest parts first
+    """Returns the names of the model's parts and of the parts inside these, such as ``model`` and ``model.layers``.
+
+    Parts without parameters of their own cannot be frozen, so they are left out. A head that is tied to the embeddings
+    is one of them.
+    """
+    outer_parts = []
+    inner_parts = []
+    for parameter_name, _ in model.named_parameters():
+        *names, _ = parameter_name.split('.')
+        outer_parts += names[:1]
+        if len(names) > 1:
+            inner_parts.append('.'.join(names[:2]))
+    return list(dict.fromkeys(outer_parts + inner_parts))  # without repetitions, in the order of the model
 
 
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:

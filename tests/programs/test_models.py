@@ -95,6 +95,14 @@ def test_mistakes_are_refused_by_name(processor, settings, expected):
         build_model(**settings, processor=processor)
 
 
+def test_parts_to_freeze_have_parameters():
+    """A tied head has none of its own, so it cannot be frozen without the embeddings, and is not listed."""
+    config = {**TEXT, 'vocab_size': VOCABULARY, 'tie_word_embeddings': True}
+    parts = r'got: .lm_head.\. Its parts are model, model\.embed_tokens, model\.layers, model\.norm$'
+    with pytest.raises(ValueError, match=parts):
+        build_transformers_model(config=config, freeze=['lm_head'])
+
+
 def test_same_seed_gives_same_weights(processor):
     """Building a model also leaves the run's own random numbers alone."""
     torch.manual_seed(5)
