@@ -67,7 +67,8 @@ class DocumentAttention:
     own attention, which finds documents by ``position_ids`` that restart at 0. SDPA and eager attention then build a
     mask of the size of the packed row squared.
 
-    Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks.
+    Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
+    convolution would mix documents.
     """
 
     def __init__(self, model: nn.Module, packing: str = 'documents') -> None:
@@ -101,9 +102,14 @@ class DocumentAttention:
         self._cached_configs: list[Any] = []
         self._switch_off_cache()
         if self.has_masks:
-            # These changes stay after undo(): they act only on masks of documents, and copies of the model share them.
+            # These changes stay after undo(): they act only on packed masks, and copies of the model share them.
             _call_layers_by_document(model)
             _balance_routers_without_mask(submodels)
+        try:
+            self._check_convolutions()
+        except NotExactError:
+            self.undo()
+            raise
 
     def _switch_off_cache(self) -> None:
         """Switches off the cache of keys and values in the configs of the text models.
@@ -117,6 +123,19 @@ class DocumentAttention:
             if getattr(config, 'use_cache', False):
                 config.use_cache = False
                 self._cached_configs.append(config)
+
+    def _check_convolutions(self) -> None:
+        """Refuses a convolution over tokens outside of the layers that are called once for each document.
+
+        It cannot tell documents apart, because Transformers does not give it the positions. The first-batch check may
+        miss this: in a fresh model, convolutions may change the logits by less than round-off.
+        """
+        for text_model in self._text_models:
+            for layer in _convolved_layers(text_model, by_document=self.has_masks):
+                raise NotExactError(
+                    f'Convolutions must tell packed documents apart, but the one in {type(layer).__name__} does not. '
+                    'Set `packing=False`, which is exact (docs/errors.md#packing).'
+                )
 
     def undo(self) -> None:
         """Restores the attention and the cache that the model had before."""
@@ -321,6 +340,22 @@ def _innermost(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
         _, *inner_modules = module.modules()
         if not any(takes_mask(inner) for inner in inner_modules):
             yield module
+
+
+def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Module]:
+    """Yields the layers of a text model that hold a convolution over tokens.
+
+    Other models inside it, such as encoders of images and sounds, are left out. If layers are called ``by_document``,
+    these are left out too.
+    """
+    from transformers import PreTrainedModel
+
+    for part in module.children():
+        if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
+            yield module
+        is_split = by_document and hasattr(type(part).forward, 'by_document')
+        if not is_split and not isinstance(part, PreTrainedModel):
+            yield from _convolved_layers(part, by_document=by_document)
 
 
 def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: Any, **kwargs: Any) -> Any:

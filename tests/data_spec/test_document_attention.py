@@ -467,6 +467,35 @@ def test_convolution_over_documents_is_refused():
         fit(model, collate(rows), packing=True)
 
 
+def fresh_inkling():
+    """A model with short convolutions inside and outside of its attention. Its fresh weights and logits are small."""
+    config = transformers.InklingTextConfig(
+        **SIZES,
+        num_hidden_layers=2,
+        head_dim=8,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        sliding_window_size=64,
+        d_rel=4,
+        local_layer_ids=[1],
+        mlp_layer_types=['dense', 'dense'],
+        bos_token_id=1,
+        eos_token_id=1,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return transformers.InklingForCausalLM(config)
+
+
+@pytest.mark.skipif(not hasattr(transformers, 'InklingForCausalLM'), reason='this release has no Inkling')
+def test_fresh_convolutions_are_refused():
+    """They change the logits by less than round-off, but the gradients of weights by 2 %."""
+    with pytest.raises(RuntimeError, match='Convolutions must tell packed documents apart'):
+        fit(fresh_inkling(), ragged_batch(SHAPE), packing=True)
+    assert_exact(fresh_inkling(), ragged_batch(SHAPE), packing='auto', microbatch_size=3)
+
+
 # packing='auto'
 
 
