@@ -52,8 +52,8 @@ SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
-"""Arguments that are split among the documents if a layer is called once for each. The keys tell the
-layers apart: those with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
+"""Arguments that are split among the documents if a layer is called once for each. The keys tell the layers apart:
+those with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
