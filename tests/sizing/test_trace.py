@@ -172,12 +172,12 @@ def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch)
     assert memory['weights'] == 0
 
 
-NUM_TEXT_BLOCKS = 12
-NUM_VISION_BLOCKS = 9
+NUM_TEXT_BLOCKS = 6
+NUM_VISION_BLOCKS = 5
 
 
 def wide_llava() -> LlavaConfig:
-    """LLaVA-1.5 7B with three eighths of its blocks. The LoRA recipe in test_size.py traces all of them."""
+    """LLaVA-1.5 7B with a fifth of its blocks. The LoRA recipe in test_size.py traces all of them."""
     vision = CLIPVisionConfig(
         hidden_size=1024,
         intermediate_size=4096,
@@ -226,7 +226,7 @@ def test_llava_7b_without_a_gpu() -> None:
     memory = calibrate_fake(build, config, samples, width=2048, precision='amp_bf16', strategy='fsdp')
     shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
     terms = memory.terms(shape, num_ranks=8)
-    assert most_resident_bytes() - before < 2 * GIB, 'the weights alone would be 11 GiB'
+    assert most_resident_bytes() - before < 2 * GIB, 'the weights alone would be 6 GiB'
     assert memory.residual < LARGE_RESIDUAL
     weights = weights_of_wide_llava()
     assert memory.static.parameters == 4 * weights
@@ -235,6 +235,8 @@ def test_llava_7b_without_a_gpu() -> None:
     assert memory.static.gradients == 4 * trained_weights
     assert memory.static.optimizer == pytest.approx(8 * trained_weights, rel=1e-4)
     assert terms['parameters'] == pytest.approx(4 * weights / 8)
-    # Every block keeps its input, 4096 numbers a token, in the two bytes that FSDP casts to. One block keeps more.
-    inputs_of_blocks = NUM_TEXT_BLOCKS * 4096 * 2 * shape.tokens
-    assert terms['text activations'] == pytest.approx(inputs_of_blocks, rel=0.5)
+    # Every block keeps its input, 4096 numbers a token, in the two bytes that FSDP casts to. One block, which is
+    # computed again, keeps about four times as much in addition.
+    block_input = 4096 * 2 * shape.tokens
+    kept_besides_inputs = terms['text activations'] - NUM_TEXT_BLOCKS * block_input
+    assert 2 * block_input < kept_besides_inputs < 6 * block_input
