@@ -460,13 +460,13 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
-    # Every attention reaches the same parameters. Flash attention would read values, which the copy does not have.
-    config._attn_implementation = 'eager'
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
     with torch.device('meta'), torch.enable_grad():
         twin = type(encoder)(config)
+        # Every attention reaches the same parameters. Flash attention would read values, which the copy does not have.
+        twin.set_attn_implementation('eager')
         pixels = torch.empty(1, config.num_channels, *sides, dtype=twin.dtype)
         states = twin(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
