@@ -28,7 +28,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.programs.errors import ConfigError, PartError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
-from composer_tokacc.programs.models import build_transformers_model
+from composer_tokacc.programs.models import build_transformers_model, read_config
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
@@ -144,8 +144,11 @@ def memory_of_run(
     is_flash = str(config.model.attn_implementation).startswith('flash')
     width = int(table.lengths.max())
     traced = table.select(_probe_samples(table))
+    # By content, because the files of a checkpoint may change, and the processor sets the vocabulary of a fresh model.
+    model_config = read_config(config.model.pretrained, config.model.config, processor)
     key = {
         'model': asdict(config.model),
+        'model_config': model_config.to_json_string(use_diff=False),
         'optimizer': config.optimizer,
         'precision': _traced_precision(config),
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
