@@ -143,9 +143,10 @@ RIVAL_PACKAGES := '.[rivals,bench,dev]'
 	$(PYTHON) -m venv .uv
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
-# Compiled at once: its commands are also typed by hand.
+# Compiled at once, because its commands are also typed by hand. COMPILE= leaves it to the first import.
+COMPILE ?= --compile-bytecode
 $(STAMP): setup.cfg pyproject.toml | $(UV)
-	$(call install,$(VENV),--compile-bytecode -e $(HERE))
+	$(call install,$(VENV),$(COMPILE) -e $(HERE))
 
 $(STAMP_STREAMING): setup.cfg pyproject.toml | $(UV)
 	$(call install,$(VENV_STREAMING),-e $(STREAMING))
