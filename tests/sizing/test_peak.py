@@ -230,7 +230,7 @@ def test_peak_of_unseen_microbatches(family: str, precision: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2_5_vl'])
 @pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
 def test_peak_with_eager_attention_or_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
     """Scores of eager attention grow with the square of the width, so the widest shape is probed, as `size` does.
