@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
-from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_copied_tensors
+from composer_tokacc.batch import Batch, attended_positions, text_of, with_copied_tensors
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import rows_of, without_rows
+from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
@@ -236,32 +236,34 @@ def _refusal(what: str) -> NotExactError:
 def counted_positions(microbatch: Batch) -> Tensor:
     """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
-    counts = [row.real_tokens for row in rows_of(microbatch)]
-    real_tokens = torch.tensor(counts, device=attended.device)[:, None]
-    has_padding = not bool(attended.all())
-    if len(real_tokens) > 1 or has_padding:
-        # These rows are not packed, because a packed row is the only one and has no padding. A dummy row has no real
-        # token.
-        return attended & (real_tokens > 0)
-    # A single row, which may be packed. Then dummy rows are its last documents, behind the real tokens.
-    is_counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
-    if 'position_ids' in microbatch:
-        _check_document_ends(microbatch, end=int(real_tokens))
-    return is_counted
+    rows = rows_of(microbatch)
+    if rows[0].documents:
+        return _counted_in_packed_row(microbatch, rows[0].documents)[None]
+    # A dummy row has no real tokens.
+    is_sample = torch.tensor([row.real_tokens > 0 for row in rows], device=attended.device)
+    return attended & is_sample[:, None]
 
 
-def _check_document_ends(packed: Batch, *, end: int) -> None:
-    """Raises RuntimeError if a packed row contains a padding position.
+def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
+    """Returns which positions of a packed row are real tokens of a sample, ``(width,)`` bool.
 
-    Packing keeps padding only if a label is on it. Then the row has more positions than the ``end`` real tokens of its
-    samples, so no document ends there.
+    The mask does not show them. It is True at every position of a document, also in a dummy row, and at a padding
+    position that was kept because it has a label. Such a position comes after the real tokens of its document.
+
+    Args:
+        packed: The packed row.
+        rows: The counts of the rows that it was made of, in their order.
     """
-    documents = documents_of(packed)[0]
-    if 0 < end < len(documents) and documents[end] == documents[end - 1]:
-        raise _refusal(
-            f'needs packed rows without padding, got: a label on padding in {sample_name(packed, 0)}, so this padding '
-            'is kept. Mask the label, or set `packing=False`.'
-        )
+    document_of_position = documents_of(packed)[0]
+    num_documents = int(document_of_position[-1]) + 1
+    # A sample without real tokens has no position, so it is not a document.
+    real_tokens = [row.real_tokens for row in rows if row.real_tokens or not row.samples]
+    missing = [0] * num_documents  # if no row has a real token, one position is kept
+    real_tokens_of_document = torch.tensor((real_tokens + missing)[:num_documents], device=document_of_position.device)
+    # The numbers of the documents are sorted, so this is the first position of the document of each position.
+    starts = torch.searchsorted(document_of_position, document_of_position)
+    positions = torch.arange(len(document_of_position), device=document_of_position.device)
+    return positions - starts < real_tokens_of_document[document_of_position]
 
 
 def _attended(batch: Batch) -> Tensor:

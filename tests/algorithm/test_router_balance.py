@@ -15,11 +15,13 @@ import transformers
 from composer.core import Event
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from composer_tokacc import TokenAccumulation
-from composer_tokacc.algorithm import router_balance
+from composer_tokacc import BatchLayout, TokenAccumulation
+from composer_tokacc.algorithm.router_balance import counted_positions
+from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config, tiny_model
-from tests.support.text import ONE_UNLABELLED, packed_row, ragged_batch, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
 from tests.support.training import (
     On,
     assert_exact,
@@ -169,15 +171,23 @@ def test_compiled_forward_is_exact():
     assert_exact(mixture_of_experts(), batch, router_balance='step', compile_config={'backend': 'aot_eager'})
 
 
-TWO_DOCUMENTS = packed_row(text_rows([(3, 3), (3, 3)]))
+@pytest.mark.parametrize('next_length', [6, 1])
+def test_label_on_padding_counts_no_position(next_length):
+    """A packed row keeps the padding position. With a next row of one token, its real tokens would end at an edge."""
+    batch = ragged_batch([(4, 3), (next_length, 0), (8, 4), (8, 4)])
+    batch['labels'][0, 4] = 5  # behind the last token, which predicts it
+    assert_exact(mixture_of_experts(), batch, router_balance='step', packing=True, microbatch_size=2)
 
 
-@pytest.mark.parametrize('num_tokens', [4, 5])
-def test_document_that_includes_padding_is_refused(num_tokens):
-    with pytest.raises(RuntimeError, match='got: a label on padding'):
-        router_balance._check_document_ends(TWO_DOCUMENTS, end=num_tokens)
-
-
-@pytest.mark.parametrize('num_tokens', [3, 6])
-def test_padding_after_a_document_is_accepted(num_tokens):
-    router_balance._check_document_ends(TWO_DOCUMENTS, end=num_tokens)
+def test_dummy_row_and_padding_are_not_counted():
+    """A packed row of 4 tokens with a label behind them, 2 tokens, and a dummy row of 5."""
+    batch = ragged_batch([(4, 3), (2, 1), (5, 2)])
+    batch['labels'][0, 4] = 5
+    first, second, _ = rows_of(with_counts(batch))
+    batch = with_rows(batch, [first, second, RowCounts(samples=0, rule='causal')])
+    packed = pack_rows(BatchLayout.for_model(text_model()), batch)
+    assert 'attention_mask' in packed, 'documents are told by masks'
+    expected = [True] * 4 + [False] + [True] * 2 + [False] * 5
+    assert counted_positions(packed).tolist() == [expected]
+    del packed['attention_mask']
+    assert counted_positions(packed).tolist() == [expected], 'documents are told by positions'
