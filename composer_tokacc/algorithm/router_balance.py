@@ -145,8 +145,9 @@ class StepBalance:
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
 
-        The first forward also finds the number of experts of a position, because configs use many names for it. The
-        loss grows with this number. So it is the number that gives the loss nearest to the model's own.
+        The first forward with attended positions also finds the number of experts of a position, because configs use
+        many names for it. The loss grows with this number. So it is the number that gives the loss nearest to the
+        model's own.
         """
         own_loss = router_loss_of(outputs)
         attended = _attended(batch)
@@ -159,12 +160,14 @@ class StepBalance:
                 f'{"no" if own_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
                 f'{attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of experts.'
             )
-        is_first = self._top_k == 0
-        most_experts = logits[0].shape[-1] if is_first else self._top_k
+        is_unknown = self._top_k == 0
+        most_experts = logits[0].shape[-1] if is_unknown else self._top_k
         choices, probabilities = _routed(logits, attended, most_experts)
         num_positions = len(logits) * attended.sum()
         losses = _balances(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
-        if is_first:
+        if is_unknown:
+            if not bool(attended.any()):
+                return logits  # the loss is NaN, and no choice is counted
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         loss = losses[self._top_k - 1]
@@ -173,7 +176,7 @@ class StepBalance:
         deviation = deviation.detach().nan_to_num(nan=0.0)
         self._worst_value = torch.maximum(self._worst_value, deviation)
         # Only the first forward is checked at once. The others are checked at the end of the step.
-        if is_first:
+        if is_unknown:
             self.check()
         return logits
 

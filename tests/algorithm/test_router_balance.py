@@ -9,14 +9,19 @@ is a large part of it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 from composer.core import Event
+from composer.devices import DeviceCPU
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from composer_tokacc import BatchLayout, TokenAccumulation
-from composer_tokacc.algorithm.router_balance import counted_positions
+from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.matrix.native_models import NativeModel
@@ -191,3 +196,16 @@ def test_dummy_row_and_padding_are_not_counted():
     assert counted_positions(packed).tolist() == [expected]
     del packed['attention_mask']
     assert counted_positions(packed).tolist() == [expected], 'documents are told by positions'
+
+
+def test_first_microbatch_without_tokens():
+    """Its loss is NaN, so it does not show how many experts a position has."""
+    model = hugging_face(mixture_of_experts())
+    state = SimpleNamespace(model=model, device=DeviceCPU(), auto_microbatching=False)
+    split = token_data_spec(loader()).split_batch
+    balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
+    batch = with_counts(ragged_batch([(6, 4)]))
+    empty = {**batch, 'attention_mask': torch.zeros_like(batch['attention_mask'])}
+    balance.count([empty])
+    balance.count([batch])
+    balance.check()
