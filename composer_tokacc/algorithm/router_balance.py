@@ -32,7 +32,7 @@ from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
-VALUE_TOLERANCE = 1e-4
+LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
 If the number of experts of a token were wrong, the loss would be off by more than a hundredth."""
 CHOICE_TOLERANCE = 1e-3
@@ -68,7 +68,8 @@ class StepBalance:
 
     Args:
         state: The trainer's state.
-        split: The split that cuts the batches of the run.
+        split: The split that cuts the batches of the run. None is refused, because then the microbatches of a step are
+            not known before the first is trained.
         terms: The terms of the model's loss.
         to_device: Moves a microbatch to the device.
         precision: Makes the context of the run's precision.
@@ -109,9 +110,10 @@ class StepBalance:
         self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
         # Sums over the step: the positions of all layers, then how often each expert was chosen.
         self._sums: RankSum | None = None
-        # The largest deviations in the step so far, as multiples of the tolerance, (). They are read once a step.
-        self._worst_value = torch.zeros(())
-        self._worst_choice = torch.zeros(())
+        # The largest deviations in the step so far, as multiples of their tolerances. They are scalars on the device,
+        # because the host would have to wait to read them.
+        self._loss_deviation = torch.zeros(())
+        self._choice_deviation = torch.zeros(())
 
     def count(self, microbatches: Sequence[Batch]) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.
@@ -120,8 +122,8 @@ class StepBalance:
             microbatches: The microbatches of this rank.
         """
         self._counted.clear()
-        self._worst_value = torch.zeros(())
-        self._worst_choice = torch.zeros(())
+        self._loss_deviation = torch.zeros(())
+        self._choice_deviation = torch.zeros(())
         num_positions: Tensor | int = 0
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
@@ -133,7 +135,7 @@ class StepBalance:
                     outputs = self._model(batch)
                     logits = self._checked_logits(outputs, batch)
                     positions = counted_positions(microbatch).to(logits[0].device)
-                    choices, _ = _routed(logits, positions, self._top_k)
+                    choices, _ = _sums_over_positions(logits, positions, self._top_k)
                 self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
                 num_layers = len(logits)
                 num_positions = num_positions + positions.sum() * num_layers
@@ -162,26 +164,28 @@ class StepBalance:
             )
         is_unknown = self._top_k == 0
         most_experts = logits[0].shape[-1] if is_unknown else self._top_k
-        choices, probabilities = _routed(logits, attended, most_experts)
+        choices, probabilities = _sums_over_positions(logits, attended, most_experts)
         num_positions = len(logits) * attended.sum()
         losses = _balances(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
         if is_unknown:
             if not bool(attended.any()):
                 return logits  # the loss is NaN, and no choice is counted
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
-        tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
+        tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         loss = losses[self._top_k - 1]
         deviation = (loss / own_loss - 1).abs() / tolerance
         # The loss of a microbatch without positions is NaN. It is not a deviation.
         deviation = deviation.detach().nan_to_num(nan=0.0)
-        self._worst_value = torch.maximum(self._worst_value, deviation)
+        self._loss_deviation = torch.maximum(self._loss_deviation, deviation)
         # Only the first forward is checked at once. The others are checked at the end of the step.
         if is_unknown:
             self.check()
         return logits
 
-    def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
-        """Replaces the load-balancing loss of the next microbatch by its part of that of the step. Returns the loss.
+    def with_part_of_step(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
+        """Returns the loss of a microbatch with its part of the step's load-balancing loss instead of its own.
+
+        Called once for each microbatch, in the order of :meth:`count`.
 
         Args:
             loss: The loss of the microbatch, as its two terms.
@@ -192,42 +196,44 @@ class StepBalance:
         counted = self._counted.popleft()
         with self._precision():
             logits = _router_logits(outputs)
-            choices, probabilities = _routed(logits, counted.positions, self._top_k)
+            choices, probabilities = _sums_over_positions(logits, counted.positions, self._top_k)
         # A position that goes to another expert changes the counts of two experts.
         change = choices.sum(dim=0) - counted.choices
         num_changed = change.abs().sum() / 2
         num_choices = choices.sum()
         num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
-        self._worst_choice = torch.maximum(self._worst_choice, num_changed / num_allowed)
+        self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
         num_experts = len(choices_of_experts)
         factor = num_experts / max(num_positions, 1) ** 2
         weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
         balance = (weights * probabilities).sum()
-        # The term is averaged over the microbatches of all ranks, but the parts must be summed.
+        # Later this term is divided by the number of microbatches, and the gradient by the number of ranks. The parts
+        # must be summed, so both divisions are undone here.
         num_averaged = num_microbatches * get_world_size()
         router = self._coefficient * num_averaged * balance
         return SplitLoss(tokens=loss['tokens'], router=router)
 
     def check(self) -> None:
-        """Raises RuntimeError if the model's own loss is another one, or if experts are chosen differently in training.
+        """Raises RuntimeError if a deviation of the step is over its tolerance.
 
-        It waits for the device, so it is called once a step.
+        Either the model's own load-balancing loss is not the one computed here, or experts are chosen differently in
+        training than in the count. It waits for the device, so it is called once a step.
         """
-        worst_choice = self._worst_choice.to(self._worst_value)
-        worst_of_both = torch.stack([self._worst_value, worst_choice])
-        worst_value, worst_choice = worst_of_both.tolist()  # one wait for the device
-        if worst_value > 1:
+        on_same_device = self._choice_deviation.to(self._loss_deviation)
+        both_deviations = torch.stack([self._loss_deviation, on_same_device])
+        loss_deviation, choice_deviation = both_deviations.tolist()  # one wait for the device
+        if loss_deviation > 1:
             raise _refusal(
                 "needs the load-balancing loss of Hugging Face's mixtures of experts, got: another `aux_loss`. It must "
                 'be the number of experts times a sum over the experts: the share of the positions that choose the '
                 'expert, times its mean probability, both by `router_logits`.'
             )
-        if worst_choice > 1:
+        if choice_deviation > 1:
             raise _refusal(
                 'needs positions to choose the same experts with and without a graph, but more choices differ than '
-                f'round-off explains ({worst_choice:.1f} times as many). Perhaps the model draws random numbers in the '
-                'forward, or an algorithm changes microbatches: leave that out.'
+                f'round-off explains ({choice_deviation:.1f} times as many). Perhaps the model draws random numbers in '
+                'the forward, or an algorithm changes microbatches: leave that out.'
             )
 
 
@@ -289,7 +295,7 @@ def _router_logits(outputs: Any) -> Sequence[Tensor]:
     return [layer.flatten(0, -2) for layer in logits if isinstance(layer, Tensor)]
 
 
-def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _sums_over_positions(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Sums choices and probabilities over layers and counted positions, with the operations of the models' own loss.
 
     Returns:
@@ -300,20 +306,20 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
     device = logits[0].device
     counted = is_counted.flatten().to(device)
     choices = torch.zeros(top_k * num_experts, dtype=torch.int64, device=device)
-    probabilities = []
+    sums_of_layers = []
     for layer in logits:
-        routed = layer.to(device).softmax(dim=-1)
-        experts = routed.topk(top_k, dim=-1).indices
+        probabilities = layer.to(device).softmax(dim=-1)
+        experts = probabilities.topk(top_k, dim=-1).indices
         # Each choice as an index into the flattened table ``(top_k, experts)``.
         rows_of_table = torch.arange(top_k, device=device)
         places = experts + num_experts * rows_of_table
         is_counted_choice = counted.repeat_interleave(top_k)
         choices.scatter_add_(0, places.flatten(), is_counted_choice.long())
-        precise = routed.to(torch.promote_types(routed.dtype, torch.float32))
+        precise = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         counted_probabilities = precise * counted[:, None]
-        probabilities.append(counted_probabilities.sum(dim=0))
-    sum_of_layers = torch.stack(probabilities).sum(dim=0)
-    return choices.view(top_k, num_experts), sum_of_layers
+        sums_of_layers.append(counted_probabilities.sum(dim=0))
+    sum_of_probabilities = torch.stack(sums_of_layers).sum(dim=0)
+    return choices.view(top_k, num_experts), sum_of_probabilities
 
 
 def _balances(choices: Tensor, probabilities: Tensor, num_positions: Tensor) -> Tensor:

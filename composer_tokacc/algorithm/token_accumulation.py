@@ -435,7 +435,7 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
             num_microbatches = record.num_microbatches or 1
-            state.loss = run.balance.applied(state.loss, state.outputs, num_microbatches)
+            state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, share)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
