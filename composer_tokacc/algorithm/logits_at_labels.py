@@ -11,9 +11,10 @@ this for the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,17 +28,20 @@ from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
+Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, Any]]
+"""The arguments of a forward: those by position, and those by name."""
+
 
 class LogitsAtLabels:
     """Makes a model compute logits only at positions that predict a label, in any training loop.
 
-    It acts on forwards in training mode that get ``labels`` by keyword. Loss and gradient stay the same.
+    It acts on forwards in training mode that get ``labels``. Loss and gradient stay the same.
     ``outputs.logits`` then has a single row: the logits of the labelled positions of the first row, then those of the
-    second row, and so on. If the model shifts labels, one more position follows at the end. Evaluation and generation
-    compute all logits.
+    second row, and so on. If the model shifts labels, one more position follows at the end, because the model drops the
+    last one. Evaluation and generation compute all logits.
 
-    On its own batch, the first such forward compares loss and gradient with those of all logits. This takes three more
-    forwards, which leave no gradients behind. With FSDP all ranks must make this forward at the same time.
+    On its own batch, the first such forward compares loss and gradient with those of all logits. This takes about five
+    more forwards, which leave no gradients behind. With FSDP all ranks must make this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -85,15 +89,25 @@ class LogitsAtLabels:
         self._handle.remove()
         self._selector.remove()
 
-    def _begin_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch is checked."""
+    def _begin_forward(
+        self,
+        module: torch.nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
+    ) -> Arguments:
+        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch is checked.
+
+        Returns the arguments of the forward by name, because check and selector find tensors by their names.
+        """
+        args, kwargs = _by_name(module, args, kwargs)
         if self._is_probing or not module.training or kwargs.get('labels') is None:
-            return
+            return args, kwargs
         assert self._selector is not None
         if self._rule is None:
             self._rule = self._proven_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
+        return args, kwargs
 
     def _proven_rule(self, batch: Mapping[str, Any]) -> str:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
@@ -101,14 +115,14 @@ class LogitsAtLabels:
         self._is_probing = True
         try:
             probe = Probe.from_model(self._model)
-            tensors: Batch = {key: value for key, value in batch.items() if value is not None}
-            rule = self._rule_of(probe, tensors)
+            rows: Batch = {key: value for key, value in batch.items() if value is not None}
+            rule = self._rule_of(probe, rows)
             layout = BatchLayout.for_model(self._model)
 
-            def to_device(rows: Batch) -> Batch:
-                return rows  # the batch of a forward is on the device already
+            def to_device(batch: Batch) -> Batch:
+                return batch  # the batch of a forward is on the device already
 
-            comparison = RowComparison(probe, layout, to_device, rule, tensors, check_loss=True)
+            comparison = RowComparison(probe, layout, to_device, rule, rows, check_loss=True)
             failure = comparison.selection_failure(self._selector)
         finally:
             self._is_probing = False
@@ -119,13 +133,33 @@ class LogitsAtLabels:
             )
         return rule
 
-    def _rule_of(self, probe: Probe, batch: Batch) -> str:
+    def _rule_of(self, probe: Probe, rows: Batch) -> str:
         """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
             return 'causal' if self._shifts_labels else 'unshifted'
-        return find_loss_rule(probe, rule_batch(None, batch))
+        # Without a layout no row is selected, so all rows stay in the batch.
+        labelled_row = rule_batch(layout=None, rows=rows)
+        return find_loss_rule(probe, labelled_row)
 
 
 def _language_model(model: Any) -> torch.nn.Module:
-    """Returns the Hugging Face model inside of a Composer model. Does not import Composer."""
+    """Returns the Hugging Face model inside of a Composer model, or any other model itself. Imports no Composer."""
     return model.model if hasattr(model, 'eval_forward') else model
+
+
+def _by_name(
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
+) -> Arguments:
+    """Returns the arguments of a forward with the names of those that were passed by position.
+
+    Arguments for ``*args`` have no names. They stay as they are.
+    """
+    names = []
+    for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            names.append(name)
+    by_name = dict(zip(names, args, strict=False))
+    num_named = len(by_name)
+    return args[num_named:], {**by_name, **kwargs}

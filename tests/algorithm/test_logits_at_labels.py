@@ -404,6 +404,17 @@ def test_plain_loop(shifts_labels):
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
 
 
+def test_arguments_by_position():
+    model = llama()
+    batch = without_sample_ids(batch_of())
+    expected, _ = reference_gradients(model, batch)
+    with LogitsAtLabels(model):
+        outputs = model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
+        assert outputs.logits.shape[0] == 1
+        outputs.loss.backward()
+    assert relative_error(composer_gradients(model), expected) < TOLERANCE
+
+
 def test_plain_loop_refuses_a_wrong_shift():
     model = llama()
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
