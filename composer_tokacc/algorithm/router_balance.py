@@ -166,7 +166,7 @@ class StepBalance:
         most_experts = logits[0].shape[-1] if is_unknown else self._top_k
         choices, probabilities = _sums_over_positions(logits, attended, most_experts)
         num_positions = len(logits) * attended.sum()
-        losses = _balances(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
+        losses = _balance_losses(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
         if is_unknown:
             if not bool(attended.any()):
                 return logits  # the loss is NaN, and no choice is counted
@@ -182,7 +182,12 @@ class StepBalance:
             self.check()
         return logits
 
-    def with_part_of_step(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
+    def with_part_of_step(
+        self,
+        loss: SplitLoss,
+        outputs: Any,
+        num_microbatches: int,
+    ) -> SplitLoss:
         """Returns the loss of a microbatch with its part of the step's load-balancing loss instead of its own.
 
         Called once for each microbatch, in the order of :meth:`count`.
@@ -263,16 +268,20 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         packed: The packed row.
         rows: The counts of the rows that it was made of, in their order.
     """
-    document_of_position = documents_of(packed)[0]
-    num_documents = int(document_of_position[-1]) + 1
-    # A sample without real tokens has no position, so it is not a document.
-    real_tokens = [row.real_tokens for row in rows if row.real_tokens or not row.samples]
-    missing = [0] * num_documents  # if no row has a real token, one position is kept
-    real_tokens_of_document = torch.tensor((real_tokens + missing)[:num_documents], device=document_of_position.device)
+    documents = documents_of(packed)[0]
+    device = documents.device
+    real_tokens = []
+    for row in rows:
+        # A sample without real tokens has no position, so it is not a document.
+        if row.real_tokens > 0 or row.samples == 0:
+            real_tokens.append(row.real_tokens)
+    # If no row has a real token, the packed row still has one position.
+    real_tokens.append(0)
+    limits = torch.tensor(real_tokens, device=device)[documents]  # real tokens of the document of each position
     # The numbers of the documents are sorted, so this is the first position of the document of each position.
-    starts = torch.searchsorted(document_of_position, document_of_position)
-    positions = torch.arange(len(document_of_position), device=document_of_position.device)
-    return positions - starts < real_tokens_of_document[document_of_position]
+    starts = torch.searchsorted(documents, documents)
+    positions = torch.arange(len(documents), device=device)
+    return positions - starts < limits
 
 
 def _attended(batch: Batch) -> Tensor:
@@ -295,7 +304,11 @@ def _router_logits(outputs: Any) -> Sequence[Tensor]:
     return [layer.flatten(0, -2) for layer in logits if isinstance(layer, Tensor)]
 
 
-def _sums_over_positions(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _sums_over_positions(
+    logits: Sequence[Tensor],
+    is_counted: Tensor,
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
     """Sums choices and probabilities over layers and counted positions, with the operations of the models' own loss.
 
     Returns:
@@ -322,8 +335,14 @@ def _sums_over_positions(logits: Sequence[Tensor], is_counted: Tensor, top_k: in
     return choices.view(top_k, num_experts), sum_of_probabilities
 
 
-def _balances(choices: Tensor, probabilities: Tensor, num_positions: Tensor) -> Tensor:
+def _balance_losses(
+    choices: Tensor,
+    probabilities: Tensor,
+    num_positions: Tensor,
+) -> Tensor:
     """Returns the load-balancing losses for 1, 2, ... ``top_k`` experts of a position, ``(top_k,)``."""
-    parts = choices.cumsum(dim=0) / num_positions
-    products = parts * probabilities / num_positions
-    return choices.shape[1] * products.sum(dim=1)
+    num_experts = choices.shape[1]
+    shares = choices.cumsum(dim=0) / num_positions
+    mean_probabilities = probabilities / num_positions
+    products = shares * mean_probabilities
+    return num_experts * products.sum(dim=1)
