@@ -26,7 +26,7 @@ from composer_tokacc.batch import (
 )
 from composer_tokacc.layout.found import Readings, agreed_readings, has_audio_along_text, joined_readings
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import stand_at, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -109,7 +109,7 @@ class RowFacts:
         if not any(counts):
             return [None] * len(self.real)
         ids = token_ids(self.layout.config, modality)
-        is_placeholder = stand_at(text_of(self.batch), ids)
+        is_placeholder = has_any_id(text_of(self.batch), ids)
         tokens_per_row = is_placeholder.sum(dim=1).tolist()
         sizes: list[float | None] = []
         for num_tokens, num_items in zip(tokens_per_row, counts, strict=True):
@@ -243,7 +243,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
         return
     if types.shape != ids.shape:
         return
-    is_image = stand_at(ids, token_ids(layout.config, 'image'))
+    is_image = has_any_id(ids, token_ids(layout.config, 'image'))
     is_unmarked = is_image & (types == 0)
     if not bool(is_unmarked.any()):
         return

@@ -57,7 +57,7 @@ class Media:
             if types is None or not self.token_type:
                 return None
             return types == self.token_type
-        is_placeholder = placeholders.stand_at(ids, placeholder_ids)
+        is_placeholder = placeholders.has_any_id(ids, placeholder_ids)
         if self.frames is None:
             return is_placeholder
         num_starts = (ids == config.video_start_token_id).cumsum(dim=1)

@@ -22,7 +22,7 @@ import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
-from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
+from composer_tokacc.layout.placeholders import has_any_id, modality_of, placeholder_ids
 from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
@@ -249,7 +249,7 @@ def entries_per_row(
         ValueError: If nothing tells, or if there are two answers.
     """
     ids = placeholder_ids(config, modality)
-    is_placeholder = stand_at(text_of(batch), ids)
+    is_placeholder = has_any_id(text_of(batch), ids)
     all_but_last = is_placeholder[:, :-1]
     follows_placeholder = torch.nn.functional.pad(all_but_last, (1, 0))
     starts_run = is_placeholder & ~follows_placeholder

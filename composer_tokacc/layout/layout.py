@@ -34,7 +34,7 @@ from composer_tokacc.layout.found import (
     possible_readings,
     sums_of_runs,
 )
-from composer_tokacc.layout.placeholders import stand_at, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
@@ -138,7 +138,7 @@ class BatchLayout:
         ids: list[int] = []
         for modality in MODALITIES:
             ids += token_ids(self.config, modality)
-        return stand_at(text_of(batch), ids)
+        return has_any_id(text_of(batch), ids)
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:

@@ -30,12 +30,13 @@ ID_SUFFIX = re.compile('_(id|index)$')
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
-"""Words in the names of other ids: those that mark the edges of an item or the lines of an image."""
+"""Words in the names of ids that are no placeholders: of tokens at the edges of an item or between the lines of an
+image, of padding, and of numbers that are no ids of tokens."""
 
 
 @cache  # called for every key of every microbatch
 def modality_of(name: str) -> str | None:
-    """Returns the modality that a name speaks of."""
+    """Returns the modality that a name speaks of. Keys of a batch may be other values than strings."""
     for modality, words in MODALITY_WORDS.items():
         if words.search(str(name)):
             return modality
@@ -61,14 +62,15 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             usual_name = name.replace('media', 'image')
             if modality_of(usual_name) == modality:
                 ids[name] = value
-    return tuple(dict.fromkeys(ids.values()))
+    return tuple(dict.fromkeys(ids.values()))  # each id once
 
 
 def all_placeholders(config: Any) -> list[int]:
-    """Returns the ids that a config names as placeholders of any modality."""
+    """Returns the ids that a config names as placeholders of any modality. An id may be in the list twice."""
     ids: list[int] = []
     for modality in MODALITY_WORDS:
         ids += placeholder_ids(config, modality)
+        # A config may compute the id with the usual name. Then it is not in its `__dict__`.
         ids += token_ids(config, modality)
     return ids
 
@@ -82,17 +84,17 @@ def token_ids(config: Any, modality: str) -> tuple[int, ...]:
     return placeholder_ids(config, modality)
 
 
-def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """Returns where one of the ids stands in a text, bool of its shape."""
-    is_there = torch.zeros_like(text, dtype=torch.bool)
+def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """Returns which positions of a text hold one of the ids, bool of the shape of the text."""
+    has_id = torch.zeros_like(text, dtype=torch.bool)
     # There are few ids. For one id `torch.isin` takes four times as long.
     for token_id in ids:
-        is_there |= text == token_id
-    return is_there
+        has_id |= text == token_id
+    return has_id
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """All items have one shape: the model itself requires ``num_items`` times the tokens of that shape."""
+    """All items have one shape, so the model gives each item the same number of tokens."""
     if num_tokens % num_items:
         return []
     return [num_tokens // num_items] * num_items
@@ -113,12 +115,19 @@ def _tokens_of_grid(grid: torch.Tensor, config: Any, num_tokens: int) -> list[in
     patches = grid.prod(dim=1).tolist()
     if config is not None and hasattr(config, 'vision_config'):
         patches_per_token = config.vision_config.spatial_merge_size**2
-    else:
+    elif num_tokens and sum(patches) % num_tokens == 0:
         # The model requires that all tokens together stand for all patches.
-        patches_per_token = sum(patches) // num_tokens if num_tokens else 0
-    if not patches_per_token or any(count % patches_per_token for count in patches):
+        patches_per_token = sum(patches) // num_tokens
+    else:
         return []
-    return [count // patches_per_token for count in patches]
+    if patches_per_token == 0:
+        return []
+    tokens = []
+    for count in patches:
+        if count % patches_per_token:
+            return []
+        tokens.append(count // patches_per_token)
+    return tokens
 
 
 def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -141,13 +150,13 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
 
 
 def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
+    """InstructBLIP-Video: a fixed number of query tokens per frame, and the same number of frames in all clips."""
     queries_per_frame = queries(batch, config, num_items, num_tokens)
     return [batch['pixel_values'].shape[1] * count for count in queries_per_frame]
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
+    """Qwen-Audio: convolutions that halve the number of real frames, and a pooling that halves it again."""
     # Processors up to transformers 4.45 write one token per audio, and the model expands it.
     if num_tokens == num_items:
         return [1] * num_items
@@ -165,7 +174,8 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line.
 
-    LLaVA-OneVision has a largest number of tiles, and only the single image of a row is tiled.
+    LLaVA-OneVision shrinks all tiles together to the size of a largest number of tiles. It cuts an image into tiles
+    only if its row has no other image.
     """
     if config is None:
         return []
