@@ -404,6 +404,8 @@ class BatchLayout:
                 f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
             )
         tokens = is_placeholder.sum(dim=1).tolist()
+        if num_items == 0 and not any(tokens):
+            return [0] * num_rows
         sizes = media.sizes(batch, self.config, num_items, sum(tokens))
         items = items_of_rows(tokens, sizes)
         if items is None:

@@ -95,6 +95,8 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """All items have one shape, so the model gives each item the same number of tokens."""
+    if num_items == 0:
+        return []
     if num_tokens % num_items:
         return []
     return [num_tokens // num_items] * num_items

@@ -119,6 +119,23 @@ def test_instruction_goes_with_its_media(model_type, modality, shape, placeholde
         layout.units_per_row(drawn_batch(without, without, with_item, **media), modality)
 
 
+@pytest.mark.parametrize(
+    ('model_type', 'unit', 'media'),
+    [
+        ('llava', 'image', {'pixel_values': torch.rand(0, 3, 2, 2)}),
+        ('video_llava', 'image', {'pixel_values_images': torch.rand(0, 3, 2, 2)}),
+        ('blip-2', 'image', {'pixel_values': torch.rand(0, 3, 2, 2)}),
+        ('qwen2_audio', 'audio', {'input_features': torch.rand(0, 4, 40)}),
+    ],
+)
+def test_tensor_of_no_items(model_type, unit, media):
+    config = SimpleNamespace(model_type=model_type, num_query_tokens=2, image_token_id=IMAGE, audio_token_id=IMAGE)
+    layout = BatchLayout.for_model(config)
+    assert layout.units_per_row(drawn_batch('1111', '1234', **media), unit) == [0, 0]
+    with pytest.raises(ValueError, match=f'placeholders of 0 whole {unit}s'):
+        layout.units_per_row(drawn_batch('1i11', '1234', **media), unit)
+
+
 def test_audio_expanded_by_the_model():
     layout = BatchLayout.for_model(SimpleNamespace(model_type='qwen2_audio', audio_token_id=IMAGE))
     batch = drawn_batch(
