@@ -61,7 +61,8 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             # Kimi-VL calls it `media_placeholder_token_id`.
             usual_name = name.replace('media', 'image')
             if modality_of(usual_name) == modality:
-                ids[name] = value
+                # An encoder's config may repeat the name, perhaps with its default. The first value is the model's own.
+                ids.setdefault(name, value)
     return tuple(dict.fromkeys(ids.values()))  # each id once
 
 

@@ -136,6 +136,12 @@ def test_tensor_of_no_items(model_type, unit, media):
         layout.units_per_row(drawn_batch('1i11', '1234', **media), unit)
 
 
+def test_own_id_of_a_model_counts():
+    """The config of its encoder repeats the name, with another value."""
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(image_token_id=0))
+    assert placeholders.placeholder_ids(config, 'image') == (IMAGE,)
+
+
 def test_audio_expanded_by_the_model():
     layout = BatchLayout.for_model(SimpleNamespace(model_type='qwen2_audio', audio_token_id=IMAGE))
     batch = drawn_batch(
