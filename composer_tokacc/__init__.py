@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from composer_tokacc.faces import on_first_use
+from composer_tokacc.lazy import on_first_use
 
 if TYPE_CHECKING:
     from composer_tokacc.algorithm import TokenAccumulation
@@ -47,7 +47,7 @@ __all__ = [
     'weighted_microbatches',
 ]
 
-# Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
+# Loaded on first use, so that the planner can be imported without torch or Composer.
 _ROOMS = {
     'BatchLayout': 'layout',
     'LogitsAtLabels': 'algorithm.logits_at_labels',

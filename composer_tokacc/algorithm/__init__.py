@@ -12,7 +12,7 @@ from composer_tokacc.algorithm.functional import (
     token_weight,
     weighted_microbatches,
 )
-from composer_tokacc.faces import on_first_use
+from composer_tokacc.lazy import on_first_use
 
 if TYPE_CHECKING:
     from composer_tokacc.algorithm.token_accumulation import TokenAccumulation

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from composer_tokacc.faces import on_first_use
+from composer_tokacc.lazy import on_first_use
 
 if TYPE_CHECKING:
     from composer_tokacc.programs.errors import ConfigError

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from composer_tokacc.faces import on_first_use
+from composer_tokacc.lazy import on_first_use
 from composer_tokacc.sampling.exchange import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 from composer_tokacc.sampling.mixture import LossShares, Mixture

@@ -3,7 +3,7 @@
 
 """Imports the public names of a package on first use.
 
-So a user of one name does not wait for the modules of the others, and does not need their dependencies.
+So a user of one name does not wait for the modules of the other names, and does not need their dependencies.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 
 def on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package, which imports a name. Sets its ``__dir__``, which lists all names.
+    """Returns a ``__getattr__`` for a package, which imports a name. Sets ``__dir__``, so that it lists all names.
 
     Args:
         package: Name of the package.
-        modules: The module that defines each name, relative to the package.
+        modules: For each name the module that defines it, relative to the package.
     """
     module = sys.modules[package]
 
