@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != 2 and not merges:
         print(USAGE, file=sys.stderr)
         return 2
-    quiet_hosts()
+    quiet_hosts()  # the warnings of torch, Composer and Transformers
     # Imported here, because it takes seconds.
     from composer_tokacc.programs.export_folder import export_checkpoint
 

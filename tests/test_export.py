@@ -350,6 +350,17 @@ def test_unwritable_folder_is_one_line(tmp_path, capsys):
     assert export(checkpoint, tmp_path / 'empty') == 2
 
 
+def test_path_that_cannot_be_read_is_one_line(tmp_path, capsys):
+    """The system refuses a name of 300 characters, as it refuses folders of other users."""
+    name = 'x' * 300
+    assert export(tmp_path / 'x.pt', tmp_path / name) == 2
+    assert 'the folder to export to must be writable' in capsys.readouterr().err
+    assert export(tmp_path / name, tmp_path / 'exported') == 2
+    assert '`CHECKPOINT` must be a checkpoint file' in capsys.readouterr().err
+    assert train([DIGITS, f'trainer.load_path={tmp_path / name}']) == 2
+    assert '`trainer.load_path` must be a checkpoint file' in capsys.readouterr().err
+
+
 def test_full_folder_is_left_alone(tmp_path, capsys):
     (tmp_path / 'mine.txt').write_text('keep')
     assert export(tmp_path / 'x.pt', tmp_path) == 2

@@ -153,19 +153,26 @@ def _damage_of_folder(path: Path) -> str:
     return ''
 
 
+def _why_no_checkpoint(path: Path) -> str:
+    """Returns why a path cannot be a checkpoint; empty if it may be one."""
+    if not path.exists():
+        return 'which is not there'
+    if path.is_dir() and not (path / '.metadata').exists():
+        return 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
+    if path.is_dir():
+        details = damage(path)
+        return f'damaged ({details})' if details else ''
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return 'which is compressed, incomplete or not written by Composer'
+    return ''
+
+
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
-    reason = ''
-    if not path.exists():
-        reason = 'which is not there'
-    elif path.is_dir() and not (path / '.metadata').exists():
-        reason = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
-    elif path.is_dir():
-        details = damage(path)
-        if details:
-            reason = f'damaged ({details})'
-    elif not path.is_file() or not zipfile.is_zipfile(path):
-        reason = 'which is compressed, incomplete or not written by Composer'
+    try:
+        reason = _why_no_checkpoint(path)
+    except OSError as error:  # such as a folder that the user may not look into
+        reason = f'which cannot be read ({error.strerror})'
     if reason:
         raise ConfigError(key, f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}')
 

@@ -37,10 +37,10 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         merge: Whether to load the base of a LoRA adapter and add the adapter to it.
     """
     folder = folder.resolve()
-    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty_folder:
-        raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
     try:
+        is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+        if folder.exists() and not is_empty_folder:
+            raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Written under another name until it is complete. On the same disk, so that the rename copies nothing.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as scratch:
