@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -35,7 +35,7 @@ image, of padding, and of numbers that are no ids of tokens."""
 
 
 @cache  # called for every key of every microbatch
-def modality_of(name: str) -> str | None:
+def modality_of(name: Hashable) -> str | None:
     """Returns the modality that a name speaks of. Keys of a batch may be other values than strings."""
     for modality, words in MODALITY_WORDS.items():
         if words.search(str(name)):
