@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,8 +73,6 @@ round-off, or another loss term, which the comparison of rows refuses later."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried with. One of them is beyond the limit of a clamp."""
 
-Cost: TypeAlias = Any
-"""A number or a tuple, of the same type for all rows."""
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
@@ -100,6 +98,14 @@ class RowOffer:
     def value(self) -> tuple[bool, int, int]:
         """A key to compare offers. The offer with the largest one is checked."""
         return self.can_show_rule, self.num_missing, self.num_rows
+
+
+class Criterion(NamedTuple):
+    """Chooses one row of a batch: the one with the lowest cost of those that have a certain property."""
+
+    costs: Sequence[float]
+    lacks: Sequence[bool]  # which rows lack the property. One of them is chosen only if all rows lack it.
+    needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
 
 
 @dataclass(eq=False)
@@ -514,8 +520,6 @@ def chosen_rows(
 ) -> list[int]:
     """Returns the numbers of a few rows that differ from each other.
 
-    Each criterion chooses the row with the lowest cost.
-
     Args:
         layout: Which parts of each tensor belong to which row.
         batch: The batch of a rank.
@@ -524,13 +528,16 @@ def chosen_rows(
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
-    # A row with labels is better than one that gets them for the check.
+    # A row with labels is better than one that gets them for the check, unless only the latter has the property.
     is_masked = labels[:, 1:] == IGNORE_INDEX
     has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
-    for costs in _criteria(facts, missing):
-        # Of equally good rows the shortest one is taken.
-        keys = list(zip(has_no_label, costs, facts.lengths, strict=True))
+    for criterion in _criteria(facts, missing):
+        keys = []
+        for row, length in enumerate(facts.lengths):
+            is_repeated = criterion.needs_new_row and row in rows
+            # Of equally good rows the shortest one is taken.
+            keys.append((criterion.lacks[row], is_repeated, has_no_label[row], criterion.costs[row], length))
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
             rows.append(cheapest)
@@ -550,36 +557,40 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
     return [modality for modality in MODALITIES if any(name.startswith(modality) for name in missing)]
 
 
-def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Sequence[Cost]]:
-    """Returns the costs of all rows by each criterion, the most important criterion first."""
+def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
+    """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
+    lacks_nothing = [False] * len(lengths)
     longest_first = [-length for length in lengths]
     # The longest row has the least padding to trim, and the shortest row has the most.
-    criteria: list[Sequence[Cost]] = [longest_first, lengths]
+    criteria = [Criterion(longest_first, lacks_nothing), Criterion(lengths, lacks_nothing)]
     for modality in _new_modalities(missing):
-        smallest_first: list[Cost] = []
-        largest_first: list[Cost] = []
-        for size in facts.media_sizes(modality):
-            lacks_modality = size is None
-            smallest_first.append((lacks_modality, size or 0))
-            largest_first.append((lacks_modality, -(size or 0)))
-        criteria += [smallest_first, largest_first]
+        sizes = facts.media_sizes(modality)
+        lacks_modality = [size is None for size in sizes]
+        smallest_first = [size or 0 for size in sizes]
+        largest_first = [-size for size in smallest_first]
+        criteria.append(Criterion(smallest_first, lacks_modality))
+        # Two rows with the modality, even if their items have equal sizes, because items may see those of other rows.
+        criteria.append(Criterion(largest_first, lacks_modality, needs_new_row=True))
     if {'holes', 'holes beside media'}.intersection(missing):
-        criteria.append([not has_hole for has_hole in facts.has_hole])
+        lacks_hole = [not has_hole for has_hole in facts.has_hole]
+        criteria.append(Criterion(lengths, lacks_hole))
     if any(facts.has_label_behind_padding):
         # The padding before it predicts this label, so trimming changes it most easily.
-        criteria.append([not has_label for has_label in facts.has_label_behind_padding])
+        lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
+        criteria.append(Criterion(lengths, lacks_label))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
+    lacks_padding = [length == facts.width for length in lengths]
     about_half = (min(lengths) + facts.width) / 2
-    criteria_of_widths: list[Sequence[Cost]] = [
-        [-length if length < facts.width else 0 for length in lengths],
-        [abs(length - about_half) for length in lengths],
-    ]
+    medium_first = [abs(length - about_half) for length in lengths]
+    criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
     if any(name.startswith('rows padded') for name in missing):
         criteria += criteria_of_widths
-    criteria.append([count > 0 for count in facts.media])
-    criteria.append([-count for count in facts.media])
+    has_media = [num_media > 0 for num_media in facts.media]
+    most_media_first = [-num_media for num_media in facts.media]
+    criteria.append(Criterion(lengths, has_media))
+    criteria.append(Criterion(most_media_first, lacks_nothing))
     return criteria + criteria_of_widths
 
 

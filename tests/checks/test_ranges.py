@@ -126,6 +126,9 @@ def test_memory_as_wide_as_some_texts(widths):
     assert kinds_of_steps(AddsMemory(), batches) == ['exact'] * len(widths)
 
 
+LAYOUT_OF_IMAGES = BatchLayout(family=Family(name='of images', media={'image': Media()}))
+
+
 class AddsImages(AddsMemory):
     """Adds the sum of a row's images. The batch has the number of images of each row."""
 
@@ -141,8 +144,42 @@ def test_as_many_images_as_rows():
     batch = ragged_batch([(4, 2), (9, 7), (6, 3)])
     batch['pixel_values'] = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     batches = [{**batch, 'num_images': num_images} for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0])]
-    layout = BatchLayout(family=Family(name='of images', media={'image': Media()}))
-    assert kinds_of_steps(AddsImages(), batches, layout=layout) == ['exact'] * 3
+    assert kinds_of_steps(AddsImages(), batches, layout=LAYOUT_OF_IMAGES) == ['exact'] * 3
+
+
+class SeesImagesOfOtherRows(AddsMemory):
+    """Adds the mean of all images of a microbatch to each row that has one."""
+
+    def vectors_of_rows(self, batch: Any) -> torch.Tensor:
+        if 'pixel_values' not in batch:
+            return torch.zeros(len(batch['input_ids']), 32)
+        has_image = torch.tensor(batch['num_images'])[:, None] > 0
+        return has_image * batch['pixel_values'].mean(dim=0)
+
+
+def batch_with_images(num_images: list[int]) -> dict[str, Any]:
+    """Returns eight rows of different lengths. All images have the same size."""
+    batch = ragged_batch([(4, 2), (9, 2), (6, 2), (12, 2), (7, 2), (10, 2), (5, 2), (8, 2)])
+    generator = torch.Generator().manual_seed(0)
+    batch['pixel_values'] = torch.randn(sum(num_images), 32, generator=generator)
+    batch['num_images'] = num_images
+    return batch
+
+
+def test_few_rows_with_images_of_one_size():
+    """One row with an image does not show that a model mixes the images of several rows."""
+    batch = batch_with_images([0, 0, 1, 0, 1, 0, 0, 0])
+    assert kinds_of_steps(SeesImagesOfOtherRows(), [batch], layout=LAYOUT_OF_IMAGES) == ['refused']
+
+
+def test_first_images_without_labels():
+    """Rows that lost their labels to truncation are checked too, if no other rows have images."""
+    num_images = [0, 1, 1, 1, 0, 0, 0, 0]
+    with_labels = batch_with_images(num_images)
+    without_labels = batch_with_images(num_images)
+    without_labels['labels'][torch.tensor(num_images) > 0] = -100
+    batches = [without_labels, with_labels]
+    assert kinds_of_steps(SeesImagesOfOtherRows(), batches, layout=LAYOUT_OF_IMAGES) == ['refused']
 
 
 # Ranges of widths and lengths. Rows within them need no new check.
