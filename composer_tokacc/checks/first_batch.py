@@ -217,8 +217,11 @@ class FirstBatchCheck(Generic[RulesT]):
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                # The earlier rows were compared under another cut, so nothing is proven of them.
-                self._proven = RowRanges(readings=self._proven.readings)
+                # The earlier rows were compared under another cut, so nothing is proven of them. A cut that failed is
+                # not tried again, so the rules change only a few times.
+                self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
+                rules = new_rules
+                continue
             rules = new_rules
             self._proven = self._proven.joined(checked_ranges)
             if len(self._proven.missing(offer.ranges)) >= offer.num_missing:

@@ -106,6 +106,34 @@ def test_rows_stay_wide_if_the_model_needs_it():
     assert rules_after_exact_steps(gpt2(NeedsWideRows), first, second).right == 'keep'
 
 
+class RecordsHoles(NeedsWideRows):
+    """Records the widths in which the check computes a single row that has a hole in its attention mask."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.checked_widths = []
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        has_hole = attention_mask.diff(dim=1).eq(1).any()
+        if len(input_ids) == 1 and has_hole and not torch.is_grad_enabled():
+            self.checked_widths.append(input_ids.shape[1])
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache)
+
+
+def test_new_rules_are_proven_on_every_kind_of_row():
+    """Holes were checked under the earlier rules only. The second batch has new lengths, and the rules change."""
+    first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
+    second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
+    for batch, row in ((first, 2), (second, 4)):
+        batch['attention_mask'][row, 4] = 0
+    model = gpt2(RecordsHoles)
+    recorder = assert_exact(model, first, second)
+    rules = recorder.trainer._train_data_spec.split_batch.__self__._split.rules
+    assert rules.right == 'keep'
+    # Trimmed under the first rules, and as wide as the batch under the second ones.
+    assert set(model.checked_widths) == {11, 14}
+
+
 class WritesIntoBatch(GPT2LMHeadModel):
     """Writes into its inputs, as models that normalise images in place do."""
 
