@@ -206,14 +206,14 @@ class RowComparison(Generic[RulesT]):
         self,
         cutter: Cutter[RulesT],
         rules: RulesT,
-        packed_total: int = 0,
+        largest_packed_row: int = 0,
     ) -> RulesT:
         """Returns the first rules under which every row keeps its gradient.
 
         Args:
             cutter: Proposes rules, and cuts by them.
             rules: The current rules.
-            packed_total: The most tokens that packed rows have in training.
+            largest_packed_row: The most tokens that packed rows have in training.
 
         Raises:
             RuntimeError: If there are no such rules.
@@ -223,7 +223,7 @@ class RowComparison(Generic[RulesT]):
             assemble = partial(cutter.assemble, self._facts, rules=candidate)
             try:
                 if candidate.packing:
-                    self._check_packed_rows(assemble, packed_total)
+                    self._check_packed_rows(assemble, largest_packed_row)
                 else:
                     self._check_single_rows(assemble)
             except CutFailure as failure:
@@ -301,7 +301,7 @@ class RowComparison(Generic[RulesT]):
         groups = [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW)
 
-    def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], packed_total: int) -> None:
+    def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
 
         All rows are packed in their order, and in the opposite order. A leak runs from one document into the next, so
@@ -310,7 +310,7 @@ class RowComparison(Generic[RulesT]):
         of them are also computed together, padded.
         """
         total = sum(self._facts.lengths)
-        num_copies = max(math.ceil(packed_total / total), 1)
+        num_copies = max(math.ceil(largest_packed_row / total), 1)
         groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
         self._check_microbatches(assemble, groups, CutKind.PACKED)
 

@@ -62,7 +62,7 @@ MAX_ROWS = 6
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_TIED_TOKENS = 3
-"""Number of distinct tokens in a row of :func:`rows_with_ties`."""
+"""Number of distinct tokens in the row of :func:`row_with_ties`."""
 NUM_LABELS = 4
 """Number of labels of the row that shows the loss rule."""
 ENOUGH_TOKENS = 4
@@ -81,15 +81,15 @@ class SharedRows(NamedTuple):
 
     rows: BatchDict
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
-    tied: BatchDict | None  # see :func:`rows_with_ties`
-    packed_total: int  # most tokens of a packed row in training; 0: rows are not packed
+    tied: BatchDict | None  # see :func:`row_with_ties`
+    largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
 
 
 @dataclass(frozen=True)
 class RowOffer:
-    """Message of a rank to the others about the use of checking its rows."""
+    """Message of a rank to the others. It tells how much a check of its rows would show."""
 
-    can_show_rule: bool  # whether a row has a label with a token before it
+    can_show_rule: bool  # whether a row has a token to predict from another one, or two tokens, so that it can get one
     num_missing: int  # number of properties of its rows that lie outside of the proven ranges
     num_rows: int
     ranges: RowRanges
@@ -110,7 +110,10 @@ class Criterion(NamedTuple):
 
 @dataclass(eq=False)
 class FirstBatchCheck(Generic[RulesT]):
-    """Probes the model with rows of a batch, the same ones on all ranks. Without a layout it finds only the rule."""
+    """Probes the model with rows of a batch, the same ones on all ranks.
+
+    Without a layout rows cannot be told apart. Then it finds the loss rule, and looks for state that forwards write.
+    """
 
     probe: Probe
     layout: BatchLayout | None
@@ -119,8 +122,11 @@ class FirstBatchCheck(Generic[RulesT]):
     cutter: Cutter[RulesT] | None
     """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
     loss_tokens: str
+    """The loss rule that the user has named, or ``'auto'``."""
     check_loss: bool
+    """Whether to check the loss rule. If not, ``loss_tokens`` names one."""
     microbatch_size: float
+    """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     rule: str | None = field(default=None, init=False)
     """The loss rule of the model."""
     token_scale: float | None = field(default=None, init=False)
@@ -146,9 +152,9 @@ class FirstBatchCheck(Generic[RulesT]):
 
     def _ranges_of(self, sources: Sequence[RowFacts]) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(sources, self._packed_total(sources))
+        return ranges_of(sources, self._largest_packed_row(sources))
 
-    def _packed_total(self, sources: Sequence[RowFacts]) -> int:
+    def _largest_packed_row(self, sources: Sequence[RowFacts]) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         if self.cutter is None:
             return 0
@@ -159,14 +165,17 @@ class FirstBatchCheck(Generic[RulesT]):
         return bool(self._proven.missing(self._ranges_of(sources)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
-        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
+        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.
+
+        In these steps a check is due until one has run, because then :meth:`prove` does not ask for new rows.
+        """
         is_power_of_two = step & (step - 1) == 0
         if step >= LOOK_AGAIN and is_power_of_two:
             self._was_run = False
         return has_new_rows or not self._was_run
 
     def prove(self, batch: Batch) -> RulesT | None:
-        """Checks rows outside of the proven ranges. A collective.
+        """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
 
         Args:
             batch: The batch of this rank, on the CPU.
@@ -180,7 +189,7 @@ class FirstBatchCheck(Generic[RulesT]):
         rules = None
         if self.cutter is not None:
             rules = self.cutter.rules
-        # Each pass checks rows of one rank, until no rank has rows outside of the proven ranges.
+        # Each pass checks rows of one rank.
         while True:
             local_ranges = self._ranges_of(describe_all(self.layout, batch))
             missing = self._proven.missing(local_ranges)
@@ -191,7 +200,7 @@ class FirstBatchCheck(Generic[RulesT]):
             # A rank whose rows have one token each cannot show the loss rule.
             offers = all_gather_object(
                 RowOffer(
-                    _has_label_to_predict(batch),
+                    _can_show_rule(batch),
                     len(missing),
                     num_rows(batch),
                     local_ranges,
@@ -230,7 +239,10 @@ class FirstBatchCheck(Generic[RulesT]):
                 self._proven = self._proven.joined(offer.ranges)
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
-        """Drops readings of keys that contradict the batch of any rank. Then all ranks read keys in the same way."""
+        """Drops readings that contradict the batch of any rank. Then all ranks divide its tensors in the same way.
+
+        A reading says how a tensor that no family registers belongs to rows, see :mod:`.layout.found`.
+        """
         readings = self._proven.readings
         for offer in offers:
             readings = joined_readings(readings, offer.ranges.readings)
@@ -270,15 +282,18 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
-            rules = comparison.first_exact(self.cutter, rules, shared.packed_total)
+            rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, self._checked_ranges(comparison, rows, rules, shared.packed_total)
+        return rules, self._checked_ranges(comparison, rows, rules, shared.largest_packed_row)
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
-        """Checks the loss and written states on one row, if the rows of the batch cannot be told apart."""
+        """Learns whether the model's output holds logits, and checks written states. Warns that rows are not compared.
+
+        The whole batch is computed, but only its first row has labels.
+        """
         log.warning(
             'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
             'other. Use token_data_spec(), with a `layout` that knows every entry.'
@@ -310,12 +325,12 @@ class FirstBatchCheck(Generic[RulesT]):
         comparison: RowComparison[RulesT],
         rows: Batch,
         rules: RulesT | None,
-        packed_total: int,
+        largest_packed_row: int,
     ) -> RowRanges:
         """Returns the ranges of the rows that were compared under the rules."""
         if rules is None or not rules.packing:
-            packed_total = 0
-        ranges = ranges_of(describe_all(self.layout, rows), packed_total)
+            largest_packed_row = 0
+        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
         if comparison.has_shown_trimming:
             return ranges
         return ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
@@ -340,13 +355,13 @@ class FirstBatchCheck(Generic[RulesT]):
             )
             self.probe.harmless_states = []
 
-    def _check_ties(self, rows: BatchDict | None) -> None:
-        """Raises RuntimeError if the model chooses between positions with equal scores. The rows repeat a few tokens.
+    def _check_ties(self, row: BatchDict | None) -> None:
+        """Raises RuntimeError if the model chooses between positions with equal scores, in a row that repeats tokens.
 
         Round-off decides such a choice, and every microbatch rounds in another way.
         """
-        if rows is not None and self.probe.run(self._on_device(rows)).has_broken_tie:
-            width = rows['labels'].shape[1]
+        if row is not None and self.probe.run(self._on_device(row)).has_broken_tie:
+            width = row['labels'].shape[1]
             raise NotExactError(
                 f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
                 'positions with repeated tokens. Round-off decides which ones it attends to, so a loss depends on the '
@@ -368,12 +383,12 @@ class FirstBatchCheck(Generic[RulesT]):
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         tied = None
         if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
-            tied = rows_with_ties(self.layout, batch)
+            tied = row_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=tied,
-            packed_total=self._packed_total(describe_all(self.layout, batch)),
+            largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
         )
 
 
@@ -402,10 +417,11 @@ def find_loss_rule(
     result = probe.run(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    first_unit = next(iter(result.gradients.values()))
+    # If the loss has means over tokens, these are the first unit.
+    gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
     # The last gradient counts, because its layer is nearest to the loss.
-    for gradient in first_unit:
+    for gradient in gradients_of_unit:
         if gradient is not None:
             norms = gradient.norm(dim=-1)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
@@ -441,8 +457,9 @@ def find_loss_rule(
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     """Returns one of the rows, with labels that tell the rules apart: on its first position, and on an unattended one.
 
-    All labels are the same token. A model that is sure of a label has no gradient there, but it can be sure of only one
-    of these. If the layout is unknown, the other rows stay in the batch, without labels.
+    All labels are the same token, so most of them do not fit the text. There is no gradient at
+    a label that the model is sure of. It may be sure of the row's real labels, but hardly of one token at several
+    positions. If the layout is unknown, the other rows stay in the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -539,8 +556,11 @@ def chosen_rows(
         keys = []
         for row, length in enumerate(facts.lengths):
             is_repeated = criterion.needs_new_row and row in rows
+            lacks_property = criterion.lacks[row]
+            cost = criterion.costs[row]
             # Of equally good rows the shortest one is taken.
-            keys.append((criterion.lacks[row], is_repeated, has_no_label[row], criterion.costs[row], length))
+            key = (lacks_property, is_repeated, has_no_label[row], cost, length)
+            keys.append(key)
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
             rows.append(cheapest)
@@ -573,7 +593,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         smallest_first = [size or 0 for size in sizes]
         largest_first = [-size for size in smallest_first]
         criteria.append(Criterion(smallest_first, lacks_modality))
-        # Two rows with the modality, even if their items have equal sizes, because items may see those of other rows.
+        # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
         criteria.append(Criterion(largest_first, lacks_modality, needs_new_row=True))
     if {'holes', 'holes beside media'}.intersection(missing):
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
@@ -597,7 +617,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     return criteria + criteria_of_widths
 
 
-def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
+def row_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
     """Returns the longest row of text, changed to a few distinct tokens. None: the batch has no row of text.
 
     In a model whose keys have no positions, equal tokens have equal keys. If the model attends only to the best k keys,
@@ -624,9 +644,9 @@ def media_as_collated(
     batch: Batch,
     rows: Sequence[int],
 ) -> dict[int, BatchDict]:
-    """Returns media as the pre-split microbatch of their row pads them, if the whole batch pads them to another size.
+    """Returns the media of some rows, padded as in the microbatch that the loader has collated.
 
-    The keys of the result are places in ``rows``.
+    Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
     """
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
@@ -655,7 +675,7 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
     return batch.get('input_ids')
 
 
-def _has_label_to_predict(batch: Batch) -> bool:
+def _can_show_rule(batch: Batch) -> bool:
     """Returns whether a row has a label behind its first token, or a second token to put a label on."""
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
@@ -668,9 +688,10 @@ def _has_label_to_predict(batch: Batch) -> bool:
 def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     """Repeats the token of each row if all rows have only one, because a causal model has no loss on such rows.
 
-    Rows with media stay as they are, because a placeholder cannot be repeated.
+    Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
+    repeated.
     """
-    if _has_label_to_predict(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
+    if _can_show_rule(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
     has_token = real.any(dim=1)
@@ -693,11 +714,11 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts labels on all tokens of the rows except the first ones, because a leak may show only at some tokens.
+    """Puts labels on all tokens but the first of rows that have a label, because a leak may show only at some tokens.
 
     Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
-    prompt also keeps its labels, to show a loss term over positions without a label. If one of these rows has no label,
-    its last token gets one.
+    prompt also keeps its labels, to show a loss term over positions without a label. A row without any label gets one
+    on its last token.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -739,20 +760,20 @@ def with_unequal_row(
     # The first row that is long enough for several labels is copied.
     is_short = [length < 4 for length in lengths]
     copied_row = is_short.index(min(is_short))
-    copied = layout.select(rows, [*range(len(counts)), copied_row])
-    labels = copied['labels'].clone()
-    copied['labels'] = labels
-    has_loss = loss_mask(copied, rule)[-1]
+    extended = layout.select(rows, [*range(len(counts)), copied_row])
+    labels = extended['labels'].clone()
+    extended['labels'] = labels
+    has_loss = loss_mask(extended, rule)[-1]
     counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif counted_columns and _ids_at_labels(copied) is not None:
+    elif counted_columns and _ids_at_labels(extended) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
         # ids may be placeholders.
-        is_real = real_positions(copied)[-1]
+        is_real = real_positions(extended)[-1]
         columns = is_real.nonzero().flatten().tolist()[1:]
         labels[-1, columns] = int(labels[-1, counted_columns[0]])
-    return copied
+    return extended
 
 
 # Hooks on parameters.

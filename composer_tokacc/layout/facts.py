@@ -320,12 +320,12 @@ def _larger(first: Limit, second: Limit) -> Limit:
     return tuple(map(max, first, second))
 
 
-def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
+def ranges_of(sources: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
     """Returns the ranges of the rows of a device batch.
 
     Args:
         sources: Facts of the batch, or of each of its microbatches.
-        packed_total: The most tokens that a packed row made of these rows can have; 0: they are not packed.
+        largest_packed_row: The most tokens that a packed row made of these rows can have; 0: they are not packed.
     """
     lengths: list[int] = []
     media_per_row: list[int] = []
@@ -337,8 +337,8 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
         has_holes = has_holes or any(facts.has_hole)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in sources if facts.has_ids])
-    if packed_total:
-        limits['packed rows'] = (max(lengths), packed_total)
+    if largest_packed_row:
+        limits['packed rows'] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
         limit = _media_limit(modality, sources)
         if limit is not None:

@@ -185,9 +185,9 @@ def test_first_images_without_labels():
 # Ranges of widths and lengths. Rows within them need no new check.
 
 
-def ranges_of_batch(lengths: list[int], packed_total: int = 0, **options: Any) -> RowRanges:
+def ranges_of_batch(lengths: list[int], largest_packed_row: int = 0, **options: Any) -> RowRanges:
     batch = text_batch(lengths, **options)
-    return ranges_of([describe(BatchLayout(family=TEXT), batch)], packed_total)
+    return ranges_of([describe(BatchLayout(family=TEXT), batch)], largest_packed_row)
 
 
 PROVEN = ranges_of_batch([5, 10, 20])
@@ -206,7 +206,7 @@ def test_rows_inside_proven_ranges(lengths):
         pytest.param(ranges_of_batch([6, 11, 20]), 'rows padded on the right', id='longer row with padding'),
         pytest.param(ranges_of_batch([6, 11], width=40), 'rows padded on the right', id='all rows padded'),
         pytest.param(ranges_of_batch([5, 10, 20], side='left'), 'rows padded on the left', id='other side'),
-        pytest.param(ranges_of_batch([5, 10, 20], packed_total=30), 'packed rows', id='packed'),
+        pytest.param(ranges_of_batch([5, 10, 20], largest_packed_row=30), 'packed rows', id='packed'),
     ],
 )
 def test_rows_outside_of_proven_ranges(ranges, missing):
@@ -214,10 +214,10 @@ def test_rows_outside_of_proven_ranges(ranges, missing):
 
 
 def test_packed_rows_outside_of_proven():
-    proven = ranges_of_batch([5, 20], packed_total=40)
-    assert proven.missing(ranges_of_batch([5, 20], packed_total=40)) == []
-    assert proven.missing(ranges_of_batch([5, 20], packed_total=41)) == ['packed rows']
-    assert proven.missing(ranges_of_batch([21, 21], packed_total=40)) == ['packed rows']
+    proven = ranges_of_batch([5, 20], largest_packed_row=40)
+    assert proven.missing(ranges_of_batch([5, 20], largest_packed_row=40)) == []
+    assert proven.missing(ranges_of_batch([5, 20], largest_packed_row=41)) == ['packed rows']
+    assert proven.missing(ranges_of_batch([21, 21], largest_packed_row=40)) == ['packed rows']
 
 
 def test_padding_with_positions_is_new():
