@@ -43,8 +43,8 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""Size of the numbers that are added to a weight with equal entries. All of them together change an output by about
-half of one input."""
+"""The largest number that is added to a weight with equal entries, in a weight with one column. The numbers are divided
+by the root of the number of columns, so that outputs of wide and narrow layers change by about as much."""
 
 Outputs: TypeAlias = Any
 """The outputs of a model. Hosts have no type for them."""
@@ -69,9 +69,9 @@ class ProbeResult:
 
     # Sums of the loss terms that must not depend on the cut, by unit: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
-    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each. The last one is by the
-    # logits. The one before is by the states before the logits, but only of the part of the loss that does not use them
-    # through the logits. None if the loss does not use an output.
+    # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
+    # ``(rows, width, entries)``. The last one is by the logits. The one before is by the states before the logits, but
+    # only of the part of the loss that does not use them through the logits. None if the loss does not use an output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -93,7 +93,7 @@ class ProbeResult:
         other: float,
         noise: float = 0.0,
     ) -> bool:
-        """Returns whether another loss differs only by round-off."""
+        """Returns whether another loss differs only by round-off. ``noise`` is the round-off that was measured."""
         loss = self.losses[unit]
         round_off = ROUNDING_FLOOR * self.eps * (1 + abs(loss))
         return abs(other - loss) <= NOISE_FACTOR * noise + round_off
@@ -164,7 +164,8 @@ class Probe:
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
         """Names of states that every forward writes and that the result does not depend on, still to be reported."""
-        self._judged: set[str] = set()  # names of states that are judged only once: they were, or are being judged
+        self._judged: set[str] = set()
+        """Names of states that are not judged again: each was judged before, or is being judged."""
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
         self._was_examined = False  # whether the last layers were looked for
@@ -218,7 +219,7 @@ class Probe:
         if not self._was_examined:
             self._was_examined = True
             self._examine(batch)
-        # After a known error one setting is changed, and the forward runs again.
+        # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
             width = labels_of(batch).shape[1]
@@ -230,7 +231,8 @@ class Probe:
                     return _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
             except RuntimeError as error:
                 if self._uses_float32:
-                    # Some kernels accept only half precision, such as flash attention.
+                    # Some kernels accept only half precision, such as flash attention. Each has its own message, so
+                    # any error counts. If it has another cause, the next forward raises it again.
                     self._uses_float32 = False
                 elif 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
@@ -252,6 +254,7 @@ class Probe:
         is_repeated = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(is_repeated)
         self.judge_written_state(batch)
+        # If the result depends on state that a forward writes, the loss changes for that reason, and is not random.
         if self.is_random and self.is_training and self.state_dependence is None:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
@@ -281,11 +284,13 @@ class Probe:
         same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
         same_address = [place for place in same_size if outputs[place].address == result.output_address]
         candidates = same_address or same_size
+        # If no layer makes the logits, only the last output is taken: the states before the logits.
         last = len(outputs)
         if candidates:
             last = candidates[-1]
         first_of_two = max(last - 1, 0)
-        self._layers = [output.module for output in outputs[first_of_two : last + 1]]
+        last_outputs = outputs[first_of_two : last + 1]
+        self._layers = [output.module for output in last_outputs]
         return result
 
     def judge_written_state(self, batch: Batch) -> None:
@@ -364,7 +369,10 @@ class Probe:
 
     @contextmanager
     def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
-        """Switches dropout and TF32 off, and BatchNorm to evaluation, or all modules if the forward is random."""
+        """Switches dropout and TF32 off, and BatchNorm to evaluation, or all modules if the forward is random.
+
+        Also seeds the random numbers. Yields the mode that notes ties.
+        """
         kind_to_switch = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
         # The same random numbers for every forward, so that forwards can be compared.
@@ -724,7 +732,10 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[None]:
-    """Restores random state and buffers, so that a run is the same with and without the forwards in between."""
+    """Restores random state and buffers, so that a run is the same with and without the forwards in between.
+
+    Buffers are restored if the model is in training, because forwards in evaluation do not write statistics.
+    """
     modules = list(model.modules())  # walking them is slow, so it is done once
     buffers: list[tuple[Tensor, Tensor]] = []
     if model.training and restores_buffers:
