@@ -44,15 +44,16 @@ class ExchangingDataLoader(DataLoader):
     are thrown away. Ranks may get unequal numbers of samples, but never none, unless there are fewer samples than
     ranks. Then a rank gets a copy that weighs nothing and does not count.
 
-    Composer resumes it as it resumes the dataset: it asks the dataset for its state, in samples of all ranks. The
-    number of ranks must stay the same.
+    To resume a run, Composer saves and restores the state of the dataset, not of this loader. It tells the dataset how
+    many samples all ranks have read. The number of ranks must stay the same.
 
     Args:
         dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)``. On several ranks it is iterable
             and divides itself among them, as StreamingDataset does, or is used with a DistributedSampler.
         collate_fn: Makes a mapping of the samples of a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
-        image_token_ids: Ids of the placeholders in ``input_ids``, for image budget and ``'fsdp'``.
+        image_token_ids: Ids of the placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``, and if
+            `cost` has a vision encoder.
         max_image_tokens, max_loss_tokens, objective, cost: As for :func:`.plan_microbatches`. For `max_loss_tokens`
             each sample needs ``labels``.
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
@@ -62,8 +63,9 @@ class ExchangingDataLoader(DataLoader):
 
     Raises:
         ValueError: If an argument is out of range.
-        ValueError: On iterating, on all ranks, for a sample that one of them refuses.
-        RuntimeError: On iterating, on all ranks, if their arguments differ.
+        ValueError: On iterating, on all ranks, if reading a sample raises one on any rank.
+        RuntimeError: On iterating, on all ranks, if their arguments differ. If reading a sample raises another error,
+            that rank raises this error, and the other ranks raise a RuntimeError with its text.
     """
 
     marks_added_rows = True
@@ -191,12 +193,7 @@ class ExchangingDataLoader(DataLoader):
             sizes = [self._size(sample) for sample in samples]
         except Exception as error:
             failure = error
-        # All ranks raise a ValueError as it is, because it is about the data. Another error may not survive pickling,
-        # so the other ranks get only its text.
-        reported = failure
-        if failure is not None and not isinstance(failure, ValueError):
-            rank = get_global_rank()
-            reported = NotExactError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
+        reported = None if failure is None else _as_reported(failure)
         reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
@@ -225,6 +222,22 @@ class ExchangingDataLoader(DataLoader):
         if self._options.max_loss_tokens is not None:
             num_labels = int((sample['labels'] != IGNORE_INDEX).sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
+
+
+def _as_reported(failure: Exception) -> Exception:
+    """Returns the error that the other ranks raise if this rank cannot read its samples.
+
+    A ValueError is about the data, so all ranks raise it as it is. If it does not survive pickling, or if it is another
+    error, the other ranks get only its text.
+    """
+    if not isinstance(failure, ValueError):
+        rank = get_global_rank()
+        return NotExactError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
+    try:
+        from_bytes(to_bytes(failure))
+    except Exception:  # pickle may call any code of the class
+        return InvalidInputError(str(failure))
+    return failure
 
 
 class SampleSize(NamedTuple):

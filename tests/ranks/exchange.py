@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,7 +34,11 @@ READ = {2: (7, 4), 4: (10, 3, 7, 0)}
 class SamplesOfRank(IterableDataset):
     """Each rank reads a part of the samples. One of them may raise an error."""
 
-    def __init__(self, broken_sample: int | None = None, error: type[Exception] = BadSampleError) -> None:
+    def __init__(
+        self,
+        broken_sample: int | None = None,
+        error: Callable[[str], Exception] = BadSampleError,
+    ) -> None:
         self.broken_sample = broken_sample
         self.error = error
 
@@ -45,6 +50,13 @@ class SamplesOfRank(IterableDataset):
             if index == self.broken_sample:
                 raise self.error(f'sample "{index}" is broken')
             yield SAMPLES[index]
+
+
+class ErrorAtPath(ValueError):
+    """Survives no pickling: it is made of two arguments, and pickled with one."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(f'{path}: {message}')
 
 
 def rows_of_steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
@@ -96,7 +108,7 @@ def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
     return epochs
 
 
-def errors_of_ranks(error: type[Exception]) -> list[str]:
+def errors_of_ranks(error: Callable[[str], Exception]) -> list[str]:
     """Returns the error of each rank if the first sample of the second step of rank 0 raises one."""
     try:
         rows_of_steps(build(SamplesOfRank(BATCH, error)))
@@ -139,6 +151,7 @@ def main() -> dict[str, Any]:
         'workers': epochs_of_sampler(num_workers=2, multiprocessing_context='forkserver'),
         'drop_last': epochs_of_sampler(drop_last=True),
         'bad sample': errors_of_ranks(BadSampleError),
+        'error of two arguments': errors_of_ranks(partial(ErrorAtPath, path='a.png')),
         'other error': errors_of_ranks(OSError),
         'ddp': measure_steps('ddp'),
         'fsdp': measure_steps('fsdp'),
