@@ -43,6 +43,7 @@ from composer_tokacc.sizing import (
     load_or_calibrate,
     suggest_microbatching,
 )
+from composer_tokacc.sizing.report import warning_of_too_large
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def _suggestion(
         num_ranks = dist.get_world_size()
         report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=memory_gib)
     if report.too_large:
-        raise PartError(path, report.warnings()[-1])
+        raise PartError(path, warning_of_too_large(report.too_large))
     log.info('Suggested microbatch size: %s', report.yaml())
     return report.device_train_microbatch_size, report.slot_tokens
 

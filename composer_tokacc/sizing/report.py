@@ -161,10 +161,8 @@ class SizingReport:
         if warning is not None:
             warnings.append(warning)
         if self.too_large:
-            warnings.append(
-                f'{len(self.too_large)} samples do not fit even alone ({self.too_large[0]}): lower the context '
-                '(`dataset.max_length`), or switch on checkpointing or sharding.'
-            )
+            warning = warning_of_too_large(self.too_large)
+            warnings.append(warning)
         elif self.oversize:
             warnings.append(
                 f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
@@ -206,6 +204,16 @@ class SizingReport:
         sections += [f'note: {warning}' for warning in self.warnings()]
         sections += ['Paste into the YAML file:', self.yaml()]
         return '\n\n'.join(sections)
+
+
+def warning_of_too_large(names: Sequence[str]) -> str:
+    """Returns a warning of samples that do not fit into memory."""
+    num_samples = len(names)
+    first_name = names[0]
+    return (
+        f'{num_samples} samples do not fit even alone ({first_name}): lower the context '
+        '(`dataset.max_length`), or switch on checkpointing or sharding.'
+    )
 
 
 def _changed_terms(cost: CostModel) -> dict[str, float]:

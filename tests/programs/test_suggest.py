@@ -1,0 +1,45 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The size that ``microbatching.size=suggest`` takes for a run, with a memory model of round numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer_tokacc.data import LengthTable
+from composer_tokacc.programs import ConfigError, load_config, suggest
+from composer_tokacc.programs.schema import TrainConfig
+from tests.sizing.test_suggestion import memory_model, sizes_of
+from tests.test_size import YAML
+
+
+def config_of(**options: Any) -> TrainConfig:
+    return load_config(YAML, [f'{key}={value}' for key, value in options.items()])
+
+
+def random_sizes(num_samples: int, *, variation: float, longest: int = 1000) -> LengthTable:
+    """Returns sizes of samples without images. The last sample is the longest."""
+    drawn = np.random.default_rng(0).lognormal(4, variation, num_samples - 1)
+    lengths = np.clip(drawn, 4, 1000).astype(np.int64)
+    return sizes_of(np.append(lengths, longest))
+
+
+def test_too_large_samples_are_named(monkeypatch):
+    """The report has more warnings: smaller microbatches would have less padding with such a `width_multiple`."""
+    monkeypatch.setenv('WORLD_SIZE', '4')
+    monkeypatch.setattr(suggest, 'memory_of_run', lambda *arguments: memory_model())
+    config = config_of(
+        **{
+            'loader.global_batch_size': 128,
+            'microbatching.width_multiple': 64,
+            'microbatching.slot_tokens': 1000,
+        }
+    )
+    table = random_sizes(4001, variation=0.7, longest=20_000)
+    with pytest.raises(ConfigError, match='1 samples do not fit even alone') as raised:
+        suggest._suggestion(config, [], None, table, 16.0)
+    assert 'sample 4000' in str(raised.value)
