@@ -131,7 +131,8 @@ def suggest_for_run(
             **measured,
         )
         reports.append(report)
-    return min(reports, key=lambda report: report.figures['split'].cost)
+    method = 'planned' if config.regroups_ranks else 'split'
+    return min(reports, key=lambda report: report.figures[method].cost)
 
 
 def memory_of_run(

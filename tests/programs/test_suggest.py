@@ -43,3 +43,18 @@ def test_too_large_samples_are_named(monkeypatch):
     with pytest.raises(ConfigError, match='1 samples do not fit even alone') as raised:
         suggest._suggestion(config, [], None, table, 16.0)
     assert 'sample 4000' in str(raised.value)
+
+
+@pytest.mark.parametrize('regroups_ranks', [True, False])
+def test_packing_is_compared_as_the_run_cuts(regroups_ranks):
+    """Rows that are planned over the ranks have so little padding that packing costs more. Other rows are packed."""
+    config = config_of(
+        **{
+            'loader.global_batch_size': 64,
+            'loader.regroup_ranks': regroups_ranks,
+            'microbatching.packing': 'auto',
+        }
+    )
+    table = random_sizes(2000, variation=0.3, longest=150)
+    report = suggest.suggest_for_run(config, memory_model(), table, num_ranks=4, gib=8.0)
+    assert report.packing is not regroups_ranks
