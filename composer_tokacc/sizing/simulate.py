@@ -3,8 +3,8 @@
 
 """Simulates the steps of a run and prices them with a cost model.
 
-Three methods are compared: stock Composer, our split by itself, and planned batches. They cut with the functions that
-the run uses.
+Three methods are compared: stock Composer, our split by itself, and planned batches. The split and the plans are made
+by the functions that the run uses. Composer's own split is imitated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class StepFigures:
     """Figures of a step, as means over the simulated steps."""
 
     cost: float
-    """Time of the step in units of the cost model: the cost of the slowest rank, or under FSDP of all step slots."""
+    """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
+    in every step slot, so it is the sum over the slots, see :func:`.time_in_slots`."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
     microbatches: float
@@ -57,7 +58,7 @@ class _ComputedMicrobatch:
             vision_costs: Cost in the vision encoder of each sample of the dataset, float64 (n,).
         """
         if self.is_packed:
-            text_cost = price.packed(self.widths)
+            text_cost = price.packed(self.widths)  # with the launch
         else:
             row_costs = price.rows(np.array(self.widths))
             text_cost = float(row_costs.sum()) + price.launch
@@ -72,7 +73,10 @@ def draw_batches(
     num_batches: int,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
+    """Returns the samples of the first global batches of a run, int64.
+
+    There are no more than in the first epoch. Fewer samples than a batch make one batch.
+    """
     size = min(global_batch_size, num_samples)
     lengths = np.ones(num_samples, dtype=np.int64)  # any lengths give the same order
     global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
@@ -97,7 +101,7 @@ def simulate_steps(
         method: ``'stock'``, ``'split'`` or ``'planned'``.
         num_ranks: Number of ranks. Rank r has samples r, r + num_ranks, ... of a batch, unless batches are planned.
         microbatch_rows: Rows of a microbatch of stock Composer.
-        options: How the run cuts, its ``max_tokens`` included.
+        options: How the run cuts, its ``max_tokens`` included. ``packing`` is True or False.
         price: What a microbatch costs on the machine. The run cuts by ``options.cost``, which may be another model.
     """
     vision_costs = price.vision(table.image_tokens, table.vision_patches)
@@ -151,6 +155,7 @@ def _microbatches_of_ranks(
     if method == 'planned':
         plan = plan_batch(planned_rows(table, batch, options), num_ranks)
         if options.packing is not True:
+            # The plan has dummies for ranks without samples. Equal counts may need more of them.
             return _with_dummy_rows(table, batch, _as_planned(plan, batch), options)
         # With packing the plan only decides which rank reads which samples. The split packs them.
         samples_of_ranks = []
