@@ -27,7 +27,7 @@ from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.suggest import apply_suggestion
+from composer_tokacc.programs.suggest import suggested_microbatch
 from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
 
@@ -87,7 +87,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         options = asdict(config.model)
         model = build_model(processor=processor, seed=config.seed, **options)
     if config.microbatching.device_train_microbatch_size == 'suggest':
-        size, slot_tokens = apply_suggestion(config, train_dataset, processor)
+        size, slot_tokens = suggested_microbatch(config, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=microbatching)
         source = source_of(config)  # because the loader plans with the suggested size

@@ -48,12 +48,12 @@ from composer_tokacc.sizing.report import warning_of_too_large
 log = logging.getLogger(__name__)
 
 
-def apply_suggestion(
+def suggested_microbatch(
     config: TrainConfig,
     dataset: SampleDataset,
     processor: Processor,
 ) -> tuple[int, int]:
-    """Returns ``device_train_microbatch_size`` and ``slot_tokens`` for ``suggest``; a collective.
+    """Returns the microbatch size and the slot width of a run whose config says ``suggest``; a collective.
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
@@ -80,7 +80,7 @@ def _suggestion(
     table: LengthTable,
     memory_gib: float,
 ) -> tuple[int, int]:
-    """Returns the microbatch size and the width, or raises ConfigError."""
+    """Returns the microbatch size and the slot width, or raises ConfigError."""
     path = 'microbatching.device_train_microbatch_size'
     with building(path):
         memory = memory_of_run(config, dataset, processor, table)
@@ -101,12 +101,22 @@ def suggest_for_run(
     gib: float,
     **measured: Any,
 ) -> SizingReport:
-    """Calls :func:`.suggest_microbatching` with the options of the config; see there for the arguments.
+    """Returns the report of :func:`.suggest_microbatching` for a config.
 
-    With ``packing: auto`` it returns the cheaper of the reports with and without packing.
+    With ``packing: auto`` it is the cheaper of the reports with and without packing, by the cost of a step as the run
+    divides samples among ranks.
+
+    Args:
+        config: The run.
+        memory: Its memory model.
+        table: Sizes of all samples.
+        num_ranks: Ranks of the run.
+        gib: Memory of one device.
+        **measured: Further arguments of :func:`.suggest_microbatching`: ``safety``, or costs measured on the machine.
     """
     microbatching = config.microbatching
-    # Rounded up, because all ranks get the same number, but a global batch by tokens may have any number of samples.
+    # A global batch by tokens may have any number of samples, but the simulated ranks must get equally many. So the
+    # number is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
@@ -142,7 +152,8 @@ def memory_of_run(
     table: LengthTable,
 ) -> MemoryModel:
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
-    # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
+    # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
+    # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     width = int(table.lengths.max())
     traced = table.select(_probe_samples(table))
@@ -216,7 +227,7 @@ def watch_flops(
     if not monitor.device_tflops and not get_gpu_flops_available(state):
         return
     table = source_of(config).measure(dataset, processor)
-    coefficients = None
+    coefficients = None  # only these are sent, because the layout belongs to the model of each rank
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
@@ -247,9 +258,9 @@ def _to_trace(
     table: LengthTable,
     **changes: Any,
 ) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
-    """Returns a function that builds the run's model without its weights, the model's config, and samples.
+    """Returns the arguments of a trace: a builder of the run's model, the config of the model, and a few samples.
 
-    ``changes`` replace settings of the section ``model``.
+    The builder does not load the weights. ``changes`` replace settings of the section ``model``.
     """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
