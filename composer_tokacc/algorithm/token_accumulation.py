@@ -41,7 +41,7 @@ from composer_tokacc.checks.logits import (
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepCheck, StepTotals, TokenChoice
 from composer_tokacc.collectives import RankSum
-from composer_tokacc.counting import with_one_label
+from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
@@ -379,9 +379,14 @@ class TokenAccumulation(Algorithm):
         self._split_router_loss(state)
         if record.is_empty:
             zero = attached_zero(state.outputs, state.loss)
+            empty_units = ['tokens']
+            router_terms = run.terms.of_unit(state.loss, 'microbatches')
+            if router_terms and not any(real_tokens(state.batch)):
+                # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
+                empty_units.append('microbatches')
 
             def without_tokens(term: Term) -> torch.Tensor:
-                return zero if term.unit == 'tokens' else term.value
+                return zero if term.unit in empty_units else term.value
 
             state.loss = run.terms.changed(state.loss, without_tokens)
         if self._lacks_gradient(state):

@@ -101,6 +101,22 @@ def test_routers_of_microbatches_weigh_the_same(subject, coefficient, microbatch
     assert isinstance(microbatches.loss, torch.Tensor)
 
 
+def test_row_of_padding_is_a_microbatch_without_router_loss():
+    """The model's own router loss of such a microbatch is 0 / 0. It counts as a microbatch whose router loss is 0."""
+    model = subject_with_router('mixtral', 0.6)
+    batch = ragged_batch(ONE_UNLABELLED)
+    batch['attention_mask'][1] = 0
+    microbatches = Microbatches()
+    recorder = fit(model, loader(batch), callbacks=[microbatches], microbatch_size=1)
+    with_tokens = [inputs for inputs in microbatches.inputs if inputs['attention_mask'].any()]
+    assert (len(with_tokens), len(microbatches.inputs)) == (5, 6)
+    # The reference averages over the five microbatches with tokens.
+    model.model.config.router_aux_loss_coef = 0.6 * 5 / 6
+    expected, _, router_term = expected_step(model, batch, [with_tokens])
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert recorder.logged('loss/train/router') == pytest.approx([router_term], rel=1e-6)
+
+
 def test_warning_that_router_depends_on_cut(caplog):
     fit(subject_with_router('mixtral', 0.01), ragged_batch(ONE_UNLABELLED))
     assert 'depends on how the batch is cut' in caplog.text
