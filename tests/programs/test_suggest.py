@@ -30,7 +30,7 @@ def random_sizes(num_samples: int, *, variation: float, longest: int = 1000) -> 
 
 def test_too_large_samples_are_named(monkeypatch):
     """The report has more warnings: smaller microbatches would have less padding with such a `width_multiple`."""
-    monkeypatch.setenv('WORLD_SIZE', '4')
+    monkeypatch.setattr(suggest.dist, 'get_world_size', lambda: 4)
     monkeypatch.setattr(suggest, 'memory_of_run', lambda *arguments: memory_model())
     config = config_of(
         **{
