@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from torch.utils.data import _utils
 
 from tests.support.launch import close_ranks
 from tests.support.lookups import shorten_lookups
@@ -71,6 +72,12 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(scope='session', autouse=True)
 def _short_lookups():
     shorten_lookups()
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _short_waits_of_workers():
+    """Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it."""
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def pytest_sessionfinish():
