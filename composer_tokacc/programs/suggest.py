@@ -165,7 +165,7 @@ def memory_of_run(
         'optimizer': config.optimizer,
         'precision': _traced_precision(config),
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
-        'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
+        'device': 'gpu' if _is_for_gpu(config) else 'cpu',
         'logits': _logits_of_run(config),
         'width': width,
         # The traced samples, because pixels per token differ between images and videos.
@@ -193,9 +193,17 @@ def memory_of_run(
 
 def _traced_precision(config: TrainConfig) -> str:
     """Returns the precision of the run, which Composer chooses if the config does not; bfloat16 instead of fp8."""
-    default = 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'
+    default = 'amp_fp16' if _is_for_gpu(config) else 'fp32'
     precision = config.trainer.get('precision') or default
     return 'amp_bf16' if precision == 'amp_fp8' else precision
+
+
+def _is_for_gpu(config: TrainConfig) -> bool:
+    """Returns whether memory is predicted for a GPU: this machine's, or one whose memory the config names."""
+    device = config.trainer.get('device')
+    if device is not None:
+        return device != 'cpu'
+    return torch.cuda.is_available() or config.microbatching.device_memory_gib is not None
 
 
 def _logits_of_run(config: TrainConfig) -> str:

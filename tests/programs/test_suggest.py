@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs import ConfigError, load_config, suggest
 from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.sources import source_of
+from composer_tokacc.sizing import BatchShape
 from tests.sizing.test_suggestion import memory_model, sizes_of
 from tests.test_size import YAML
 
@@ -58,3 +61,20 @@ def test_packing_is_compared_as_the_run_cuts(regroups_ranks):
     table = random_sizes(2000, variation=0.3, longest=150)
     report = suggest.suggest_for_run(config, memory_model(), table, num_ranks=4, gib=8.0)
     assert report.packing is not regroups_ranks
+
+
+def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, tmp_path):
+    """Composer takes the CPU then, and float32. Half precision would need about half of the memory."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    predicted = {}
+    for device in ('null', 'cpu', 'gpu'):
+        config = config_of(**{'trainer.device': device, 'dataset.num_samples': 64})
+        source = source_of(config)
+        processor = source.build_processor()
+        dataset = source.build_dataset(processor)
+        table = source.measure(dataset, processor)
+        predicted[device] = suggest.memory_of_run(config, dataset, processor, table)
+    assert predicted['null'] == predicted['cpu']
+    shape = BatchShape(rows=4, width=64)
+    assert predicted['null'].peak(shape) > predicted['gpu'].peak(shape)
