@@ -300,9 +300,10 @@ class TokenAccumulation(Algorithm):
         """Adds the counts of its rows to the batch, and returns the record of the step."""
         run = self._run
         num_copies = num_repeated(state.dataloader, batch_index)
-        marked_batch = self._with_marks(state.batch, num_copies)
+        batch = _with_copies_marked(state.batch, num_copies)
         # The counts are in the batch, so that the split also cuts them into microbatches.
-        state.batch = with_counts(marked_batch, self.rule or '', self.options.token_weights)
+        counted_batch = with_counts(batch, self.rule or '', self.options.token_weights)
+        state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=rows_of(state.batch),
             copies_microbatches=lambda: bool(state.train_metrics),
@@ -311,16 +312,14 @@ class TokenAccumulation(Algorithm):
             has_bypass=run.has_bypass,
         )
 
-    def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
-        """Marks rows with new labels, and the repeated samples at the end of the batch. The latter do not count."""
-        has_new_label = self._token_choice.rows_with_new_labels(batch)
-        if not num_copies and not any(has_new_label):
+    def _with_new_labels_marked(self, batch: Batch) -> Batch:
+        """Marks the rows of a counted batch that have new labels."""
+        has_new_label = self._token_choice.rows_with_new_labels(batch, self.rule or '')
+        if not any(has_new_label):
             return batch
-        first_copy = len(has_new_label) - num_copies
         marked_rows = []
-        for number, row in enumerate(rows_of(batch)):
-            samples = row.samples if number < first_copy else 0
-            marked_rows.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
+        for row, is_marked in zip(rows_of(batch), has_new_label, strict=True):
+            marked_rows.append(replace(row, has_new_label=is_marked))
         return with_rows(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
@@ -627,6 +626,16 @@ class ModelBatch:
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
+
+
+def _with_copies_marked(batch: Batch, num_copies: int) -> Batch:
+    """Marks the repeated samples at the end of the batch, which do not count."""
+    if not num_copies:
+        return batch
+    rows = list(rows_of(batch))
+    first_copy = len(rows) - num_copies
+    marked_copies = [replace(row, samples=0) for row in rows[first_copy:]]
+    return with_rows(batch, rows[:first_copy] + marked_copies)
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:

@@ -62,16 +62,27 @@ class TokenChoice:
         self._is_known = torch.zeros(0, dtype=torch.bool)  # by token id: whether a batch had it as a label
         self._num_microbatches = 1  # of the last step
 
-    def rows_with_new_labels(self, batch: Batch) -> list[bool]:
-        """Returns which rows have a label that no batch had before, and remembers it. The batch is on the CPU."""
-        labels_of_microbatches = [labels_of(microbatch) for microbatch in microbatches_of(batch)]
+    def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
+        """Returns which rows have a label that counts and did not count before, and remembers it.
+
+        A label that does not count (in column 0, or masked) is not remembered, because no loss was measured with it.
+
+        Args:
+            batch: A batch on the CPU, after its tokens were counted.
+            rule: Which labels count, see :func:`.loss_mask`.
+        """
+        labels_of_microbatches: list[Tensor] = []
+        for microbatch in microbatches_of(batch):
+            does_not_count = ~loss_mask(microbatch, rule)
+            labels_of_microbatches.append(labels_of(microbatch).masked_fill(does_not_count, IGNORE_INDEX))
         labels = torch.cat([labels.flatten() for labels in labels_of_microbatches])
-        labels.clamp_min_(0)  # a copy, made by torch.cat; -100 becomes 0
+        counts = labels != IGNORE_INDEX
+        labels.clamp_min_(0)  # a copy, made by torch.cat; -100 becomes 0, so that it can be looked up
         # The table of known labels grows with the largest label.
         num_missing = int(labels.max()) + 1 - len(self._is_known)
         if num_missing > 0:
             self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-        is_new = ~self._is_known.index_select(0, labels)
+        is_new = counts & ~self._is_known.index_select(0, labels)
         self._is_known[labels[is_new]] = True
         has_new_label: list[bool] = []
         start = 0

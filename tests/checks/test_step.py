@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from composer.core import Algorithm, Event
@@ -22,6 +24,8 @@ from tests.support.training import On, assert_exact, fit, loader
 
 SAME_COUNTS = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
+RARE = 63
+"""A token that is a label only where a test puts it."""
 
 
 def without_padding_id(logits, labels):
@@ -96,6 +100,38 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[steps])
     num_watched = [steps_of_watched.count(step) for step in range(14)]
     assert num_watched == [2] + [num_later] * 10 + [2, num_later, num_later]
+
+
+def last_label_of_row(row):
+    """Returns the index of the last label of a row of UNEVEN."""
+    length, _ = UNEVEN[row]
+    return row, length - 1
+
+
+@pytest.mark.parametrize('row', range(len(UNEVEN)))
+def test_id_of_padding_as_a_later_label(row):
+    """The first batch has padding with labels of -100, which are not labels 0."""
+    first = ragged_batch(UNEVEN)
+    later = copy.deepcopy(first)
+    later['labels'][last_label_of_row(row)] = 0
+    outcomes = measure_steps(NativeModel(without_padding_id), [first, first, later], 1)
+    assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
+
+
+@pytest.mark.parametrize('row', range(len(UNEVEN)))
+def test_label_that_did_not_count_before(row):
+    """In the first batch the rare label is only in column 0, where nothing predicts it."""
+
+    def without_rare_label(logits, labels):
+        return next_token_loss(logits, labels.masked_fill(labels == RARE, -100))
+
+    first = ragged_batch(UNEVEN)
+    first['labels'][first['labels'] == RARE] = 5
+    later = copy.deepcopy(first)
+    first['labels'][:, 0] = RARE
+    later['labels'][last_label_of_row(row)] = RARE
+    outcomes = measure_steps(NativeModel(without_rare_label), [first, first, later], 1)
+    assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
 
 
 @pytest.fixture
