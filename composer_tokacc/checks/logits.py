@@ -346,7 +346,8 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         -1.0,
         reduce='add',
     )
-    return direction.mul_((targets != IGNORE_INDEX)[:, None])
+    # Not a product with 0, because the softmax is NaN if padding has logits of -inf.
+    return direction.masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
 
 
 def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:

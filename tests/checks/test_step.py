@@ -20,7 +20,7 @@ from tests.matrix.harness import measure, measure_steps
 from tests.matrix.native_models import NativeModel
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, ragged_batch, text_model
-from tests.support.training import On, assert_exact, fit, loader
+from tests.support.training import GradientRecorder, On, assert_exact, fit, loader
 
 SAME_COUNTS = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
@@ -132,6 +132,38 @@ def test_label_that_did_not_count_before(row):
     later['labels'][last_label_of_row(row)] = RARE
     outcomes = measure_steps(NativeModel(without_rare_label), [first, first, later], 1)
     assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
+
+
+class InfiniteOnPadding(NativeModel):
+    """A Llama whose logits on padding are -inf. Its loss selects the positions with labels, so it is finite."""
+
+    def forward(self, batch):
+        is_padding = batch['attention_mask'] == 0
+        logits = self.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        logits = logits.masked_fill(is_padding[..., None], float('-inf'))
+        return {'loss': self.loss_of(logits, batch['labels']), 'logits': logits}
+
+
+def test_infinite_logits_on_padding(monkeypatch):
+    """The measurement of whole microbatches finds a loss that changes in the third step."""
+    monkeypatch.setattr(step, 'WHOLE_SHARE', 1.0)
+    current_step = 0
+
+    def loss_of(logits, labels):
+        next_labels = labels[:, 1:]
+        has_loss = next_labels != -100
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1][has_loss], next_labels[has_loss], reduction='none')
+        return losses.mean() if current_step < 2 else losses.sum() / (len(losses) + 1)
+
+    def set_step(state):
+        nonlocal current_step
+        current_step = int(state.timestamp.batch)
+
+    seen_steps = On(Event.BATCH_START, set_step)
+    recorder = GradientRecorder()
+    with pytest.raises(RuntimeError, match='must stay the mean'):
+        fit(InfiniteOnPadding(loss_of), *[ragged_batch(UNEVEN)] * 4, callbacks=[seen_steps], recorder=recorder)
+    assert len(recorder.steps) == 2
 
 
 @pytest.fixture
