@@ -295,21 +295,20 @@ def has_bypass(losses: Iterable[Tensor], through: Iterable[Tensor]) -> bool:
 
     It follows the graph, so nothing waits for the device.
     """
-    # Nodes behind the given tensors are not followed.
-    visited: set[Node | None] = {None}
-    for tensor in through:
-        node, _ = node_of(tensor)
-        visited.add(node)
-    pending: list[Node | None] = [loss.grad_fn for loss in losses]
+    # Edges of the graph end at one output of a node. An edge to one of these tensors is not followed. Another output of
+    # the same node is: `split` makes the logits and the values of a second head in one node.
+    ends = {node_of(tensor) for tensor in through}
+    visited: set[Node] = set()
+    pending = [(loss.grad_fn, loss.output_nr) for loss in losses]
     while pending:
-        node = pending.pop()
-        if node is None or node in visited:
+        edge = pending.pop()
+        node, _ = edge
+        if node is None or node in visited or edge in ends:
             continue
         if hasattr(node, 'variable'):  # a parameter
             return True
         visited.add(node)
-        for next_node, _ in node.next_functions:
-            pending.append(next_node)
+        pending += node.next_functions
     return False
 
 

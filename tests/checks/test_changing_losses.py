@@ -237,6 +237,28 @@ def test_unweighted_term_is_refused_with_weights(token_weights):
     assert outcome.kind == 'refused', outcome
 
 
+def test_unweighted_term_of_a_common_head():
+    """One layer makes logits and values, and `split` takes them apart."""
+
+    class CommonHead(ChangingModel):
+        def __init__(self):
+            super().__init__()
+            self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
+
+        def forward(self, batch):
+            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+            logits, values = self.common_head(states).split([VOCABULARY, 1], dim=-1)
+            has_loss = batch['labels'][:, 1:] != -100
+            term = values[:, :-1][has_loss].square().mean()
+            return {'loss': next_token_loss(logits, batch['labels']) + 0.3 * term, 'logits': logits}
+
+    batch = ragged_batch()
+    model = CommonHead()
+    assert measure(model, batch, 2).kind == 'exact'
+    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights='sqrt')])
+    assert outcome.kind == 'refused', outcome
+
+
 @pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('smoothing', [0.0, 0.1])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
