@@ -178,7 +178,8 @@ class LossTerms:
         else:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
             added = 0.0 if gradient is None else float(gradient)
-        if not math.isclose(added, coefficient or 0.0, rel_tol=1e-5):
+        round_off = 1e-5 + torch.finfo(router.dtype).eps  # autograd rounds the factor to the type of the router's loss
+        if not math.isclose(added, coefficient or 0.0, rel_tol=round_off):
             raise NotExactError(
                 f'The model must add its load-balancing loss times {coefficient or 0:g}, as its config says, got: '
                 f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, set '
@@ -201,7 +202,7 @@ class LossTerms:
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
         if values and self.units and 'total' in loss:
-            _check_total(loss['total'].float(), sum_of_means(values))
+            _check_total(loss['total'], values)
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
@@ -210,9 +211,12 @@ class LossTerms:
         return sums or {'tokens': _sum(values)}
 
 
-def _check_total(total: Tensor, summed: Tensor) -> None:
-    """Raises RuntimeError if the total of a loss is not the sum of its terms."""
-    if not torch.isclose(total, summed, rtol=1e-4):
+def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
+    """Raises RuntimeError if the total of a loss is not the sum of its terms, up to round-off."""
+    summed = sum_of_means(terms)
+    # A sum in bfloat16 is rounded after each addition.
+    round_off = len(terms) * torch.finfo(total.dtype).eps
+    if not torch.isclose(total.float(), summed, rtol=1e-4 + round_off):
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
             f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'

@@ -12,6 +12,7 @@ import torch
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import composer_gradients, fit, loader, relative_error
@@ -153,6 +154,27 @@ def test_term_without_unit_is_refused(model, batch):
 def test_units_without_a_dict_loss(model, batch):
     with pytest.raises(RuntimeError, match='must go with a dict loss'):
         fit(model, loader(batch), loss_units={'lm': 'tokens'})
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_total_in_half_precision(dtype):
+    """The total is rounded. A term that is missing in it is still refused."""
+    lm, kl = torch.tensor(5.03).to(dtype), torch.tensor(1.61).to(dtype)
+    terms = LossTerms({'lm': 'tokens', 'kl': 'samples'})
+    assert float(lm + kl) != float(lm) + float(kl)
+    assert terms.probed({'lm': lm, 'kl': kl, 'total': lm + kl}, {}) == {'tokens': lm, 'samples': kl}
+    with pytest.raises(RuntimeError, match='must be the sum'):
+        terms.probed({'lm': lm, 'kl': kl, 'total': lm}, {})
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_router_coefficient_in_half_precision(dtype):
+    """The gradient by the router's loss is rounded. A coefficient that is 10 % off is still refused."""
+    router_loss = torch.tensor(1.5, dtype=dtype, requires_grad=True) * 1
+    loss = torch.tensor(2.0) + 0.001 * router_loss
+    LossTerms(None, router_coefficient=0.001).check_coefficient(loss, {'aux_loss': router_loss})
+    with pytest.raises(RuntimeError, match='load-balancing loss'):
+        LossTerms(None, router_coefficient=0.0011).check_coefficient(loss, {'aux_loss': router_loss})
 
 
 @pytest.mark.parametrize(
