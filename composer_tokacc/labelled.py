@@ -69,13 +69,17 @@ class LabelledPositions:
         """Rows and width of the logits."""
         return 1, len(self.of_labels) + int(self.shifts_labels)
 
+    @property
+    def of_logits(self) -> torch.Tensor:
+        """Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``."""
+        if not self.shifts_labels:
+            return self.of_predictions
+        return F.pad(self.of_predictions, (0, 1))  # position 0, but any would do: the model drops its logits
+
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
-        places = self.of_predictions
-        if self.shifts_labels:
-            places = F.pad(places, (0, 1))  # position 0, but any would do: the model drops its logits
         # With a mask the CPU would have to wait for the number of positions.
-        return values.flatten(0, 1).index_select(0, places)[None]
+        return values.flatten(0, 1).index_select(0, self.of_logits)[None]
 
     def select_labels(self, values: torch.Tensor, fill: float) -> torch.Tensor:
         """Selects the values at the labels, from ``(rows, width)`` to ``(1, (1 +) labels)``; ``fill`` is added."""

@@ -220,7 +220,7 @@ class MicrobatchRecord:
             position = int(self.positions[position])
         if self.positions_of_logits is not None:
             # From the place among the selected logits to the place in the rows.
-            position = int(self.positions_of_logits.of_predictions[position])
+            position = int(self.positions_of_logits.of_logits[position])
         targets = targets_of(self.batch, self.counts.rule)
         width = targets.shape[1]
         row, column = divmod(position, width)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure, measure_steps
 from tests.matrix.native_models import NativeModel
@@ -164,6 +165,17 @@ def test_infinite_logits_on_padding(monkeypatch):
     with pytest.raises(RuntimeError, match='must stay the mean'):
         fit(InfiniteOnPadding(loss_of), *[ragged_batch(UNEVEN)] * 4, callbacks=[seen_steps], recorder=recorder)
     assert len(recorder.steps) == 2
+
+
+def test_worst_position_without_a_label():
+    """A model that shifts labels has logits of one more position than it has labels."""
+    batch = {'labels': torch.tensor([[-100, -100, 5, 6]])}
+    record = MicrobatchRecord(batch=batch, rows=[RowCounts(rule='causal', loss_tokens=2)])
+    record.positions_of_logits = LabelledPositions.from_batch(batch, 'causal', 2)
+    record.deviations = torch.tensor([0.0, 1.0, 0.0])
+    assert record.worst() == ('row 0', 6)
+    record.deviations = torch.tensor([0.0, 0.0, 1.0])
+    assert record.worst() == ('row 0', -100)
 
 
 @pytest.fixture
