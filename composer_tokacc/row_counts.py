@@ -41,7 +41,7 @@ class RowCounts:
         loss_weight: Sum of the weights of these tokens. It is their number if all have weight 1.
         rule: Loss rule of the counts; empty if the row was not counted.
         source: Source of the data, if the batch names it.
-        has_new_label: Whether the row has a label that no earlier batch had.
+        has_new_label: Whether the row has a label that counts for the first time in the run.
         documents: The rows that a packed row was made of.
     """
 

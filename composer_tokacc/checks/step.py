@@ -51,10 +51,11 @@ CHOICE = random.Random(0)
 
 
 class TokenChoice:
-    """Chooses which tokens of a run are measured: all in the first step, then some of one microbatch in each step.
+    """Chooses which tokens of a run are measured.
 
-    Tokens are also measured in every microbatch with a label that no batch had before. If a loss treats some labels in
-    another way, the first step with these labels shows it.
+    In the first step these are all tokens. In each later step they are in one microbatch: some of its tokens, or all of
+    them in one of 64 draws. Tokens are also measured in every microbatch with a label that counts for the first time.
+    If a loss treats some labels in another way, the first step with these labels shows it.
     """
 
     def __init__(self) -> None:
@@ -98,11 +99,16 @@ class TokenChoice:
         return self.step == 0 or place == self.step % self._num_microbatches or counts.has_new_label
 
     def draws_all(self) -> bool:
-        """Draws whether all tokens of the next microbatch are measured, or only some."""
+        """Draws whether all tokens of a microbatch that :meth:`includes` has chosen are measured, or only some."""
         return self.step == 0 or CHOICE.random() < WHOLE_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
-        """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
+        """Goes on to the next step.
+
+        Args:
+            num_microbatches: The number of microbatches of the step that ends. The next step probably has as many, and
+                its own number is not known before its last microbatch.
+        """
         self.step += 1
         self._num_microbatches = max(num_microbatches, 1)
 
@@ -120,16 +126,17 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that was applied to its loss
     token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
-    # How far the gradient of each measured token is off, as a multiple of a plain token's weight, ``(tokens,)``.
+    # How far the gradient at each measured position is off, as a multiple of a plain token's weight, ``(positions,)``.
+    # None: nothing was measured.
     deviations: Tensor | None = None
-    # Positions that predict the measured tokens, as indices into the flattened rows. None: every position was measured.
+    # The measured positions, as indices into the flattened logits. None: every position was measured.
     positions: Tensor | None = None
     count: Tensor | None = None  # number of its loss-generating tokens, counted on the device, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
     counts: RowCounts = field(init=False)  # of all rows together
-    is_empty: bool = field(init=False)  # whether no token of a sample carries loss
+    is_empty: bool = field(init=False)  # whether it has no loss-generating token, or no sample (only dummy rows)
     has_weight: bool = field(init=False)  # whether it changes the gradient of the step
 
     def __post_init__(self) -> None:
@@ -193,7 +200,8 @@ class MicrobatchRecord:
             return
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
-        # The number of each token, from 1. A position without a token has the number of the last token before it.
+        # Tokens are numbered from 1. A position without a token has the number of the last token before it, so the last
+        # position has the number of all tokens.
         ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
         # If logits were computed only at labels, their number was an input, so counting them would show nothing.
         if self.positions_of_logits is None:
@@ -268,7 +276,7 @@ class Step:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a token of every microbatch was measured."""
+        """Whether tokens were measured in every microbatch that changes the gradient."""
         return all(record.deviations is not None for record in self.with_weight)
 
 
@@ -384,7 +392,8 @@ class StepCheck:
     def _check_tokens(self) -> None:
         """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-        The first step notes in the record whether the loss has terms that are not made of the logits.
+        The first step whose tokens have weight notes whether the loss has terms that are not made of the logits. Later
+        steps are compared with it.
         """
         for record in self._step.with_weight:
             if record.has_bypass and self._step.has_bypass is False:
