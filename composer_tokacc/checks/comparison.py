@@ -187,14 +187,14 @@ class RowComparison(Generic[RulesT]):
         if measured is None or not self._check_loss:
             return None
         # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
-        squares = measured.sizes.square()
+        squares = measured.plain_norms.square()
         weighted_squares = measured.weights * squares
         mean = float(weighted_squares.sum() / squares.sum())
         if mean == 0 or not math.isfinite(mean):
             return None
         relative_weights = measured.weights / mean
         # For the same reason a weight that differs counts only as far as it changes the gradient.
-        changes = (relative_weights - 1).abs() * measured.sizes
+        changes = (relative_weights - 1).abs() * measured.plain_norms
         worst = max(float(changes.max()), float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
             return None

@@ -51,18 +51,18 @@ class MeasuredTokens(NamedTuple):
 
     weights: Tensor  # 0 at positions that the loss does not use
     targets: Tensor  # int64, the token that each position should predict; -100 without a token
-    sizes: Tensor  # norm of the gradient of a plain cross-entropy: near 0 if the model is sure of the token
-    rests: Tensor  # norm of the part of the gradient that no cross-entropy explains
+    plain_norms: Tensor  # norm of the gradient of a plain cross-entropy: near 0 if the model is sure of the token
+    residual_norms: Tensor  # norm of the part of the gradient that no cross-entropy explains
 
     @property
     def norms(self) -> Tensor:
         """Norms of the gradient. The explained part is orthogonal to the rest."""
-        return torch.hypot(self.weights * self.sizes, self.rests)
+        return torch.hypot(self.weights * self.plain_norms, self.residual_norms)
 
     @property
     def residual(self) -> Tensor:
         """The part of the gradient's norm, over all positions, that no cross-entropy explains, ``()``."""
-        return self.rests.norm() / self.norms.norm().clamp(min=TINY)
+        return self.residual_norms.norm() / self.norms.norm().clamp(min=TINY)
 
 
 # The outputs of a model.
@@ -84,9 +84,9 @@ def logits_of(outputs: Any) -> Tensor | None:
 def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     """Returns whether a loss treats a tensor as logits. The gradient of the loss by that tensor tells.
 
-    At most positions of logits the entry of the label is the largest or the smallest of the gradient, or the entries
-    sum to zero, as in every loss that is computed of a softmax. Hidden states of a model whose loss contains the head
-    have neither property.
+    If the tensor is logits, the gradient at more than half of its positions has one of two properties: the entry of the
+    label is its largest or its smallest one, or the entries sum to zero, as in every loss that is computed of a
+    softmax. Hidden states of a model whose loss contains the head have neither property.
 
     Args:
         gradient: Of the loss by the tensor, ``(rows, width, entries)``.
@@ -138,8 +138,7 @@ def entry_of(outputs: Any, name: str) -> Any:
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """Returns the largest error of a measured weight for gradients of this type."""
-    if dtype == torch.float64:
-        return 1e-5
+    # Whatever the type is, the measurement is computed in float32, with an error of 1e-5.
     return 1e-5 + 4 * torch.finfo(dtype).eps
 
 
@@ -332,9 +331,10 @@ def whole_vocabulary(tensor: Tensor) -> Tensor:
 def _read_targets(gradient: Tensor, *, tolerance: float) -> Tensor:
     """Returns the label at each position, read off the gradient ``(positions, vocabulary)``.
 
-    The label's entry is the largest in size, because the others sum to its negative. If one other token has nearly all
-    of the remaining probability, both entries have the same size up to round-off, and each could be the label. Then the
-    negative entry is taken, which belongs to a positive weight. Otherwise equal weights would look unequal.
+    The label's entry is the largest in absolute value, because the others sum to its negative. If one other token has
+    nearly all of the remaining probability, its entry has the same absolute value up to round-off, and each of the two
+    tokens could be the label. Then the one with the negative entry is taken, so that the weight is positive. Otherwise
+    equal weights would look unequal.
     """
     low = gradient.min(dim=-1)
     high = gradient.max(dim=-1)

@@ -260,8 +260,8 @@ class TokenWeightsReport:
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
         # Neither kind of position says anything about weights.
-        is_sure = measured.sizes < SURE
-        is_other = measured.rests > OTHER * measured.norms
+        is_sure = measured.plain_norms < SURE
+        is_other = measured.residual_norms > OTHER * measured.norms
         tells = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
         self._backwards.append(
             _Backward(
