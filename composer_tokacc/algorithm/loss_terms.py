@@ -50,7 +50,7 @@ class LossTerms:
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
-        self.units = dict(loss_units or {})
+        self.units = dict(loss_units or {})  # empty: all terms are means over tokens. A SplitLoss has units of its own
         self.router_coefficient = router_coefficient
 
     @property
@@ -97,16 +97,18 @@ class LossTerms:
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
         """Returns the terms of a unit; an empty list if the loss has none of this unit.
 
-        If no unit is named, a total is the only term, and a mean over tokens, because Composer takes its gradient.
+        Without ``loss_units`` a dict with a ``'total'`` has only this term, a mean over tokens, because Composer takes
+        only the gradient of the total.
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns a loss of the same kind with new values of its terms. If it has a total, this is new as well.
+        """Returns a loss of the same kind, with the values that ``change`` returns for its terms.
 
-        ``change`` returns the new value of a term.
+        A total becomes the sum of the new terms. Without ``loss_units`` it is changed like a term. A sequence of
+        sequences becomes one tuple.
         """
         values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
@@ -187,10 +189,10 @@ class LossTerms:
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
-        """Returns the terms that no cut may change: the sum of the means over tokens, and of those over samples.
+        """Returns the losses that the first-batch check compares, by unit: the terms of tokens, and those of samples.
 
-        Terms that couple rows are left out, because a run with such terms must not regroup rows. If all terms couple
-        rows, their sum is returned.
+        They must not depend on how the batch is cut. Terms that couple rows may, so they are left out: a run with such
+        terms must not regroup rows. If all terms couple rows, their sum is returned.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -244,8 +246,8 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
 
-    It does not use the loss if it can, because a mean over no tokens has gradients of NaN. It is the sum of empty
-    slices, because 0 * NaN would be NaN.
+    It is made of the outputs. Only if none of them has a gradient, it is made of the loss: the gradient of a mean over
+    no tokens is NaN. Outputs may be NaN, too, and 0 * NaN is NaN, so it is the sum of empty slices of them.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
