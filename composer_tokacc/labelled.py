@@ -89,7 +89,7 @@ class LabelledPositions:
         return selected[None]
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """Returns values of selected positions at their places in ``(rows, width, ...)``, and zeros elsewhere."""
+        """Reverses :meth:`select`. Returns values of shape ``(rows, width, ...)``, 0 at positions not selected."""
         values = selected[0, : len(self.of_predictions)]
         placed = values.new_zeros(rows * width, *values.shape[1:])
         placed.index_copy_(0, self.of_predictions.to(values.device), values)
@@ -127,14 +127,15 @@ def batch_at_logits(
 
 
 def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
-    """Returns the index of the k-th True of a mask, for each k in ``numbers``, which begin at 1.
+    """Returns the index of the k-th True of a mask, for each k in ``numbers``.
 
-    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has too few, the
-    index is the last one.
+    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has fewer than k, the
+    index is that of its last entry. Callers know the number of Trues from the CPU, so this happens only if the mask has
+    changed since, which :class:`.StepCheck` refuses.
 
     Args:
         ordinals: Running sum of the mask, int64 ``(n,)``.
-        numbers: The values of k.
+        numbers: The values of k, from 1.
     """
     last = len(ordinals) - 1
     ks = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
@@ -165,7 +166,7 @@ class LabelSelector:
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
         self.num_head_calls = 0
-        """Calls of the output embedding in the last forward that computed all logits. Ask for it before :meth:`arm`.
+        """Calls of the output embedding in the last forward that computed all logits. It must be 1 before :meth:`arm`.
 
         A model with a fused loss does not call it. Its labels must not be selected, because the kernel would read
         beyond the end of them.
