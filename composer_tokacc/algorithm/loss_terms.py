@@ -180,10 +180,13 @@ class LossTerms:
         else:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
             added = 0.0 if gradient is None else float(gradient)
-        round_off = 1e-5 + torch.finfo(router.dtype).eps  # autograd rounds the factor to the type of the router's loss
-        if not math.isclose(added, coefficient or 0.0, rel_tol=round_off):
+        expected = coefficient or 0.0
+        # Autograd rounds the factor to the type of the router's loss.
+        precision = torch.finfo(router.dtype).eps
+        round_off = 1e-5 + precision
+        if not math.isclose(added, expected, rel_tol=round_off):
             raise NotExactError(
-                f'The model must add its load-balancing loss times {coefficient or 0:g}, as its config says, got: '
+                f'The model must add its load-balancing loss times {expected:g}, as its config says, got: '
                 f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, set '
                 '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
             )
@@ -217,8 +220,10 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     """Raises RuntimeError if the total of a loss is not the sum of its terms, up to round-off."""
     summed = sum_of_means(terms)
     # A sum in bfloat16 is rounded after each addition.
-    round_off = len(terms) * torch.finfo(total.dtype).eps
-    if not torch.isclose(total.float(), summed, rtol=1e-4 + round_off):
+    precision = torch.finfo(total.dtype).eps
+    round_off = 1e-4 + len(terms) * precision
+    total = total.float()
+    if not torch.isclose(total, summed, rtol=round_off):
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
             f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'

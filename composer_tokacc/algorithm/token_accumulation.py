@@ -319,7 +319,8 @@ class TokenAccumulation(Algorithm):
             return batch
         marked_rows = []
         for row, is_marked in zip(rows_of(batch), has_new_label, strict=True):
-            marked_rows.append(replace(row, has_new_label=is_marked))
+            marked_row = replace(row, has_new_label=is_marked)
+            marked_rows.append(marked_row)
         return with_rows(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:

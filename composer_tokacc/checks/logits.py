@@ -257,7 +257,8 @@ def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
     def weighted(gradient: Tensor) -> Tensor:
         # The product is computed in float32, and rounded once. A weight in bfloat16 would be off by the same 0.4 % at
         # every token, while the errors of rounded products differ and cancel.
-        product = gradient * weights[..., None].to(gradient.device)
+        weights_on_device = weights.to(gradient.device)
+        product = gradient * weights_on_device[..., None]
         return product.to(gradient.dtype)
 
     on_gradient(logits, weighted)
@@ -305,7 +306,10 @@ def has_bypass(losses: Iterable[Tensor], through: Iterable[Tensor]) -> bool:
     # the same node is: `split` makes the logits and the values of a second head in one node.
     ends = {node_of(tensor) for tensor in through}
     visited: set[Node] = set()
-    pending = [(loss.grad_fn, loss.output_nr) for loss in losses]
+    pending: list[tuple[Node | None, int]] = []
+    for loss in losses:
+        edge_to_loss = (loss.grad_fn, loss.output_nr)
+        pending.append(edge_to_loss)
     while pending:
         edge = pending.pop()
         node, _ = edge
@@ -353,7 +357,8 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
         reduce='add',
     )
     # Not a product with 0, because the softmax is NaN if padding has logits of -inf.
-    return direction.masked_fill_((targets == IGNORE_INDEX)[:, None], 0.0)
+    has_no_target = targets == IGNORE_INDEX
+    return direction.masked_fill_(has_no_target[:, None], 0.0)
 
 
 def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:

@@ -74,16 +74,19 @@ class TokenChoice:
         """
         labels_of_microbatches: list[Tensor] = []
         for microbatch in microbatches_of(batch):
-            does_not_count = ~loss_mask(microbatch, rule)
-            labels_of_microbatches.append(labels_of(microbatch).masked_fill(does_not_count, IGNORE_INDEX))
+            carries_loss = loss_mask(microbatch, rule)
+            all_labels = labels_of(microbatch)
+            counted_labels = all_labels.masked_fill(~carries_loss, IGNORE_INDEX)
+            labels_of_microbatches.append(counted_labels)
         labels = torch.cat([labels.flatten() for labels in labels_of_microbatches])
-        counts = labels != IGNORE_INDEX
+        has_label = labels != IGNORE_INDEX
         labels.clamp_min_(0)  # a copy, made by torch.cat; -100 becomes 0, so that it can be looked up
         # The table of known labels grows with the largest label.
         num_missing = int(labels.max()) + 1 - len(self._is_known)
         if num_missing > 0:
             self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-        is_new = counts & ~self._is_known.index_select(0, labels)
+        was_known = self._is_known.index_select(0, labels)
+        is_new = has_label & ~was_known
         self._is_known[labels[is_new]] = True
         has_new_label: list[bool] = []
         start = 0
