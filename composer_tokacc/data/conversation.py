@@ -219,7 +219,7 @@ class ConversationEncoder:
         *,
         shapes_only: bool = False,
     ) -> DecodedMedia:
-        """Decodes the media of a record, see :func:`.decode_media`. Audio gets the rate of the processor."""
+        """Decodes the media of a record, see ``data.media.decode_media``. Audio gets the rate of the processor."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
             record,

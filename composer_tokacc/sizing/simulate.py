@@ -31,7 +31,7 @@ class StepFigures:
 
     cost: float
     """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
-    in every step slot, so it is the sum over the slots, see :func:`.time_in_slots`."""
+    in every step slot, so it is the sum over the slots, see ``planning.plan.time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
     microbatches: float
