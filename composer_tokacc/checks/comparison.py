@@ -131,9 +131,9 @@ class RowComparison(Generic[RulesT]):
         has_loss = loss_mask(rows, rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
-        # In a model with an encoder this is the width of the decoder's text.
+        # In a model with an encoder this is the width of the decoder's text, which is never trimmed.
         self._width = rows['labels'].shape[1]
-        self._narrowest = self._width  # smallest width of a microbatch so far
+        self._narrowest = self._facts.width  # smallest width of the text of a microbatch so far
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -176,7 +176,7 @@ class RowComparison(Generic[RulesT]):
     @property
     def has_shown_trimming(self) -> bool:
         """Whether any row was computed narrower than the loader made it."""
-        return self._narrowest < self._width
+        return self._narrowest < self._facts.width
 
     def token_scale(self) -> float | None:
         """Returns the weight of a token in the loss, times the number of tokens: 1 for a plain mean of cross-entropies.
@@ -336,7 +336,7 @@ class RowComparison(Generic[RulesT]):
             self._check_num_tokens(batch, rows, cut_kind)
             self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
-            self._narrowest = min(self._narrowest, batch['labels'].shape[1])
+            self._narrowest = min(self._narrowest, self._layout.width(batch))
         if self._check_loss:
             self._check_losses(parts)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from composer.algorithms import SeqLengthWarmup
+from composer.core import Event
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 
@@ -19,7 +20,7 @@ from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.support.exactness import split
 from tests.support.small_batches import text_batch
 from tests.support.text import VOCABULARY, collate, text_model, text_rows, whisper_model
-from tests.support.training import fit, hugging_face, loader, relative_error, train
+from tests.support.training import On, fit, hugging_face, loader, relative_error, train
 
 MEL_BINS = 8
 FRAMES = 16
@@ -111,6 +112,18 @@ def t5():
 def test_decoder_with_its_own_text(t5, widths, has_decoder_ids):
     batch = seq2seq_batch(SEQ2SEQ_LENGTHS, widths, has_decoder_ids=has_decoder_ids)
     assert kinds_of_steps(t5, [batch]) == ['exact']
+
+
+@for_each_decoder_input
+def test_padding_of_encoder_is_trimmed(t5, has_decoder_ids):
+    """The decoder's text keeps its width, so only the ids show that rows were trimmed."""
+    batch = seq2seq_batch(SEQ2SEQ_LENGTHS, (32, 12), has_decoder_ids=has_decoder_ids)
+    expected = plain_gradients(t5, batch)
+    encoder_width = On(Event.BEFORE_FORWARD, lambda state: state.batch['input_ids'].shape[1])
+    recorder = fit(t5, batch, callbacks=[encoder_width])
+    assert max(encoder_width.values) == 24
+    assert min(encoder_width.values) < 24
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @for_each_decoder_input
