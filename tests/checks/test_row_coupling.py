@@ -36,3 +36,39 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
     model.loss = lambda outputs, batch: {'lm': plain_loss(outputs, batch), 'pairs': outputs['logits'].mean()}
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
         fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': unit})
+
+
+def test_term_that_needs_two_rows():
+    """A row by itself leaves out the term, so its gradient depends on the cut."""
+    model = hugging_face(text_model())
+    plain_loss = model.loss
+
+    def loss(outputs, batch):
+        terms = {'lm': plain_loss(outputs, batch)}
+        states = outputs['logits'].float()[:, 0]
+        if len(states) > 1:
+            terms['pairs'] = (states @ states.T).mean()
+        return terms
+
+    model.loss = loss
+    with pytest.raises(RuntimeError, match=r"'samples' must be means over samples"):
+        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
+
+
+def test_term_divided_by_rows_that_have_it():
+    """It is not made of the last layers, so only its value shows that it is divided by some of the rows."""
+    model = hugging_face(text_model())
+    plain_loss = model.loss
+    embedding = model.model.get_input_embeddings()
+
+    def loss(outputs, batch):
+        terms = {'lm': plain_loss(outputs, batch)}
+        has_term = batch['attention_mask'].sum(dim=1) > 5
+        if has_term.any():
+            states = embedding(batch['input_ids'][has_term, :1])
+            terms['boxes'] = 100 * states.square().mean()
+        return terms
+
+    model.loss = loss
+    with pytest.raises(RuntimeError, match=r"'samples' must be means over samples"):
+        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'boxes': 'samples'})
