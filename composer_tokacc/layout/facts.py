@@ -26,7 +26,7 @@ from composer_tokacc.batch import (
 )
 from composer_tokacc.layout.found import Readings, agreed_readings, has_audio_along_text, joined_readings
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import has_any_id, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, lengths_of_runs, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -104,16 +104,24 @@ class RowFacts:
         return [sum(counts) for counts in zip(*self.counts.values(), strict=True)]
 
     def media_sizes(self, modality: str) -> list[float | None]:
-        """Returns the mean number of placeholders of an item in each row; None: the row has no item."""
+        """Returns the number of placeholders of the largest item in each row; None: the row has no item.
+
+        A model that pads items pads them to the largest one. A row whose runs of placeholders are not its items, as if
+        images touch each other, counts with their mean.
+        """
         counts = self.counts.get(modality, [])
         if not any(counts):
             return [None] * len(self.real)
         ids = token_ids(self.layout.config, modality)
         is_placeholder = has_any_id(text_of(self.batch), ids)
-        tokens_per_row = is_placeholder.sum(dim=1).tolist()
         sizes: list[float | None] = []
-        for num_tokens, num_items in zip(tokens_per_row, counts, strict=True):
-            sizes.append(num_tokens / num_items if num_items else None)
+        for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
+            if num_items == 0:
+                sizes.append(None)
+            elif len(runs) == num_items:
+                sizes.append(max(runs))
+            else:
+                sizes.append(sum(runs) / num_items)
         return sizes
 
     @cached_property
@@ -379,8 +387,8 @@ def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
 def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
-    It has the most items of a row, whether several rows have any, the sizes of the smallest and the largest item, and
-    whether microbatches that a loader collates one by one pad items to different sizes.
+    It has the most items of a row, whether several rows have any, the smallest and the largest size of the largest item
+    of a row, and whether microbatches that a loader collates one by one pad items to different sizes.
     """
     counts: list[int] = []
     sizes: list[float] = []
@@ -390,7 +398,7 @@ def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
     if not counts:
         return None
     smallest, largest = min(sizes), max(sizes)
-    # Items of one size need no padding, so their size does not matter.
+    # If the largest items of all rows are of one size, no row pads those of another, so their size does not matter.
     if smallest == largest:
         smallest, largest = math.inf, -math.inf
     return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, sources)

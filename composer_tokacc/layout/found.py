@@ -22,7 +22,7 @@ import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
-from composer_tokacc.layout.placeholders import has_any_id, modality_of, placeholder_ids
+from composer_tokacc.layout.placeholders import has_any_id, lengths_of_runs, modality_of, placeholder_ids
 from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
@@ -250,12 +250,10 @@ def entries_per_row(
     """
     ids = placeholder_ids(config, modality)
     is_placeholder = has_any_id(text_of(batch), ids)
-    all_but_last = is_placeholder[:, :-1]
-    follows_placeholder = torch.nn.functional.pad(all_but_last, (1, 0))
-    starts_run = is_placeholder & ~follows_placeholder
+    runs_of_rows = lengths_of_runs(is_placeholder)
     placeholders = _Placeholders(
-        tokens=is_placeholder.sum(dim=1).tolist(),
-        runs=starts_run.sum(dim=1).tolist(),
+        tokens=[sum(runs) for runs in runs_of_rows],
+        runs=[len(runs) for runs in runs_of_rows],
     )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from composer_tokacc.layout.facts import RowRanges, ranges_of
 from tests.matrix.harness import kinds_of_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import tiny_config
-from tests.support.small_batches import TEXT, text_batch
+from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
 from tests.support.text import next_token_loss, ragged_batch
 
 TOP_K = 8
@@ -180,6 +182,39 @@ def test_first_images_without_labels():
     without_labels['labels'][torch.tensor(num_images) > 0] = -100
     batches = [without_labels, with_labels]
     assert kinds_of_steps(SeesImagesOfOtherRows(), batches, layout=LAYOUT_OF_IMAGES) == ['refused']
+
+
+IMAGE_ID = 40
+"""Id of a placeholder, in the vocabulary of the tiny Llama."""
+
+
+class PadsToLargestImage(AddsMemory):
+    """Adds to each row with images a number that depends on the largest image of the microbatch."""
+
+    def vectors_of_rows(self, batch: Any) -> torch.Tensor:
+        is_placeholder = batch['input_ids'] == IMAGE_ID
+        longest_run = 0
+        still_in_run = is_placeholder
+        while still_in_run.any():
+            longest_run += 1
+            still_in_run = still_in_run[:, :-1] & is_placeholder[:, longest_run:]
+        return is_placeholder.any(dim=1, keepdim=True) * 0.1 * longest_run * torch.linspace(-1, 1, 32)
+
+
+def test_unequal_images_with_equal_means():
+    """In both batches all rows have images of four placeholders on average. The second has a row without a large one."""
+    layout = replace(LAYOUT_OF_IMAGES, config=SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID))
+    row_of_unequal_images = '12ii34iiiiii56'
+    row_of_equal_images = '12iiii34iiii56'
+    batches = []
+    for row in (row_of_unequal_images, row_of_equal_images):
+        rows = (row_of_unequal_images, row_of_unequal_images, row, row, '123456', '1234')
+        batch = drawn_batch(*rows, pixel_values=numbered(8, 3), num_images=[2, 2, 2, 2, 0, 0])
+        is_placeholder = batch['input_ids'] == IMAGE
+        batch['input_ids'][is_placeholder] = IMAGE_ID
+        batch['labels'][is_placeholder] = -100
+        batches.append(batch)
+    assert kinds_of_steps(PadsToLargestImage(), batches, layout=layout) == ['exact', 'refused']
 
 
 # Ranges of widths and lengths. Rows within them need no new check.

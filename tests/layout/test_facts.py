@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
-from tests.support.small_batches import IMAGE, QWEN, text_batch
+from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
 
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
@@ -66,6 +66,13 @@ def test_loss_mask_padded_on_another_side():
     batch['loss_mask'] = batch['attention_mask'].flip(1)
     with pytest.raises(ValueError, match=r"batch\['loss_mask'\].*got: 1 in column 0 of row 1"):
         describe(LAYOUT, batch)
+
+
+def test_largest_image_of_each_row():
+    """The first row has as many runs as images. The second has one run of two images, so only their mean is known."""
+    batch = drawn_batch('1ii2iiii', 'iiiiii', '12', pixel_values=torch.zeros(4, 3), num_images=[2, 2, 0])
+    layout = BatchLayout(family=LLAVA, config=LAYOUT.config)
+    assert describe(layout, batch).media_sizes('image') == [4, 3, None]
 
 
 def test_facts_hold_until_an_entry_changes():
