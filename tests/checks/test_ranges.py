@@ -202,7 +202,7 @@ class PadsToLargestImage(AddsMemory):
 
 
 def test_unequal_images_with_equal_means():
-    """In both batches all rows have images of four placeholders on average. The second has a row without a large one."""
+    """All rows have images of four placeholders on average. The second batch has rows without a large image."""
     layout = replace(LAYOUT_OF_IMAGES, config=SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID))
     row_of_unequal_images = '12ii34iiiiii56'
     row_of_equal_images = '12iiii34iiii56'
