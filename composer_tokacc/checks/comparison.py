@@ -35,9 +35,9 @@ from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""A unit of loss terms, and the number of a layer by whose output the gradient is taken."""
+"""A unit of loss terms, and the number of one of the last layers: a gradient is that of the terms by its output."""
 RowGradients: TypeAlias = dict[Point, Tensor]
-"""Gradients of some rows by unit and point, ``(rows, width, entries)`` each."""
+"""Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
 GRADIENT_TOLERANCE = 3e-6
 """Largest relative change of a row's gradient, unless round-off changes it more. Independent rows change by 1e-7. The
@@ -88,7 +88,8 @@ class CutFailure(NotExactError):
 
     def __init__(self, message: str, reason: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason  # the error of the model
+        self.reason = reason
+        """The error of the model. None: it has computed the rows, but they have another gradient or loss."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,17 @@ class RowComparison(Generic[RulesT]):
         return noise
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
-        """Returns the number of tokens or samples that the terms of a unit are divided by."""
+        """Returns the number of tokens or samples that the terms of a unit are divided by.
+
+        A term over samples is divided by all rows, also by those that do not have it, as in a step.
+        """
         if unit == 'samples':
             return len(rows)
         return sum(self._counts[row] for row in rows)
 
     @property
     def has_shown_trimming(self) -> bool:
-        """Whether any row was computed narrower than the loader made it."""
+        """Whether the text of any row was computed narrower than the loader made it."""
         return self._narrowest < self._facts.width
 
     def token_scale(self) -> float | None:
@@ -232,8 +236,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, because no row has padding, or all have a label behind it. So nothing was learnt about
-            # trimming, and rows that are padded on this side keep their earlier rules.
+            # No row was trimmed. If no row has padding, or all have a label behind it, nothing was learnt about
+            # trimming, and rows that are padded on this side keep their earlier rules. If trimming was tried and has
+            # failed, the new rules keep the padding, and stay.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -384,11 +389,13 @@ class RowComparison(Generic[RulesT]):
                     continue
                 row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
                 aligned[unit, index] = row_gradients
-                # Only a packed microbatch has fewer rows. Others may have dummy rows after their own rows.
+                # Only a packed microbatch has fewer rows: it has one, and at least two rows are packed. Others may have
+                # dummy rows after their own rows.
                 if len(gradient) < len(rows):
                     documents = documents_of(batch)[0]
-                    for place, row in enumerate(rows):
-                        row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
+                    for document, row in enumerate(rows):
+                        is_real = self._facts.real[row]
+                        row_gradients[document, is_real] = gradient[0, documents == document]
                 elif self._facts.side == 'left':
                     start = -gradient.shape[1]
                     row_gradients[:, start:] = gradient[: len(rows), -self._width :]
@@ -409,9 +416,11 @@ class RowComparison(Generic[RulesT]):
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
         # A microbatch may leave out a term. Then it adds nothing to the gradient of this term.
         zero = torch.zeros(len(self._all_rows), self._width, 1)
-        for point in {**self._expected, **gradients}:
+        zero_of_rows = zero[rows]
+        points = {**self._expected, **gradients}
+        for point in points:
             all_expected = self._expected.get(point, zero)
-            row_gradients = gradients.get(point, zero[rows])
+            row_gradients = gradients.get(point, zero_of_rows)
             norms = all_expected.flatten(1).norm(dim=1)
             largest = float(norms.max())
             expected = all_expected[rows]
@@ -564,8 +573,9 @@ def documents_of(packed: Batch) -> Tensor:
     """Returns the number of the document of each position of a packed row, from 0, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
-        # The mask has one row for each document: argmax finds the document of each position.
-        return mask.int().argmax(dim=0)[None]
+        # The mask is (documents, width), and each position is in one document: argmax finds which.
+        documents = mask.int().argmax(dim=0)
+        return documents[None]
     positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
     restarts = positions.diff(dim=1) != 1

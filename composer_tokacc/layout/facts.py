@@ -24,9 +24,15 @@ from composer_tokacc.batch import (
     side_of,
     text_of,
 )
-from composer_tokacc.layout.found import Readings, agreed_readings, has_audio_along_text, joined_readings
+from composer_tokacc.layout.found import (
+    Readings,
+    agreed_readings,
+    has_audio_along_text,
+    joined_readings,
+    lengths_of_runs,
+)
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import has_any_id, lengths_of_runs, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -35,7 +41,8 @@ PADDED = 'rows padded'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """Kind of rows, for messages."""
 Limit = tuple[float, ...]
-"""The largest values of a property that were seen. A smallest value is kept as its negative."""
+"""The largest values of a property that were seen. A smallest value is kept as its negative, a condition as a bool. The
+functions below say which values a property has."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
 
@@ -106,8 +113,8 @@ class RowFacts:
     def media_sizes(self, modality: str) -> list[float | None]:
         """Returns the number of placeholders of the largest item in each row; None: the row has no item.
 
-        A model that pads items pads them to the largest one. A row whose runs of placeholders are not its items, as if
-        images touch each other, counts with their mean.
+        A model that pads items pads them to the largest one. If the runs of placeholders of a row are not its items,
+        because images touch each other or a token ends each line, the mean of its items counts.
         """
         counts = self.counts.get(modality, [])
         if not any(counts):
@@ -169,9 +176,9 @@ class RowFacts:
 
     @cached_property
     def has_label_behind_padding(self) -> list[bool]:
-        """Which left-padded rows have a label on their first token.
+        """Which rows have padding on the left, and a label on the first token behind it.
 
-        The last pad before it predicts this label, so the row cannot be trimmed.
+        The last pad predicts this label, so the row cannot be trimmed.
         """
         if self.side != 'left':
             return [False] * len(self.real)
@@ -361,6 +368,7 @@ def ranges_of(sources: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRa
 
 def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
     """Returns the limits of the widths of all sources together, as if they were one padded batch."""
+    # The limit of rows with padding: their shortest row, their longest row with padding, and their width.
     limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
@@ -372,8 +380,9 @@ def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        positions = ', with position_ids' if facts.has_positions else ''
-        with_positions = with_positions or positions
+        positions = ''
+        if facts.has_positions:
+            positions = with_positions = ', with position_ids'
         if facts.is_padded and facts.layout.width_matters(facts.batch):
             rows = 'all rows' if min(facts.lengths) > (facts.layout.width_limit or 0) else 'some rows'
             limits[f'{rows} wider than the rotary limit{positions}'] = ()

@@ -7,9 +7,9 @@ The name and the shape of a tensor, the config and the batch tell how it belongs
 of 16 states looks like text if the text happens to be 16 tokens wide. So each key has a list of possible readings,
 which only gets shorter during a fit: a reading that one batch has ruled out does not come back.
 
-A tensor of images, videos or audios has one entry per item, patch or tile. The placeholders in the text tell which
-entries belong to which row, if only one answer fits. The first-batch check proves the answer for the first batch. A
-batch with no answer, or with two, is refused.
+An item is an image, a video or an audio. A tensor of items has one entry per item, or several: one per patch, tile or
+frame. The placeholders in the text tell which entries belong to which row, if only one answer fits. The first-batch
+check proves the answer for the first batch. A batch with no answer, or with two, is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
 from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
-from composer_tokacc.layout.placeholders import has_any_id, lengths_of_runs, modality_of, placeholder_ids
+from composer_tokacc.layout.placeholders import has_any_id, modality_of, placeholder_ids
 from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
@@ -53,11 +53,17 @@ ENTRIES = {
 
 
 def inferred_family(config: Any) -> Family:
-    """Returns the family of a model that is not in ``FAMILIES``. Its config names its modalities."""
-    encoders = {'image': getattr(config, 'vision_config', None), 'audio': getattr(config, 'audio_config', None)}
+    """Returns the family of a model that is not in ``FAMILIES``. Its config names its modalities.
+
+    Encoders of images and audios have a config of their own. Videos go through the encoder of images.
+    """
+    vision_config = getattr(config, 'vision_config', None)
+    audio_config = getattr(config, 'audio_config', None)
+    encoders = {'image': vision_config, 'audio': audio_config}
     media = {}
     for modality in MODALITIES:
-        if placeholder_ids(config, modality) or encoders.get(modality) is not None:
+        has_encoder = encoders.get(modality) is not None
+        if has_encoder or placeholder_ids(config, modality):
             media[modality] = Media()
     if not media:
         return TEXT_FAMILY
@@ -214,7 +220,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
 
 
 def carried_counts(batch: Batch, modality: str) -> list[int] | None:
-    """Returns the list ``num_images`` (or ``num_videos``, ...) of a batch, one number per row; None if it has none."""
+    """Returns ``num_images`` (or ``num_videos``, ...), one number per row; None if the batch does not have it."""
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
@@ -228,6 +234,22 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
             'each row again.'
         )
     return [int(count) for count in counts]
+
+
+def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
+    """Returns the length of each run of placeholders without a gap, by row; the argument is ``(rows, width)`` bool."""
+    numbers = is_placeholder.int()
+    padded = torch.nn.functional.pad(numbers, (1, 1))
+    changes = padded.diff(dim=1)
+    is_start = changes == 1
+    is_end = changes == -1
+    # `nonzero` goes row by row, so each start meets the end of its run.
+    _, starts = is_start.nonzero(as_tuple=True)
+    _, ends = is_end.nonzero(as_tuple=True)
+    lengths = ends - starts
+    runs_per_row = is_start.sum(dim=1).tolist()
+    lengths_of_rows = lengths.split(runs_per_row)
+    return [lengths_of_row.tolist() for lengths_of_row in lengths_of_rows]
 
 
 class _Placeholders(NamedTuple):
@@ -269,7 +291,7 @@ def entries_per_row(
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries
-    # If no tensor holds sizes, all items are taken to be equally large.
+    # If no tensor tells sizes that fit, all items are taken to be equally large.
     if num_tokens and not answers:
         scaled = [num_entries * tokens for tokens in placeholders.tokens]
         if all(count % num_tokens == 0 for count in scaled):
@@ -290,7 +312,7 @@ def entries_per_row(
 def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Placeholders) -> list[int] | None:
     """Returns the entries of each row if ``value`` holds the size of each item; None if it does not seem to.
 
-    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of tiles, ``(items,)``.
+    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of tiles, ``(items,)``. An item may have no tile.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None

@@ -94,19 +94,6 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
-    """Returns the length of each run of placeholders without a gap, by row; the argument is ``(rows, width)`` bool."""
-    padded = torch.nn.functional.pad(is_placeholder.int(), (1, 1))
-    changes = padded.diff(dim=1)
-    starts = (changes == 1).nonzero().tolist()
-    ends = (changes == -1).nonzero().tolist()
-    lengths: list[list[int]] = [[] for _ in is_placeholder]
-    # Both lists are in the order of rows and columns, so each start meets its end.
-    for (row, start), (_, end) in zip(starts, ends, strict=True):
-        lengths[row].append(end - start)
-    return lengths
-
-
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """All items have one shape, so the model gives each item the same number of tokens."""
     if num_items == 0:
