@@ -288,6 +288,8 @@ def entries_per_row(
             continue
         if not isinstance(value, torch.Tensor) or value.is_floating_point():
             continue
+        if value.dtype == torch.bool:  # a mask of items or tiles
+            continue
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries

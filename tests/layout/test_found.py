@@ -110,6 +110,17 @@ def test_mask_is_no_grid():
     assert LAYOUT.select(batch, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
 
 
+def test_mask_of_images_is_no_size():
+    """The last image is masked, but it has two tiles as the others."""
+    mask = torch.tensor([True, True, False])
+    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(6, 3, 2, 2), image_mask=mask)
+    first, middle, last = parts_of_rows(batch)
+    assert numbers_of(first['pixel_values']) == [0, 1, 2, 3]
+    assert 'pixel_values' not in middle
+    assert numbers_of(last['pixel_values']) == [4, 5]
+    assert last['image_mask'].tolist() == [False]
+
+
 def test_sizes_tell_adjacent_patches():
     """MiniCPM-V puts the patches of all images side by side into one tensor."""
     sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])  # two, one and four tokens; patches of 4 pixels
