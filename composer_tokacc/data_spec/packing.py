@@ -46,7 +46,7 @@ def pack_rows(
     Returns:
         ``input_ids`` ``(1, total)``; ``attention_mask`` bool ``(documents, total)``, True at the tokens of a document;
         ``position_ids`` that restart with each document, ``(1, total)``, or ``(3, 1, total)`` for multimodal ones.
-        A list with one value per row becomes a list with one list.
+        A list with one value per row becomes a list with one list, a list of counts (``num_images``) their sum.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
@@ -66,7 +66,7 @@ def pack_rows(
             if key != 'attention_mask':
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
-            packed[key] = _pack_value(value, num_rows=len(real))
+            packed[key] = _pack_value(key, value, num_rows=len(real))
     # The first real token of each row starts a document. `[real]` takes the real tokens, row after row.
     is_first_token = real.cumsum(dim=1) == 1
     is_start = is_first_token[real][None]
@@ -135,15 +135,17 @@ def _pack_tensor(
     )
 
 
-def _pack_value(value: Any, *, num_rows: int) -> Any:
+def _pack_value(key: str, value: Any, *, num_rows: int) -> Any:
     """Returns a value of the one packed row.
 
-    A list of numbers, one per row, becomes a list with their sum. Any other list with one value per row becomes a list
-    with that list. What is not a list of rows stays as it is.
+    A list of counts (``num_images``), one per row, becomes a list with their sum. Any other list with one value per row
+    becomes a list with that list: the sum of ``sample_ids`` would name another sample. What is not a list of rows stays
+    as it is.
     """
     if not isinstance(value, (list, tuple)) or len(value) != num_rows:
         return value
-    if all(isinstance(item, (int, float)) for item in value):
+    are_numbers = all(isinstance(item, (int, float)) for item in value)
+    if key.startswith('num_') and are_numbers:
         return [sum(value)]
     return [list(value)]
 

@@ -132,6 +132,13 @@ def test_packed_row_has_all_images(count):
     assert list(packed['num_images']) == [3]
 
 
+def test_packed_row_keeps_numbers_of_samples():
+    """Their sum would name another sample."""
+    batch = {**ragged_batch([(4, 2), (5, 3)]), 'sample_ids': [3, 7]}
+    packed = pack_rows(BatchLayout.infer(batch), batch)
+    assert packed['sample_ids'] == [[3, 7]]
+
+
 def test_packed_row_keeps_counts_of_documents():
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
     with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
