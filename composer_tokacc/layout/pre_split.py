@@ -109,7 +109,7 @@ class PreSplitBatch(Mapping[str, Any]):
             return None
         if isinstance(values[0], torch.Tensor):
             return self._joined_tensor(key)
-        if isinstance(values[0], list):
+        if isinstance(values[0], (list, tuple)):
             return list(chain.from_iterable(values))
         return values[0]  # the same for all rows
 

@@ -75,6 +75,13 @@ def test_is_a_read_only_mapping():
         batch['labels'] = torch.zeros(2, 5)
 
 
+def test_tuples_of_rows_are_joined():
+    """``zip(*samples)`` in a collator makes tuples."""
+    batch = pre_split(microbatch([5, 2]), microbatch([3]))
+    as_tuples = batch.map(lambda rows: {**rows, 'names': tuple(rows['names'])})
+    assert as_tuples['names'] == ['5', '2', '3']
+
+
 def test_rows_without_media_bring_none():
     batch = pre_split(microbatch([4, 4]), microbatch([3, 2], images=[1]))
     assert batch['pixel_values'].shape == (1, 3, 2, 2)
