@@ -66,7 +66,7 @@ def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     # The check trims rows to see how positions are counted. It cannot trim rows with a label behind their padding.
     is_unknown = rules.left == 'keep' and any(facts.has_label_behind_padding)
-    return rules.left == 'shift' or is_unknown
+    return is_unknown or rules.may_count_columns(facts)
 
 
 def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth]) -> None:

@@ -76,6 +76,16 @@ class CutRules:
             return 'keep'
         return getattr(self, name)
 
+    def may_count_columns(self, facts: RowFacts) -> bool:
+        """Returns whether more padding on the left of these rows may change their losses. The check has shown this.
+
+        Then either trimming has failed, or it needs ``position_ids`` that keep the positions.
+        """
+        name = 'left_with_positions' if facts.has_positions else 'left'
+        policy = getattr(self, name)
+        was_shown = getattr(self, f'{name}_width') != sys.maxsize
+        return policy == 'shift' or (policy == 'keep' and was_shown)
+
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the width that each row keeps; if rows are packed, its own length."""
         if self.packing or not facts.has_ids:

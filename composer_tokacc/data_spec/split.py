@@ -306,7 +306,7 @@ class MicrobatchSplit:
     def _check_positions(self, sources: Sequence[RowFacts]) -> None:
         """Raises if a model counts positions from padding on the left, which differs in each planned microbatch."""
         for facts in sources:
-            if facts.side == 'left' and self.rules.policy(facts) == 'shift':
+            if facts.side == 'left' and self.rules.may_count_columns(facts):
                 raise InvalidInputError(
                     'Rows must be padded on the right in microbatches that a loader has collated if the model counts '
                     f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '

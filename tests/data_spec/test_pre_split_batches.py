@@ -24,7 +24,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, column_counter, text_model, text_rows
 from tests.support.training import assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
@@ -211,6 +211,13 @@ def test_label_predicted_by_pad_is_refused():
     rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         fit(text_model(), left_padded_loader(rows))
+
+
+def test_positions_that_cannot_be_kept_are_refused():
+    """The check keeps the padding of such a model, but joined microbatches would have more of it."""
+    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    with pytest.raises(ValueError, match='padded on the right'):
+        fit(column_counter(), left_padded_loader(rows))
 
 
 def test_label_preceded_by_pad_counts():

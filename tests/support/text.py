@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 VOCABULARY = 64
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -31,6 +38,22 @@ def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
             **config,
         )
     )
+
+
+class ColumnCounter(GPT2LMHeadModel):
+    """Counts positions from the first column, and takes none of the batch."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, position_ids=positions, use_cache=False
+        )
+
+
+def column_counter() -> ColumnCounter:
+    torch.manual_seed(0)
+    sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
+    return ColumnCounter(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
 
 
 def whisper_model() -> WhisperForConditionalGeneration:
