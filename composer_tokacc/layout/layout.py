@@ -570,12 +570,16 @@ class BatchLayout:
             padding_side: ``'left'`` or ``'right'``.
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
+        If rows are padded and no batch has an ``attention_mask``, one is added: see :func:`with_masks`.
+
         Raises:
             ValueError: If the layout does not know an entry, or if only some batches have an entry that is not media.
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
             raise InvalidInputError('`batches` must hold at least one batch, got: none.')
+        if len({self.width(batch) for batch in batches}) > 1:
+            batches = with_masks(batches)
         keys: dict[str, None] = {}  # a dict keeps their order
         for batch in batches:
             keys |= dict.fromkeys(batch)
@@ -714,6 +718,22 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
         unit = 'row' if num_rows == 1 else 'shared'
         return Entry(unit=unit, seq_dims=(1,))
     return entry
+
+
+def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Returns the batches with an ``attention_mask`` of their positions, to be padded, if none of them has one.
+
+    Without a mask a model would attend to the new padding. If the batches bring positions they get no mask, because
+    Transformers finds the documents of packed rows by ``position_ids`` only if there is no mask.
+    """
+    masked: list[Batch] = []
+    for batch in batches:
+        ids = batch.get('input_ids')
+        has_mask = batch.get('attention_mask') is not None
+        if has_mask or not isinstance(ids, torch.Tensor) or batch.get('position_ids') is not None:
+            return batches
+        masked.append({**batch, 'attention_mask': torch.ones_like(ids)})
+    return masked
 
 
 def _has_dim(value: torch.Tensor, dim: int) -> bool:

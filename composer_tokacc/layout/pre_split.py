@@ -21,7 +21,7 @@ import torch
 from composer_tokacc.batch import Batch, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
-from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.layout import BatchLayout, with_masks
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
@@ -167,6 +167,7 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
     if new_width == old_width:
         return batch
     side = padding_side(batch)
+    (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)
     for key, value in batch.items():
         if key in TEXT_ENTRIES and isinstance(value, torch.Tensor):

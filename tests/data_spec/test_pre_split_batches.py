@@ -213,6 +213,27 @@ def test_label_predicted_by_pad_is_refused():
         fit(text_model(), left_padded_loader(rows))
 
 
+@pytest.mark.parametrize('width_multiple', [1, 8])
+def test_padding_without_masks_is_not_attended(width_multiple):
+    """Rows of one length need no mask. If their microbatch is padded later, it gets one."""
+    lengths = [9, 9, 5, 5]
+    batch = masked_batch(lengths)
+    rows = []
+    for row, length in enumerate(lengths):
+        rows.append({key: batch[key][row : row + 1, :length] for key in ('input_ids', 'labels')})
+
+    def collate_rows(rows):
+        return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+    sampler = RegroupingBatchSampler(
+        rows, lengths=lengths, global_batch_size=4, max_tokens=32, width_multiple=width_multiple, shuffle=False
+    )
+    data = token_data_spec(
+        RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_rows), width_multiple=width_multiple
+    )
+    assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
+
+
 def test_positions_that_cannot_be_kept_are_refused():
     """The check keeps the padding of such a model, but joined microbatches would have more of it."""
     rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
