@@ -472,6 +472,9 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
     """Returns each piece with dummy rows of the modalities that it lacks.
 
     If a piece with its dummy rows is over a cap, it is halved until it fits or has one row.
+
+    Raises:
+        RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
         return list(pieces)
@@ -480,6 +483,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
     while pending:
         piece = pending.pop()
         missing = missing_dummies(dummies, piece.facts, piece.rows)
+        _check_rotary_limit(piece.facts, missing)
         with_missing = replace(piece, dummies=missing)
         num_rows = len(piece.rows)
         if num_rows > 1 and with_missing.dummies and not with_missing.fits:
@@ -490,6 +494,20 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         else:
             completed.append(with_missing)
     return completed
+
+
+def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
+    """Raises if dummy rows are wider than the limit of the rotary embedding, but the device batch is not."""
+    if _width_matters([facts]) or not _width_matters(dummies):
+        return
+    width_limit = facts.layout.width_limit
+    widest = max(dummy.width for dummy in dummies)
+    raise NotExactError(
+        f'Rows with media must not be wider than {width_limit} tokens on one rank if the rows of another rank are '
+        f'narrower, got: {widest} and {facts.width}. The row with media is also computed on the other rank, to keep '
+        'its encoder in use, and in wider rows the rotary embedding of this model depends on the width. Shorten the '
+        'rows with media, or pad all rows to one width.'
+    )
 
 
 def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:

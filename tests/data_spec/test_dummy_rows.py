@@ -33,7 +33,15 @@ from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
 from tests.support.family_processors import word_tokenizer
 from tests.support.small_batches import text_batch
-from tests.support.training import composer_gradients, in_double, loader, relative_error, tensors_in
+from tests.support.text import ragged_batch, text_model
+from tests.support.training import (
+    composer_gradients,
+    in_double,
+    loader,
+    reference_gradients,
+    relative_error,
+    tensors_in,
+)
 
 TEXT_ROWS = [0, 4]
 for_each_side = pytest.mark.parametrize('side', ['right', 'left'])
@@ -322,3 +330,24 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
         assert 'pixel_values' not in microbatch
         assert layout.num_rows(microbatch) == num_samples(microbatch)
     assert sum(map(num_samples, microbatches)) == 8
+
+
+@pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
+def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
+    """Beyond 16 tokens the widest row of a batch changes the embedding of all."""
+    model = in_double(text_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16))
+    layout = BatchLayout.for_model(model)
+    batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
+    facts = describe(layout, batch)
+    dummy = describe(layout, zero_weight(with_counts(ragged_batch([(length, 1)]))))
+    piece = Piece.from_facts(facts, CutRules(right='trim'), CutOptions())
+    expected, _ = reference_gradients(model, batch)
+
+    (with_dummy,) = build([replace(piece, dummies=[dummy])])
+    gradients, _ = reference_gradients(model, with_dummy)
+    assert (relative_error(gradients, expected) < 1e-12) is fits
+    if fits:
+        split.with_dummies([piece], {'image': dummy})
+    else:
+        with pytest.raises(RuntimeError, match=r'16 tokens.*17 and 9'):
+            split.with_dummies([piece], {'image': dummy})
