@@ -63,7 +63,7 @@ def pack_rows(
         if key == ROWS_KEY:
             packed[key] = [summed(value)]
         elif isinstance(value, Tensor):
-            if key != 'attention_mask':
+            if key != 'attention_mask':  # the mask of the documents is written below
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))

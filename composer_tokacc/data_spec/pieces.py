@@ -87,7 +87,10 @@ class CutRules:
         return policy == 'shift' or (policy == 'keep' and was_shown)
 
     def widths(self, facts: RowFacts) -> list[int]:
-        """Returns the width that each row keeps; if rows are packed, its own length."""
+        """Returns the width that each row keeps; if rows are packed, its own length.
+
+        Without ``input_ids`` all rows keep their width, which is also their length: every position counts as attended.
+        """
         if self.packing or not facts.has_ids:
             return facts.lengths
         if self.policy(facts) == 'keep':
@@ -223,8 +226,8 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
         layout: Layout of the microbatch.
         microbatch: The rows with weight.
         rows: The dummy rows, each a batch of one row.
-        side: Padding side of the device batch. A trimmed microbatch may have no padding, so its side cannot be read
-            from it. The other side may be one that the check has not shown to be exact.
+        side: Padding side of the device batch. The check has shown that padding on this side changes nothing. It
+            cannot be read from the microbatch, which may have no padding after trimming.
     """
     positions = microbatch.get('position_ids')
     has_positions = positions is not None and positions.dim() == 2
@@ -320,7 +323,8 @@ class Piece:
             return False
         for size, cap in self.options.caps.items():
             total = sum(self.sizes[size])
-            # Rows without images fit: if the dummy rows are over the cap, fewer rows would not help.
+            # The image tokens of dummy rows count only if the rows have some, too. Rows without images cannot be cut
+            # so that fewer image tokens remain.
             if size == 'image_tokens' and total > 0:
                 for dummy in self.dummies:
                     total += sum(dummy.image_tokens)
@@ -358,6 +362,9 @@ class Piece:
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if the largest row is over a cap. With ``on_oversize='warn'`` it logs a warning.
+
+        A row counts without the columns that :attr:`width` adds by rounding up. If only they are over the cap, the row
+        is computed alone.
 
         ``indices`` are the indices of the rows in the dataset, if they are known.
         """

@@ -291,12 +291,18 @@ class MicrobatchSplit:
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
+        # Microbatches without padding read as padded on the right. The widest one tells whether the policy for rows
+        # padded on the left was shown to hold for all of them.
         widest = max(sources, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) == 'trim'
 
     def _joined(self, layout: BatchLayout, planned: PreSplitBatch, sources: Sequence[RowFacts]) -> RowFacts:
-        """Returns the facts of one batch of all rows, which is cut again. Raises if joining would change a loss."""
+        """Returns the facts of one batch of all rows, which is cut again.
+
+        Raises ValueError if joining would change a loss: narrower microbatches get more padding on the left. It may
+        move positions, and a pad may predict a first label.
+        """
         self._check_positions(sources)
         joined = planned.joined(layout)
         facts = describe(layout, joined)
@@ -304,7 +310,10 @@ class MicrobatchSplit:
         return facts
 
     def _check_positions(self, sources: Sequence[RowFacts]) -> None:
-        """Raises if a model counts positions from padding on the left, which differs in each planned microbatch."""
+        """Raises if the model counts positions from the first column, and rows are padded on the left.
+
+        In each planned microbatch they have another number of pads than in the joined batch.
+        """
         for facts in sources:
             if facts.side == 'left' and self.rules.may_count_columns(facts):
                 raise InvalidInputError(
@@ -344,7 +353,7 @@ class MicrobatchSplit:
                 indices = planned.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # Repeated samples have no weight, and need not be computed.
+                # The trainer repeats samples only to give all ranks equally many. They have no weight.
                 rows = rows_of(facts.batch)
                 samples = [row for row in piece.rows if rows[row].samples]
                 piece = piece.take(samples)
@@ -516,7 +525,10 @@ def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
 
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row."""
+    """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row.
+
+    The part is at the end of the row without padding. A row with media is not cut, because it needs its placeholders.
+    """
     if dummies:
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return sources[0].layout.concat(dummy_batches)

@@ -36,8 +36,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     The model is trained on the microbatches. For callbacks that look at the whole batch it is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
-    when it is first read. The model does not see it, so a change has no effect, and items cannot be set. Lists with one
-    value per row are joined too.
+    when it is first read. The model does not see it, so a change has no effect, and items cannot be set. Lists and
+    tuples with one value per row are joined too, to a list. Of any other value the first microbatch's is returned.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
@@ -111,7 +111,7 @@ class PreSplitBatch(Mapping[str, Any]):
             return self._joined_tensor(key)
         if isinstance(values[0], (list, tuple)):
             return list(chain.from_iterable(values))
-        return values[0]  # the same for all rows
+        return values[0]  # a plain value, which should be the same in all microbatches
 
     def _joined_tensor(self, key: str) -> torch.Tensor:
         # A microbatch without the key may have no images, and would not tell the family.
@@ -156,7 +156,8 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 def widened(batch: Batch, width_multiple: int) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
 
-    A ``width_multiple`` above the width becomes the new width.
+    A ``width_multiple`` above the width becomes the new width. Only the keys of ``TEXT_ENTRIES`` are padded, because no
+    layout of the model is known here.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -179,9 +180,10 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
 
 
 def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: the id of existing padding. If there is none, the last id of the first row.
+    """Returns an id to pad with: the first id that a mask hides, because most are padding. Else a row's last id.
 
-    The fallback must not be an image placeholder. A row's last token never is one.
+    Any id will do, because the mask hides the new padding, but a placeholder of an image would be counted. A row's last
+    token never is one.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
