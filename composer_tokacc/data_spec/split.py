@@ -143,8 +143,9 @@ class MicrobatchSplit:
             return 0
         lengths = _lengths_of(sources)
         budget = self._budget(sources, microbatch_size)
-        # A row over the budget is packed alone.
-        return max(min(budget, sum(lengths)), *lengths)
+        largest_group = min(budget, sum(lengths))
+        longest_row = max(lengths)  # a row over the budget is packed alone
+        return max(largest_group, longest_row)
 
     def _budget(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the decoder's text, if there is one."""
