@@ -578,7 +578,8 @@ class BatchLayout:
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
             raise InvalidInputError('`batches` must hold at least one batch, got: none.')
-        if len({self.width(batch) for batch in batches}) > 1:
+        widths = {self.width(batch) for batch in batches}
+        if len(widths) > 1:
             batches = with_masks(batches)
         keys: dict[str, None] = {}  # a dict keeps their order
         for batch in batches:
@@ -729,10 +730,12 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     masked: list[Batch] = []
     for batch in batches:
         ids = batch.get('input_ids')
-        has_mask = batch.get('attention_mask') is not None
-        if has_mask or not isinstance(ids, torch.Tensor) or batch.get('position_ids') is not None:
+        mask = batch.get('attention_mask')
+        positions = batch.get('position_ids')
+        if ids is None or mask is not None or positions is not None:
             return batches
-        masked.append({**batch, 'attention_mask': torch.ones_like(ids)})
+        mask = torch.ones_like(ids)
+        masked.append({**batch, 'attention_mask': mask})
     return masked
 
 
