@@ -5,8 +5,8 @@
 
 Each rank pads to its own longest row. If all rows were in one batch, some would have more padding. More padding on the
 right changes nothing. On the left it changes two things. If the first token has a label, the pad before it predicts
-that label. And some models count positions from the first column. A step in which one of these matters is refused,
-because its gradient would depend on the number of ranks.
+that label. And some models count positions from the first column, or compute the pads (a recurrent network). A step in
+which one of these matters is refused, because its gradient would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RankWidth:
             if facts.is_padded and facts.side == 'right':
                 continue
             # Rows without padding count, too, because they may be on a narrower rank.
-            if _may_count_columns(facts, rules):
-                reason = 'the model may count positions from the first column'
+            if _may_depend_on_padding(facts, rules):
+                reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
         return cls(width, is_left, reason)
@@ -59,27 +59,33 @@ class RankWidth:
         return [self.is_left, bool(self.reason), self.width, self.width**2]
 
 
-def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether the model may count positions from the first column. The check of its rows has shown this."""
+def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
+    """Returns whether more padding on the left may change the losses of these rows."""
     # Packed rows have no padding.
-    if rules is None or rules.packing or facts.has_positions:
+    if rules is None or rules.packing:
         return False
-    # The check trims rows to see how positions are counted. It cannot trim rows with a label behind their padding.
-    is_unknown = rules.left == 'keep' and any(facts.has_label_behind_padding)
-    return is_unknown or rules.may_count_columns(facts)
+    if rules.depends_on_left_padding(facts):
+        return True
+    # The check cannot trim rows with a label behind their padding. So if all padded rows have one, it has shown
+    # nothing. Positions that come with the batch do not depend on its padding.
+    is_trimmed = rules.left == 'trim' or facts.has_positions
+    return any(facts.has_label_behind_padding) and not is_trimmed
 
 
-def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth]) -> None:
+def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth], *, was_checked: bool) -> None:
     """Raises RuntimeError on all ranks if more padding on the left would change the rows of a rank.
 
     Args:
         sums: Sums over the ranks of :meth:`RankWidth.numbers`.
-        width_of_rank: Returns the width of this rank again, by the rules that are known now. Called only if the sums
-            show unequal widths that may matter.
+        width_of_rank: Returns the width of this rank by the rules that hold now. Called only if the sums show unequal
+            widths that may matter.
+        was_checked: Whether rows were checked since the sums were made. Then the check may have found that padding
+            matters, and the sums do not show it.
     """
     num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
     are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
-    if are_equal or not num_left or not num_with_reason:
+    may_matter = num_with_reason > 0 or was_checked
+    if are_equal or not num_left or not may_matter:
         return
     widths = all_gather_object(width_of_rank())
     widest = max(other.width for other in widths)

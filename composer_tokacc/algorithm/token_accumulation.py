@@ -291,9 +291,10 @@ class TokenAccumulation(Algorithm):
         (num_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
-        if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
+        is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0)
+        if is_check_due:
             run.prove(state.batch)
-        check_widths(sums['widths'], lambda: run.width_of(step))
+        check_widths(sums['widths'], lambda: run.width_of(step), was_checked=is_check_due)
         run.begin_step(step)
 
     def _count_batch(self, state: State, batch_index: int) -> Step:

@@ -76,15 +76,14 @@ class CutRules:
             return 'keep'
         return getattr(self, name)
 
-    def may_count_columns(self, facts: RowFacts) -> bool:
-        """Returns whether more padding on the left of these rows may change their losses. The check has shown this.
+    def depends_on_left_padding(self, facts: RowFacts) -> bool:
+        """Returns whether the check has shown that trimming rows like these on the left changes their losses.
 
-        Then either trimming has failed, or it needs ``position_ids`` that keep the positions.
+        These rows may have no padding themselves. False if the check has trimmed no row on the left yet.
         """
         name = 'left_with_positions' if facts.has_positions else 'left'
-        policy = getattr(self, name)
         was_shown = getattr(self, f'{name}_width') != sys.maxsize
-        return policy == 'shift' or (policy == 'keep' and was_shown)
+        return was_shown and getattr(self, name) != 'trim'
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the width that each row keeps; if rows are packed, its own length.

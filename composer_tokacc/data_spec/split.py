@@ -316,7 +316,7 @@ class MicrobatchSplit:
         In each planned microbatch they have another number of pads than in the joined batch.
         """
         for facts in sources:
-            if facts.side == 'left' and self.rules.may_count_columns(facts):
+            if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
                 raise InvalidInputError(
                     'Rows must be padded on the right in microbatches that a loader has collated if the model counts '
                     f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '

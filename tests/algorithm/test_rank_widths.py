@@ -1,17 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows padded on the left, where each of two ranks pads to its own longest row."""
+"""Rows padded on the left, where each rank pads to its own longest row."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
-from composer_tokacc.algorithm.rank_widths import RankWidth
+from composer_tokacc.algorithm import rank_widths
+from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.layout import BatchLayout, describe, describe_all
+from tests.checks.test_first_batch import gpt2, gpt2_without_position_ids
 from tests.support.launch import launch_json
-from tests.support.text import ragged_batch
+from tests.support.text import ragged_batch, text_model
+from tests.support.training import fit
 
 EXACT = [
     'masked',
@@ -19,6 +24,7 @@ EXACT = [
     'labelled, on the right',
     'positions, equally wide',
     'positions, on the right',
+    'no position_ids, equally wide',
 ]
 
 
@@ -29,7 +35,8 @@ def test_widths_of_ranks_matter_only_on_the_left():
         assert outcomes[case] < 1e-6, case
     assert 'got: 9 on rank 0' in outcomes['labelled']
     assert 'a label, which the pad before it would predict' in outcomes['labelled']
-    assert 'count positions' in outcomes['positions']
+    for case in ('positions', 'positions, padded later', 'no position_ids'):
+        assert 'count positions' in outcomes[case]
 
 
 @pytest.mark.parametrize(
@@ -46,3 +53,38 @@ def test_width_matters_if_trimming_failed(rules, matters):
     facts = describe(BatchLayout.infer(batch), batch)
     width = RankWidth.of([facts], rules, 'causal')
     assert bool(width.reason) is matters
+
+
+@pytest.mark.parametrize(
+    ('make', 'has_positions', 'depends'),
+    [
+        (text_model, False, False),
+        (gpt2, False, True),
+        (gpt2, True, False),
+        (gpt2_without_position_ids, False, True),
+        (gpt2_without_position_ids, True, True),
+    ],
+)
+def test_padding_matters_if_it_cannot_be_trimmed(make, has_positions, depends):
+    """GPT-2 counts positions from the first column, unless it gets them. Without the argument it cannot get them."""
+    batch = ragged_batch(side='left')
+    if has_positions:
+        batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    run = fit(make(), batch).trainer.state.algorithms[0]._run
+    facts = describe_all(run.check.layout, batch)
+    width = RankWidth.of(facts, run.split.rules, run.check.rule)
+    assert width.is_left
+    assert bool(width.reason) == depends
+
+
+@pytest.mark.parametrize('was_checked', [True, False])
+def test_check_of_this_step_counts(was_checked, monkeypatch):
+    """The sums are made before the check, so they do not show that the check has found a reason."""
+    before_check = [RankWidth(9, is_left=True, reason=''), RankWidth(14, is_left=True, reason='')]
+    after_check = [RankWidth(width.width, is_left=True, reason='positions') for width in before_check]
+    sums = [sum(numbers) for numbers in zip(*[width.numbers() for width in before_check], strict=True)]
+    monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(rank_widths, 'all_gather_object', lambda _: after_check)
+    refusal = pytest.raises(RuntimeError, match='9 on rank 0') if was_checked else nullcontext()
+    with refusal:
+        check_widths(sums, lambda: after_check[0], was_checked=was_checked)

@@ -9,20 +9,32 @@ message of the refusal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from composer.utils import dist
 
-from tests.checks.test_first_batch import gpt2
+from tests.checks.test_first_batch import gpt2, gpt2_without_position_ids
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
+UNPADDED = [(9, 5), (9, 3)]
 LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
 
 
-def measure(model: Any, shape: list[tuple[int, int]], *, side: str = 'left', equal_widths: bool = False) -> Any:
-    """Returns the relative error of the gradient, or the message of the refusal. Each rank takes two of four rows."""
+def measure(
+    model: Any,
+    shape: list[tuple[int, int]],
+    *,
+    side: str = 'left',
+    equal_widths: bool = False,
+    earlier_shapes: Sequence[list[tuple[int, int]]] = (),
+) -> Any:
+    """Returns the relative error of the last gradient, or the message of the refusal.
+
+    Each rank takes two of four rows. ``earlier_shapes`` are the rows of steps before it, the same on both ranks.
+    """
     rows = text_rows(shape)
     batch = collate(rows, side=side)
     start = 2 * dist.get_global_rank()
@@ -30,8 +42,9 @@ def measure(model: Any, shape: list[tuple[int, int]], *, side: str = 'left', equ
     rank_batch = collate(rows[rows_of_rank], side=side)
     if equal_widths:
         rank_batch = {key: value[rows_of_rank] for key, value in batch.items()}
+    earlier_batches = [collate(text_rows(earlier_shape), side=side) for earlier_shape in earlier_shapes]
     try:
-        recorder = fit(model, rank_batch, microbatch_size=1)
+        recorder = fit(model, *earlier_batches, rank_batch, microbatch_size=1)
     except RuntimeError as error:
         return str(error)
     expected, _ = reference_gradients(model, batch)
@@ -47,5 +60,8 @@ def main() -> dict[str, Any]:
         'labelled, on the right': measure(text_model(), LABELLED, side='right'),
         'positions': measure(gpt2(), MASKED),
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
+        'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
+        'no position_ids': measure(gpt2_without_position_ids(), MASKED),
+        'no position_ids, equally wide': measure(gpt2_without_position_ids(), MASKED, equal_widths=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
     }
