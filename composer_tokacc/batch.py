@@ -142,6 +142,11 @@ def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
     check_dense(batch)
     check_ids(batch)
     ids = batch.get('input_ids')
+    if is_decoder and not isinstance(ids, Tensor | None):
+        raise InvalidInputError(
+            f'`input_ids` must be a tensor of shape (rows, width), got: {type(ids).__name__}. Make it one in the '
+            'collator.'
+        )
     if is_decoder and ids is not None and labels.shape != ids.shape:
         raise InvalidInputError(
             f'`labels` must be of the shape of `input_ids`, {tuple(ids.shape)}, one for each token, '

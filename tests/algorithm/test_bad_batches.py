@@ -52,6 +52,12 @@ def test_labels_that_are_not_int64(dtype, has_spec, smallest):
     assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
 
 
+def test_ids_in_lists():
+    message = refusal(batch_of(input_ids=batch_of()['input_ids'].tolist()))
+    assert '`input_ids` must be a tensor' in message
+    assert 'list' in message
+
+
 @pytest.mark.parametrize(('label', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
 def test_label_outside_vocabulary_names_sample(label, batches_before):
     message = refusal(*batches_before, with_label(label))
