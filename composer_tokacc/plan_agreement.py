@@ -35,6 +35,8 @@ SHOWN_NUMBERS = 4
 """An error shows no more numbers of a table, no more ranks with the same value, and no more values."""
 
 STREAMING_OPTIONS = (
+    'batch_size',
+    'replication',
     'epoch_size',
     'shuffle',
     'shuffle_algo',

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc import plan_agreement
-from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum, table_facts
+from composer_tokacc.plan_agreement import (
+    PlanRecord,
+    RankReport,
+    check_plans,
+    find_difference,
+    numbers_to_sum,
+    plan_record_of,
+    table_facts,
+)
 from tests.support.launch import launch_json
 
 WORDS_OF_MESSAGE = {
@@ -60,6 +69,27 @@ def test_unlike_ranks_are_refused():
         assert message.startswith('1: `epoch` must be the same on all ranks, got: 1 on rank 0, 2 on rank 1')
     assert len(results['exact']) == 4
     assert max(results['exact']) < 1e-6
+
+
+class Shards(IterableDataset):
+    """Holds the arguments of a StreamingDataset. With another batch size its rank reads other samples."""
+
+    num_canonical_nodes = 2
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_batch_size_of_stream_is_compared():
+    records = [plan_record_of({}, DataLoader(Shards(size), batch_size=4), 0) for size in (4, 4, 2)]
+    first, same, other = [record.checksum for record in records]
+    assert first == same
+    assert first != other
+    reports = [RankReport(rank, len(records), facts=record.facts()) for rank, record in enumerate(records)]
+    assert '`batch_size` must be the same on all ranks' in find_difference(reports)
 
 
 @settings(deadline=None, max_examples=200)
