@@ -145,6 +145,10 @@ class RunContext:
         model = _unwrapped(state.model)
         _check_trains_something(model)
         check_gradient_hooks(model)
+        # Without `check_loss` the user accepts that the run depends on how batches are cut.
+        self._norms = _batch_norms(model) if options.check_loss else {}
+        # Before anything is added to the model, so that a refused model stays as it was.
+        self.check_norms()
         self.world_size = get_world_size()
         self._reads_weights = options.token_weights == 'column'
         coefficient = None
@@ -187,9 +191,6 @@ class RunContext:
             microbatch_size=microbatch_size,
             selector=self.logits.selector,
         )
-        # Without `check_loss` the user accepts that the run depends on how batches are cut.
-        self._norms = _batch_norms(model) if options.check_loss else {}
-        self.check_norms()
 
     def begin_step(self, step: Step) -> None:
         """Begins a step. The split will write its microbatches into the record of the step."""
@@ -361,7 +362,7 @@ def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vo
         microbatches: The microbatches of one device batch, on the CPU.
         vocabulary: The number of logits of a position; None: no forward has shown it yet.
     """
-    model = getattr(model, 'module', model)
+    model = _unwrapped(model)
     is_hugging_face = isinstance(model, HuggingFaceModel)
     # Labels of a custom model need not be at the positions of the ids.
     is_decoder = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)

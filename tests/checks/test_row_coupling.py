@@ -24,6 +24,15 @@ def test_batch_norm_in_training(regroup):
         fit(with_batch_norm(), ragged_batch(), regroup=regroup)
 
 
+def test_refused_model_stays_as_it_was():
+    model = with_batch_norm()
+    with pytest.raises(RuntimeError, match='BatchNorm'):
+        fit(model, ragged_batch())
+    for name, module in model.named_modules():
+        assert not module._forward_pre_hooks, name
+        assert not module._forward_hooks, name
+
+
 def test_batch_norm_is_accepted_on_request():
     model = with_batch_norm()
     assert fit(model, ragged_batch(), loss_tokens='causal', check_loss=False).gradients
