@@ -11,13 +11,18 @@ which one of these matters is refused, because its gradient would depend on the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_world_size
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.refusals import NotExactError
+
+# With a cache, a second call with the same message does nothing.
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 @dataclass(frozen=True)
@@ -31,23 +36,24 @@ class RankWidth:
     """What more padding on the left would change; empty: nothing."""
 
     @classmethod
-    def of(cls, sources: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
+    def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
         """Returns the width of a batch.
 
         Args:
-            sources: The facts of the batch, or of each of its microbatches; none: nothing is known.
-            rules: How rows may be cut; None: no check has told yet.
+            facts_of_parts: The facts of the batch, or of each microbatch of a loader. Empty: nothing is known.
+            rules: How rows may be cut. None: the run does not trim rows, so nothing is known about padding.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
         width = 0
         is_left = False
         reason = ''
-        for facts in sources:
+        for facts in facts_of_parts:
             width = max(width, facts.width)
             is_left |= facts.is_padded and facts.side == 'left'
-            if facts.is_padded and facts.side == 'right':
+            is_padded_right = facts.is_padded and facts.side == 'right'
+            if is_padded_right:
                 continue
-            # Rows without padding count, too, because they may be on a narrower rank.
+            # Rows without padding count, too: in a wider batch they would get padding on the left.
             if _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
@@ -72,7 +78,9 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
     return any(facts.has_label_behind_padding) and not is_trimmed
 
 
-def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth], *, was_checked: bool) -> None:
+def check_widths(
+    sums: Sequence[float], width_of_rank: Callable[[], RankWidth], *, was_checked: bool, is_trimmed: bool
+) -> None:
     """Raises RuntimeError on all ranks if more padding on the left would change the rows of a rank.
 
     Args:
@@ -81,11 +89,21 @@ def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth], 
             widths that may matter.
         was_checked: Whether rows were checked since the sums were made. Then the check may have found that padding
             matters, and the sums do not show it.
+        is_trimmed: Whether the run trims rows. If not, no check shows whether the model counts positions from the first
+            column, so unequal widths are warned of.
     """
     num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
     are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
+    if are_equal or not num_left:
+        return
+    if not is_trimmed:
+        _warn_once(
+            'Rows padded on the left have other widths on other ranks. If the model counts positions from the first '
+            'column, the gradient depends on the number of ranks. That was not checked: use token_data_spec(), or pad '
+            'on the right (docs/errors.md#padding).'
+        )
     may_matter = num_with_reason > 0 or was_checked
-    if are_equal or not num_left or not may_matter:
+    if not may_matter:
         return
     widths = all_gather_object(width_of_rank())
     widest = max(other.width for other in widths)

@@ -294,7 +294,12 @@ class TokenAccumulation(Algorithm):
         is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)
-        check_widths(sums['widths'], lambda: run.width_of(step), was_checked=is_check_due)
+        check_widths(
+            sums['widths'],
+            lambda: run.width_of(step),
+            was_checked=is_check_due,
+            is_trimmed=run.split is not None,
+        )
         run.begin_step(step)
 
     def _count_batch(self, state: State, batch_index: int) -> Step:

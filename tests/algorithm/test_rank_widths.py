@@ -87,4 +87,15 @@ def test_check_of_this_step_counts(was_checked, monkeypatch):
     monkeypatch.setattr(rank_widths, 'all_gather_object', lambda _: after_check)
     refusal = pytest.raises(RuntimeError, match='9 on rank 0') if was_checked else nullcontext()
     with refusal:
-        check_widths(sums, lambda: after_check[0], was_checked=was_checked)
+        check_widths(sums, lambda: after_check[0], was_checked=was_checked, is_trimmed=True)
+
+
+@pytest.mark.parametrize('is_trimmed', [True, False])
+def test_unknown_padding_is_warned_of(is_trimmed, monkeypatch, caplog):
+    """Without `token_data_spec` rows are not trimmed, so no check shows how the model counts positions."""
+    rank_widths._warn_once.cache_clear()
+    monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
+    numbers_of_ranks = [RankWidth(width, is_left=True, reason='').numbers() for width in (9, 14)]
+    sums = [sum(numbers) for numbers in zip(*numbers_of_ranks, strict=True)]
+    check_widths(sums, lambda: RankWidth(9, True, ''), was_checked=False, is_trimmed=is_trimmed)
+    assert ('padded on the left' in caplog.text) != is_trimmed
