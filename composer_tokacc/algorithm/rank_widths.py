@@ -21,8 +21,7 @@ from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.refusals import NotExactError
 
-# With a cache, a second call with the same message does nothing.
-_warn_once = cache(logging.getLogger(__name__).warning)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,7 @@ def check_widths(
     if are_equal or not num_left:
         return
     if not is_trimmed:
-        _warn_once(
-            'Rows padded on the left have other widths on other ranks. If the model counts positions from the first '
-            'column, the gradient depends on the number of ranks. That was not checked: use token_data_spec(), or pad '
-            'on the right (docs/errors.md#padding).'
-        )
+        _warn_of_unknown_positions()
     may_matter = num_with_reason > 0 or was_checked
     if not may_matter:
         return
@@ -115,3 +110,13 @@ def check_widths(
                 'rows to one width, pad on the right, or mask that label (-100) and give `position_ids` '
                 '(docs/errors.md#padding).'
             )
+
+
+@cache
+def _warn_of_unknown_positions() -> None:
+    """Warns once that nothing shows whether unequal padding on the left changes the gradient."""
+    log.warning(
+        'Rows padded on the left have other widths on other ranks. If the model counts positions from the first '
+        'column, the gradient depends on the number of ranks. That was not checked: use token_data_spec(), or pad '
+        'on the right (docs/errors.md#padding).'
+    )

@@ -93,7 +93,7 @@ def test_check_of_this_step_counts(was_checked, monkeypatch):
 @pytest.mark.parametrize('is_trimmed', [True, False])
 def test_unknown_padding_is_warned_of(is_trimmed, monkeypatch, caplog):
     """Without `token_data_spec` rows are not trimmed, so no check shows how the model counts positions."""
-    rank_widths._warn_once.cache_clear()
+    rank_widths._warn_of_unknown_positions.cache_clear()
     monkeypatch.setattr(rank_widths, 'get_world_size', lambda: 2)
     numbers_of_ranks = [RankWidth(width, is_left=True, reason='').numbers() for width in (9, 14)]
     sums = [sum(numbers) for numbers in zip(*numbers_of_ranks, strict=True)]
