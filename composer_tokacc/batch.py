@@ -22,7 +22,7 @@ MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> Tensor:
-    """Returns the ids, or if there are none the labels, whose rows are the rows of the batch."""
+    """Returns the tensor whose rows are the rows of the batch: the ids, or else the labels or the decoder's ids."""
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
             text = batch.get(key)
@@ -36,7 +36,9 @@ def text_of(batch: Batch) -> Tensor:
 def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
-    The labels of an encoder-decoder model lie at positions of the decoder, and may have the same shape by chance.
+    The labels of an encoder-decoder model lie at positions of the decoder, and may have its shape by chance. Only a
+    batch with ``decoder_input_ids`` shows this. In other batches a label keeps its column from being trimmed, which
+    changes no loss.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or 'decoder_input_ids' in batch:
@@ -83,7 +85,7 @@ def check_ids(batch: Batch) -> None:
     """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
-        return  # then `labels` are the text, see text_of
+        return  # a custom model may take other ids; then `labels` are the text, see text_of
     if ids is not None and not _are_rows_of_ids(ids):
         raise InvalidInputError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
@@ -94,8 +96,9 @@ def check_ids(batch: Batch) -> None:
         return
     mask = batch.get('attention_mask')
     if isinstance(mask, Tensor):
-        is_for_all_rows = mask.dim() == 4 and len(mask) == 1
-        _check_width(batch, 'attention_mask', has_rows=is_for_all_rows or len(mask) == len(ids))
+        # A mask of four dimensions may be shared by all rows.
+        is_shared = mask.dim() == 4 and len(mask) == 1
+        _check_width(batch, 'attention_mask', has_rows=is_shared or len(mask) == len(ids))
     positions = batch.get('position_ids')
     if isinstance(positions, Tensor) and positions.dim() in (2, 3):
         # If there are three dimensions, the first one is for time, height and width.
@@ -133,21 +136,23 @@ def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
         )
 
 
-def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
+def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
     """Raises ValueError, naming the sample, if tokens of the batch cannot be counted. The batch is on the CPU.
 
-    ``is_decoder``: whether labels must lie at the positions of the ids.
+    Args:
+        batch: The batch.
+        labels_are_at_ids: Whether each id must have a label. False for an encoder-decoder model.
     """
     labels = labels_of(batch)
     check_dense(batch)
     check_ids(batch)
     ids = batch.get('input_ids')
-    if is_decoder and not isinstance(ids, Tensor | None):
+    if labels_are_at_ids and not isinstance(ids, Tensor | None):
         raise InvalidInputError(
             f'`input_ids` must be a tensor of shape (rows, width), got: {type(ids).__name__}. Make it one in the '
             'collator.'
         )
-    if is_decoder and ids is not None and labels.shape != ids.shape:
+    if labels_are_at_ids and ids is not None and labels.shape != ids.shape:
         raise InvalidInputError(
             f'`labels` must be of the shape of `input_ids`, {tuple(ids.shape)}, one for each token, '
             f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '
@@ -270,7 +275,8 @@ def lengths_of(real: Tensor, side: str) -> list[int]:
     rows, width = real.shape
     if bool(real.all()):
         return [width] * rows
-    # How long a row is if a position is the last one that must stay. The largest number counts, so that holes stay.
+    # The distance of each column from the side without padding. The farthest real position tells the length of a row,
+    # so positions without attention between real ones count, too.
     distance = torch.arange(1, width + 1, device=real.device)
     if side == 'left':
         distance = distance.flip(0)

@@ -126,8 +126,10 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
         return
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # If a sampler is for another rank, the sum differs.
+    # Two samplers for the same rank, and none for another, show in this sum.
     all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
+    # The checksum covers the number of ranks. So if this differs on some rank only, the checksums are unequal, too, and
+    # all ranks compare their plans.
     is_for_all = record is None or record.num_ranks == world_size
     if not (are_equal and all_ranks_are_there and is_for_all):
         compare_plans(record)
@@ -162,7 +164,7 @@ def extended_checksum(checksum: int, data: bytes) -> int:
 
 
 def table_facts(name: str, values: np.ndarray) -> Facts:
-    """Returns two facts of a table. The first does not depend on the order of its numbers, so errors can tell."""
+    """Returns two facts of a table: its numbers, and their order. If only the order differs, an error says so."""
     numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
     first_numbers = [str(value) for value in values[:SHOWN_NUMBERS].tolist()]
     first = ', '.join(first_numbers)
@@ -214,7 +216,7 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
         more = f' Also different: {", ".join(more_names)}.' if more_names else ''
         values_of_ranks = [report.facts.get(name, 'none') for report in reports]
         return _unequal(name, values_of_ranks) + more
-    # A rank has no witness if it could not read the samples, or if two readings of a sample differ.
+    # A rank has no witness if it could not read the samples, or if it has read a sample twice with different results.
     witnesses = {report.witness for report in reports if report.witness}
     if len(witnesses) > 1:
         witnesses_of_ranks = [report.witness or 'unknown' for report in reports]

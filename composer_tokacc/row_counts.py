@@ -60,7 +60,7 @@ class RowCounts:
 
 
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
-    """Returns the counts of several rows together. These rows become its documents."""
+    """Returns the counts of several rows together. These rows, which keep their sources, become its documents."""
     return RowCounts(
         samples=sum(row.samples for row in rows),
         real_tokens=sum(row.real_tokens for row in rows),
@@ -108,6 +108,8 @@ def _without_labels_of_added_rows(batch: Batch) -> Batch:
 
 def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
+
+    Rows are counted before they are packed. A packed row that is counted again has no ``documents``.
 
     Args:
         batch: A batch with ``labels``. Rows that it marks with 0 samples keep this mark.
@@ -158,8 +160,12 @@ def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
 def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
     """Returns the batch with these counts of its rows."""
     if isinstance(batch, PreSplitBatch):
-        remaining = iter(rows)  # each microbatch takes the next rows
-        return batch.map(lambda microbatch: with_rows(microbatch, islice(remaining, num_rows(microbatch))))
+        remaining = iter(rows)
+
+        def with_next_rows(microbatch: Batch) -> BatchDict:
+            return with_rows(microbatch, islice(remaining, num_rows(microbatch)))
+
+        return batch.map(with_next_rows)
     return {**batch, ROWS_KEY: list(rows)}
 
 
@@ -185,7 +191,7 @@ def is_counted(batch: object) -> bool:
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of rows of ``input_ids``, or of ``labels`` if there are no ids."""
+    """Returns the number of rows of the batch, see :func:`.text_of`."""
     if isinstance(batch, PreSplitBatch):
         return sum(num_rows(microbatch) for microbatch in batch.microbatches)
     return text_of(batch).shape[0]

@@ -15,15 +15,18 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 LOSS_WEIGHTS = 'loss_weights'
-"""Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
-have different weights, it holds float32 of the labels' shape, 0 where no loss is generated."""
+"""Key of the tokens' weights in a batch. A collator gives a float per row or per position. At BATCH_START, if tokens
+may have different weights, :func:`.with_counts` writes float32 of the labels' shape, 0 where no loss is generated."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """Schemes. The number is p: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the batch
 holds the weights."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
-    """Returns the batch with a weight for each position of its labels, where the loader may give one for each row."""
+    """Returns the batch with a weight for each position of its labels. The loader may have given one for each row.
+
+    No loss rule is known yet, so every label that is not ignored keeps its weight.
+    """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
     return {**batch, LOSS_WEIGHTS: token_weights_of(batch, 'column', 'unshifted')}
@@ -56,7 +59,7 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     if power is None:
         return _weights_in(batch, counted).masked_fill(~counted, 0)
     documents = _documents(batch, counted)
-    # There are at most as many documents as positions. With `minlength` the host need not wait for the device.
+    # There are at most as many documents as positions. With `minlength` those without counted tokens get a number, too.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
     # A document without tokens has no weight, but 0 to a negative power would be infinite.
     weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
@@ -71,8 +74,8 @@ def _documents(batch: Batch, counted: Tensor) -> Tensor:
     begins = torch.zeros_like(counted)
     # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
     if isinstance(positions, Tensor) and positions.shape == counted.shape:
-        # A padding position may count as a document. It has no labels, so its weight does not matter. A row whose
-        # positions are all 0 is one document: see `document_starts`.
+        # A row whose positions are all 0 is one document, as in `document_starts`. A padding position may become a
+        # document by itself. It has no labels, so its weight does not matter.
         has_positions = positions.amax(dim=1, keepdim=True) > 0
         begins |= (positions == 0) & has_positions
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:

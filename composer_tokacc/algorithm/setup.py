@@ -127,7 +127,9 @@ class AlgorithmOptions:
 
 
 class RunContext:
-    """The parts that the algorithm needs during a fit, set up at its first batch. Building them is a collective.
+    """The parts that the algorithm needs during a fit, set up at its first batch.
+
+    Building it is a collective, because the split compares the cost of packing over all ranks.
 
     Args:
         state: The trainer's state, which holds the first batch.
@@ -145,7 +147,7 @@ class RunContext:
         model = _unwrapped(state.model)
         _check_trains_something(model)
         check_gradient_hooks(model)
-        # Without `check_loss` the user accepts that the run depends on how batches are cut.
+        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train.
         self._norms = _batch_norms(model) if options.check_loss else {}
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_norms()
@@ -157,7 +159,7 @@ class RunContext:
         self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits; None: not known before the first step ends."""
+        """Whether the loss has a term that is not made of the logits. None: not known yet. Set at the end of a step."""
         # The split, and the layout of the batches.
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
@@ -201,14 +203,14 @@ class RunContext:
     def width_of(self, step: Step) -> RankWidth:
         """Returns the width of the rows of this rank."""
         if self.world_size == 1:
-            return RankWidth.of((), None, None)  # other ranks would be needed to compare widths
-        rules = None if self.split is None else self.split.rules
+            return RankWidth.of((), None, None)  # there is no other rank to compare widths with
+        rules = None if self.split is None else self.split.rules  # without a split no row is trimmed
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
         """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules of the check."""
         if self._reads_weights:
-            # As in training. A weight for each row could not be packed.
+            # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
         try:
             rules = self.check.prove(batch)
@@ -219,7 +221,7 @@ class RunContext:
         if self.split is not None and rules is not None:
             self.split.layout = self.check.layout
             self.split.adopt(rules)
-        self.logits.adopt(self.check.selection_failure)
+        self.logits.react_to(self.check.selection_failure)
         self.check.selector = self.logits.selector
 
     def end(self) -> None:
@@ -260,7 +262,7 @@ class RunLogits:
         why_all: Why all logits must be computed; None: no reason is known.
 
     Raises:
-        RuntimeError: If the user has asked for logits at labels, but all are needed. :meth:`adopt` may raise it, too.
+        RuntimeError: If the user has asked for logits at labels, but all are needed. :meth:`react_to` may raise it.
     """
 
     def __init__(self, choice: str, model: ComposerModel, why_all: str | None) -> None:
@@ -272,8 +274,8 @@ class RunLogits:
         elif isinstance(model, HuggingFaceModel):
             self.selector = LabelSelector(model.model)
 
-    def adopt(self, failure: str | None) -> None:
-        """Computes all logits from now on if the first-batch check has found a failure."""
+    def react_to(self, failure: str | None) -> None:
+        """Computes all logits from now on if the first-batch check has found that selecting them changes a gradient."""
         if failure is not None and self.selector is not None:
             self.remove()
             self._compute_all(failure)
@@ -364,15 +366,15 @@ def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vo
     """
     model = _unwrapped(model)
     is_hugging_face = isinstance(model, HuggingFaceModel)
-    # Labels of a custom model need not be at the positions of the ids.
-    is_decoder = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
+    # In all other models labels need not be at the positions of the ids.
+    labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
     embedding = None
     if is_hugging_face:
         with suppress(AttributeError, NotImplementedError):
             vocabulary = vocabulary or getattr(model.model.get_output_embeddings(), 'out_features', None)
             embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
-        check_batch(microbatch, is_decoder=is_decoder)
+        check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
         check_vocabulary(microbatch, 'labels', vocabulary, lambda: (IGNORE_INDEX,))
         # A class derived from Embedding may hold further ids. Placeholders may be outside, as models replace them.
         if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
