@@ -82,8 +82,9 @@ class CutRules:
         These rows may have no padding themselves. False if the check has trimmed no row on the left yet.
         """
         name = 'left_with_positions' if facts.has_positions else 'left'
+        policy = getattr(self, name)
         was_shown = getattr(self, f'{name}_width') != sys.maxsize
-        return was_shown and getattr(self, name) != 'trim'
+        return policy == 'shift' or (policy == 'keep' and was_shown)
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the width that each row keeps; if rows are packed, its own length.
