@@ -570,7 +570,7 @@ class BatchLayout:
             padding_side: ``'left'`` or ``'right'``.
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
-        If rows are padded and no batch has an ``attention_mask``, one is added: see :func:`with_masks`.
+        If rows are padded and no batch has an ``attention_mask``, one is added: see ``with_masks``.
 
         Raises:
             ValueError: If the layout does not know an entry, or if only some batches have an entry that is not media.
