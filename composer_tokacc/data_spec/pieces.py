@@ -81,7 +81,7 @@ class CutRules:
 
         These rows may have no padding themselves. False if the check has trimmed no row on the left yet.
         """
-        name = 'left_with_positions' if facts.has_positions else 'left'
+        name = _left_policy_name(facts)
         policy = getattr(self, name)
         was_shown = getattr(self, f'{name}_width') != sys.maxsize
         return policy == 'shift' or (policy == 'keep' and was_shown)
@@ -128,8 +128,10 @@ class CutRules:
 
 
 def _policy_name(facts: RowFacts) -> str:
-    if facts.side == 'right':
-        return 'right'
+    return 'right' if facts.side == 'right' else _left_policy_name(facts)
+
+
+def _left_policy_name(facts: RowFacts) -> str:
     # If the batch brings positions, tokens keep their positions when columns are cut off. If the model counts the
     # positions itself, they may change.
     return 'left_with_positions' if facts.has_positions else 'left'
