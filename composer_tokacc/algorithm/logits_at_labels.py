@@ -156,6 +156,8 @@ def _by_name(
 
     Arguments for ``*args`` have no names. They stay as they are.
     """
+    if not args:  # as in most loops. Reading the signature takes time in every forward
+        return args, kwargs
     names = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
