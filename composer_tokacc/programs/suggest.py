@@ -201,9 +201,9 @@ def _traced_precision(config: TrainConfig) -> str:
 def _is_for_gpu(config: TrainConfig) -> bool:
     """Returns whether memory is predicted for a GPU: this machine's, or one whose memory the config names."""
     device = config.trainer.get('device')
-    if device is not None:
-        return device != 'cpu'
-    return torch.cuda.is_available() or config.microbatching.device_memory_gib is not None
+    if device is None and config.microbatching.device_memory_gib is None:
+        return runs_on_gpu(config)
+    return device != 'cpu'
 
 
 def _logits_of_run(config: TrainConfig) -> str:
