@@ -643,24 +643,19 @@ class BatchLayout:
     ) -> torch.Tensor:
         """Returns one tensor for all rows, joined from the batches that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
-        for batch in present:
-            if not isinstance(batch[key], torch.Tensor):
-                raise InvalidInputError(
-                    f'`{key}` must be a tensor in every batch that is joined, or in none, got: a tensor and a '
-                    f'{type(batch[key]).__name__}. Give every sample the same type.'
-                )
+        present_values = [batch[key] for batch in present]
+        _check_are_tensors(key, present_values)
         entries = [self.entry_of(batch, key) for batch in present]
-        _check_same_form(key, [batch[key] for batch in present], entries)
+        _check_same_form(key, present_values, entries)
         # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that
         # has no `seq_dims` in one of them has none, because a decoder's labels can have the encoder's width by chance.
-        shared_first = sorted(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
-        entry = shared_first[0]
+        entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
         if entry.unit == 'shared':
-            return _widest_shared(key, [batch[key] for batch in present])
+            return _widest_shared(key, present_values)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if entry.is_media and entry.slot_dim is None:
-            values = [batch[key] for batch in present]
+            values = present_values
         else:
             values = self._with_absent(key, present, batches, entry)
         if key == 'input_ids':
@@ -767,6 +762,16 @@ def _check_rows(rows: Sequence[int], num_rows: int) -> None:
             raise InvalidInputError(
                 f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
                 'each row that is selected.'
+            )
+
+
+def _check_are_tensors(key: str, values: Sequence[object]) -> None:
+    """Raises ValueError if some values of a key are tensors, and others are not."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise InvalidInputError(
+                f'`{key}` must be a tensor in every batch that is joined, or in none, got: a tensor and a '
+                f'{type(value).__name__}. Give every sample the same type.'
             )
 
 
