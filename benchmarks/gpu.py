@@ -55,7 +55,7 @@ from benchmarks.models import (
     text_batch,
 )
 from benchmarks.record import RESULTS, Row, parser_of, write
-from benchmarks.timed_steps import StepClock, data_of, fit, timed
+from benchmarks.timed_steps import StepClock, chunks, data_of, fit, timed
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
@@ -129,11 +129,11 @@ FULL = Scale(
     device=GPU,
     config=large_llava_config,
     small_config=small_llava_config,
-    device_batch=64,
+    device_batch=32,
     microbatch=4,
     mean_length=1200,
     longest=8192,
-    num_steps=3,
+    num_steps=2,
     logits_rows=12,
 )
 TINY_CONFIG = partial(small_llava_config, hidden_size=64, num_layers=2)
@@ -307,14 +307,16 @@ def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) ->
     layout = BatchLayout.for_model(model)
     width = max(batch['input_ids'].shape[1] for batch in batches)
     clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
+    first_pass, second_pass = chunks(clock.seconds, len(batches))
     real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
     speeds = []
-    for tokens, seconds in zip(real_tokens, clock.seconds, strict=True):
+    for tokens, seconds in zip(real_tokens, second_pass, strict=True):
         speeds.append(tokens / seconds)
     return {
         'tokens_per_second': statistics.median(speeds),
-        'seconds': clock.seconds,
-        'padding': 1 - sum(real_tokens) / sum(clock.positions),
+        'seconds': second_pass,
+        'first_pass_seconds': first_pass,
+        'padding': 1 - 2 * sum(real_tokens) / sum(clock.positions),
         'peak_gib': max(clock.peak_bytes) / GIB,
     }
 
@@ -395,10 +397,13 @@ def shape_batch(config: LlavaConfig, rows: int, width: int) -> Row:
     return batch_of_width(BatchLayout.for_model(config), samples, width)
 
 
-def measured_peak(model: Any, batch: Row, microbatches: int, device: ComputeDevice) -> int:
-    """Returns the peak memory of two steps. Each step computes the batch in this many microbatches."""
+def measured_peak(model: Any, batch: Row, device: ComputeDevice) -> int:
+    """Returns the peak memory of two steps. Each step computes the batch twice, in two microbatches.
+
+    So there are gradients of an earlier microbatch when the activations are largest, as in the prediction.
+    """
     layout = BatchLayout.for_model(model)
-    device_batch = layout.concat([batch] * microbatches)
+    device_batch = layout.concat([batch, batch])
     device.reset_peak()
     data = data_of('stock', [device_batch, device_batch], layout)
     fit(model, data, layout.num_rows(batch), '2ba', device=device)
@@ -406,7 +411,7 @@ def measured_peak(model: Any, batch: Row, microbatches: int, device: ComputeDevi
 
 
 def measure_memory(checkpointing: bool, scale: Scale) -> Row:
-    """Compares predicted and measured peaks of steps of one and of two microbatches. A rehearsal only predicts."""
+    """Compares predicted and measured peaks of steps of two microbatches. A rehearsal only predicts."""
     config = scale.config()
     device = scale.device
     memory = calibrate_fake(
@@ -422,20 +427,11 @@ def measure_memory(checkpointing: bool, scale: Scale) -> Row:
     for num_rows, width in MEMORY_SHAPES:
         batch = shape_batch(config, num_rows, width // scale.shrink)
         predicted_bytes = memory.peak(BatchShape.from_batch(batch, BatchLayout.for_model(config)))
-        for microbatches in (1, 2):
-            # The prediction is for a step of several microbatches, which has gradients of earlier microbatches when the
-            # activations are largest. A step of one microbatch does not.
-            gradient_bytes = memory.static.gradients if microbatches == 1 else 0
-            row = {
-                'rows': num_rows,
-                'width': width // scale.shrink,
-                'microbatches': microbatches,
-                'predicted_gib': (predicted_bytes - gradient_bytes) / GIB,
-            }
-            if device.is_gpu:
-                row['measured_gib'] = measured_peak(model, batch, microbatches, device) / GIB
-                row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
-            rows.append(row)
+        row = {'rows': num_rows, 'width': width // scale.shrink, 'predicted_gib': predicted_bytes / GIB}
+        if device.is_gpu:
+            row['measured_gib'] = measured_peak(model, batch, device) / GIB
+            row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
+        rows.append(row)
     result: Row = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
     if device.is_gpu:
         # A prediction below the measured peak fails, because a run with this size would run out of memory.

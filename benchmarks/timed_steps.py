@@ -172,9 +172,11 @@ def fit(
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps every trainer until the process ends, with its last batch and outputs.
-        for name in ('batch', 'outputs', 'loss'):
+        # Composer keeps the state of every run until the process ends. Without this, the next run would have less memory.
+        for name in ('model', 'batch', 'outputs', 'loss'):
             setattr(trainer.state, name, None)
+        for name in ('algorithms', 'callbacks', 'optimizers', 'schedulers'):
+            setattr(trainer.state, name, [])
         wrapped.zero_grad(set_to_none=True)
         device.empty_cache()
 
@@ -188,7 +190,10 @@ def timed(
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
 ) -> StepClock:
-    """Times a step of each batch. TokenAccumulation is on for all methods, so that only the cut differs.
+    """Times two steps of each batch. TokenAccumulation is on for all methods, so that only the cut differs.
+
+    All batches are trained on once, then once more. In the first pass the allocator of a GPU asks the driver for memory
+    at each new shape, as in the first steps of a run. The second pass shows the speed of a long run.
 
     The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. It has the two
     shortest and the two longest rows of the first batch.
@@ -196,7 +201,7 @@ def timed(
     Args:
         method: How batches are cut; see :func:`data_of`.
         model: The model.
-        batches: The batches, one for each step.
+        batches: The batches, one for each step of a pass.
         microbatch: The number of rows that a microbatch may hold at the width of the device batch.
         device: The device of the model.
         slot_tokens: See :func:`data_of`.
@@ -209,11 +214,12 @@ def timed(
     longest = rows_by_length[-2:]
     first_rows = sorted({*shortest, *longest})
     first_batch = layout.select(batches[0], first_rows)
+    all_batches = [first_batch, *batches, *batches]
     fit(
         model,
-        data_of(method, [first_batch, *batches], layout, slot_tokens),
+        data_of(method, all_batches, layout, slot_tokens),
         microbatch,
-        f'{1 + len(batches)}ba',
+        f'{len(all_batches)}ba',
         device=device,
         algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
         callbacks=[clock],
