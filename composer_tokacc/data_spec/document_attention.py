@@ -488,7 +488,10 @@ def _attend_at_once(
     ends = documents.ends(query.device)
     longest = max(documents.lengths)
     head_size = query.shape[-1]
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, but not for other kernels.
+    device_type = query.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
     # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
     if is_half and has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0:
@@ -496,7 +499,7 @@ def _attend_at_once(
         half_kernel = _half_kernel(has_dropout=dropout > 0)
         if half_kernel is not None:
             # From (1, heads, tokens, size) to (tokens, heads, size).
-            token_states = [states[0].transpose(0, 1) for states in (query, key, value)]
+            token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
             # Queries and keys are of the same documents, so both get the same ends and the same longest length.
             attended = half_kernel(*token_states, ends, ends, longest, longest, **options)
@@ -516,11 +519,8 @@ def _attend_at_once(
 
 def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     """Returns states as a nested tensor of documents, with as many heads as the query has."""
-    # The kernel for nested tensors does not support groups of heads.
-    group_size = num_heads // states.shape[1]
-    states = states.repeat_interleave(group_size, dim=1)
-    # Nested tensors have the tokens of all documents in the first dimension.
-    token_states = states[0].transpose(0, 1).contiguous()
+    # Nested tensors have the tokens of all documents in the first dimension. Their kernel takes no groups of heads.
+    token_states = _without_groups(states[0].transpose(0, 1), num_heads).contiguous()
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)
     longest = max(documents.lengths)
@@ -528,24 +528,44 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     return nested.transpose(1, 2)
 
 
+def _without_groups(states: Tensor, num_heads: int) -> Tensor:
+    """Repeats each head of keys or values, ``(tokens, heads, size)``, for all queries of its group."""
+    group_size = num_heads // states.shape[1]
+    return states.repeat_interleave(group_size, dim=1)
+
+
 @cache
 def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
-    """Returns the first installed kernel that supports groups of heads: torch's or ``flash_attn``'s; None without one.
+    """Returns the first installed kernel for documents of any length: torch's or ``flash_attn``'s; None without one.
 
     The kernel of torch has no dropout.
     """
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
 
-        # The first release of the kernel lacks these arguments.
+        # The first releases of the kernel lack some arguments.
         arguments = inspect.signature(varlen_attn).parameters
-        has_arguments = 'window_size' in arguments and 'enable_gqa' in arguments
-        if has_arguments and not has_dropout:
+        takes_groups = 'enable_gqa' in arguments
+        if 'window_size' in arguments and not has_dropout:
 
-            def attend_by_torch(*states: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
+            def attend_by_torch(
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
+                *bounds: Any,
+                causal: bool,
+                scale: float | None,
+                dropout: float,
+            ) -> Tensor:
                 # A window of -1 columns has no limit.
-                window = (-1, 0) if causal else (-1, -1)
-                return varlen_attn(*states, scale=scale, window_size=window, enable_gqa=True)
+                options: dict[str, Any] = {'scale': scale, 'window_size': (-1, 0) if causal else (-1, -1)}
+                if takes_groups:
+                    options['enable_gqa'] = True
+                else:
+                    num_heads = query.shape[1]
+                    key = _without_groups(key, num_heads)
+                    value = _without_groups(value, num_heads)
+                return varlen_attn(query, key, value, *bounds, **options)
 
             return attend_by_torch
     with suppress(ImportError):

@@ -306,19 +306,45 @@ def test_layers_share_bounds_on_the_device(monkeypatch):
     assert first is second
 
 
-def test_torchs_kernel_is_called_as_declared(monkeypatch):
+@pytest.mark.parametrize('takes_groups', [True, False])
+def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
     varlen: Any = pytest.importorskip('torch.nn.attention.varlen')
     declared = inspect.signature(varlen.varlen_attn)
+    if not takes_groups:  # as in torch 2.11
+        arguments = [argument for name, argument in declared.parameters.items() if name != 'enable_gqa']
+        declared = declared.replace(parameters=arguments)
+    head_counts = []
 
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
-        assert call['enable_gqa']
+        head_counts.append((call['query'].shape[1], call['key'].shape[1], call['value'].shape[1]))
         return attend_by_document(*args, causal=call['window_size'] == (-1, 0), scale=call['scale'])
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
     monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
     check_attention_at_once(torch.bfloat16, is_causal=True)
+    assert head_counts == [(4, 2, 2) if takes_groups else (4, 4, 4)]
+
+
+def test_kernel_gets_the_dtype_of_autocast(monkeypatch):
+    """Rotary embeddings make queries and keys of float32 weights float32, which the kernels do not take."""
+    model = text_model()
+    packed, _ = packed_of(model, ragged_batch(SHAPE))
+    with torch.autocast('cpu', torch.bfloat16):
+        expected = logits_of(model, packed)
+    dtypes = set()
+
+    def kernel(query, key, value, *arguments, **options):
+        dtypes.update({query.dtype, key.dtype, value.dtype})
+        return attend_by_document(query, key, value, *arguments, **options)
+
+    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
+    with torch.autocast('cpu', torch.bfloat16):
+        logits = logits_of(model, packed)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2)
+    assert dtypes == {torch.bfloat16}
 
 
 def states_of_heads(*sizes, num_tokens=10):
