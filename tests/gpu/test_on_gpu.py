@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from composer.core import Event
 from composer.devices import DeviceGPU
+from packaging import version
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -112,6 +114,8 @@ def test_composers_own_settings_are_not_refused(precision, logits):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_families_train_in_half_precision(family):
+    if family == 'smolvlm' and version.parse(transformers.__version__) < version.parse('5.24'):
+        pytest.skip('Transformers 5.17 cannot: it writes bfloat16 image states into float32 embeddings')
     results = train_in_two_cuts(FAMILIES[family](), device=DeviceGPU(), precision='amp_bf16')
     (_, accumulated_error), (_, single_error) = results
     assert 0 < accumulated_error < 2 * single_error
@@ -197,7 +201,8 @@ def test_compiled_model_has_few_graphs():
 
 
 def test_verify_is_exact_here(capsys):
-    assert verify([DIGITS, '--rows', '4', *TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']) == 0
+    arguments = ['--rows', '4', *TINY_DIGITS, 'trainer.device=gpu', 'dataset.eval=null', 'report.num_samples=0']
+    assert verify([DIGITS, *arguments]) == 0
     assert not torch.backends.cuda.matmul.allow_tf32
     assert 'exact: largest relative gradient error' in capsys.readouterr().out
 
