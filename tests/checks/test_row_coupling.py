@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
 
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import fit, hugging_face
 
 
@@ -81,3 +83,31 @@ def test_term_divided_by_rows_that_have_it():
     model.loss = loss
     with pytest.raises(RuntimeError, match=r"'samples' must be means over samples"):
         fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'boxes': 'samples'})
+
+
+class CoupledDocuments(LlamaForCausalLM):
+    """Its loss depends on which documents are together, but not on whether they are padded or packed."""
+
+    scales_by_longest = False
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **kwargs):
+        states = self.model(input_ids, attention_mask, position_ids=position_ids).last_hidden_state
+        logits = self.lm_head(states)
+        # The mask of packed rows has a row for each document, so these are the lengths of the documents.
+        lengths = attention_mask.sum(dim=1)
+        if self.scales_by_longest:
+            logits = logits * (1 + 0.01 * lengths.max())
+            return CausalLMOutput(loss=next_token_loss(logits, labels), logits=logits)
+        is_real = attention_mask.any(dim=0) if len(attention_mask) > len(input_ids) else attention_mask
+        sizes = states.square().mean(dim=-1)
+        mean_size = (sizes * is_real).sum() / lengths.sum()
+        return CausalLMOutput(loss=next_token_loss(logits, labels) + 0.1 * mean_size, logits=logits)
+
+
+@pytest.mark.parametrize('scales_by_longest', [True, False], ids=['longest document', 'mean over all tokens'])
+@pytest.mark.parametrize('packing', [False, True])
+def test_loss_depends_on_the_other_documents(packing, scales_by_longest):
+    model = CoupledDocuments(text_model().config)
+    model.scales_by_longest = scales_by_longest
+    with pytest.raises(RuntimeError, match='mean over its loss-generating tokens'):
+        fit(model, ragged_batch(), packing=packing)
