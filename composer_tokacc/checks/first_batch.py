@@ -313,8 +313,8 @@ class FirstBatchCheck(Generic[RulesT]):
         result = (comparison.token_scale(), failure)
         results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
-        self.token_scale = None
-        if None not in scales:
+        # A loss that was a plain mean in an earlier check must stay one. StepCheck compares each step with that mean.
+        if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits is not False

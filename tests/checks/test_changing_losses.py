@@ -17,6 +17,7 @@ from composer.core import Callback, Event
 from composer.models import ComposerModel
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.checks.first_batch import LOOK_AGAIN
 from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
@@ -221,6 +222,18 @@ def test_every_step_is_exact_or_refused(loss, first_changed):
         assert relative_error(gradients, plain_gradients(model, data[step])) < 1e-6, step
     if first_changed > 0:
         assert len(steps) >= FIRST_CHANGED, 'refused before the loss changed'
+
+
+def test_change_in_a_step_whose_rows_are_checked():
+    """The check of the rows must not take the changed loss for the loss of the run."""
+    first_changed = LOOK_AGAIN
+    model = ChangingModel(label_smoothing, first_changed)
+
+    def set_step(state):  # before the check of the next step
+        model.step = int(state.timestamp.batch)
+
+    callbacks = [On(Event.BATCH_END, set_step)]
+    assert len(gradients_of_steps(model, batches(first_changed), callbacks=callbacks)) == first_changed
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
