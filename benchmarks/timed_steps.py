@@ -172,7 +172,7 @@ def fit(
         trainer.fit()
     finally:
         trainer.close()
-        # Composer keeps the state of every run until the process ends. Without this, the next run would have less memory.
+        # Composer keeps the state of every run until the process ends, so the next run would have less memory.
         for name in ('model', 'batch', 'outputs', 'loss'):
             setattr(trainer.state, name, None)
         for name in ('algorithms', 'callbacks', 'optimizers', 'schedulers'):

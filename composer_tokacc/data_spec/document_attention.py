@@ -488,7 +488,7 @@ def _attend_at_once(
     ends = documents.ends(query.device)
     longest = max(documents.lengths)
     head_size = query.shape[-1]
-    # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, but not for other kernels.
+    # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, not for other kernels.
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
     is_half = dtype in (torch.float16, torch.bfloat16)
