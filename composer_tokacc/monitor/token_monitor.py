@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import Algorithm, Callback, Event, State
+from composer.core import Algorithm, Callback, Event, State, TimeUnit
 from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor, Replicate
@@ -242,13 +242,25 @@ class TokenMonitor(Callback):
         """Returns percentiles of the seconds of the last steps, and the hours to the end of the run."""
         p50, p99 = np.percentile(self._seconds, [50, 99]).tolist()
         metrics = {'seconds_p50': p50, 'seconds_p99': p99}
-        elapsed = state.get_elapsed_duration()
-        if elapsed is not None and elapsed.value > 0:
-            steps = state.timestamp.batch.value
-            all_steps = steps / elapsed.value  # the elapsed duration is a share of the run
-            steps_left = max(all_steps - steps, 0.0)
+        all_steps = _steps_of_run(state)
+        if all_steps is not None:
+            steps_left = max(all_steps - state.timestamp.batch.value, 0.0)
             metrics['hours_left'] = steps_left * p50 / 3600
         return metrics
+
+
+def _steps_of_run(state: State) -> float | None:
+    """Returns how many steps the run has from its first step to its last one; None if that is not known."""
+    duration = state.max_duration
+    if duration is not None and duration.unit == TimeUnit.EPOCH:
+        # Composer's elapsed duration counts whole epochs only, so within an epoch it tells nothing.
+        if state.dataloader_len is None:
+            return None
+        return duration.value * state.dataloader_len.value
+    elapsed = state.get_elapsed_duration()
+    if elapsed is None or elapsed.value == 0:
+        return None
+    return state.timestamp.batch.value / elapsed.value  # the elapsed duration is a share of the run
 
 
 def _token_metrics(total: StepCounts) -> dict[str, float]:
@@ -370,6 +382,8 @@ class GradientNorm(Algorithm):
             num_copies = _num_copies(gradient, num_shards.get(parameter, 1))
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()  # all other entries are 0
             gradients.setdefault(num_copies, []).append(gradient)
         self._norms = []
         for num_copies, tensors in gradients.items():

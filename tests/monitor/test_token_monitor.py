@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from composer.algorithms import GradientClipping
@@ -164,6 +166,15 @@ def test_use_of_the_device(batch):
     assert min(figures(recorder, 'loader_seconds')) > 0
 
 
+def test_hours_left_of_epochs(batch):
+    """Composer's elapsed duration counts whole epochs, also in the middle of one."""
+    recorder = run(loader(batch, batch, batch), max_duration='2ep')
+    hours = figures(recorder, 'hours_left')
+    medians = figures(recorder, 'seconds_p50')
+    expected = [steps_left * median / 3600 for steps_left, median in zip([5, 4, 3, 2, 1, 0], medians, strict=True)]
+    assert hours == pytest.approx(expected)
+
+
 @pytest.mark.parametrize('algorithms', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
 def test_gradient_norm_is_before_clipping(algorithms, batch):
     model = text_model()
@@ -179,6 +190,17 @@ def test_gradient_norm_is_before_clipping(algorithms, batch):
     )
     assert norm > 0.1
     assert figures(recorder, 'gradient_norm') == pytest.approx([norm], rel=1e-5)
+
+
+def test_gradient_norm_of_sparse_gradients(batch):
+    dense_model = text_model(tie_word_embeddings=False)
+    sparse_model = copy.deepcopy(dense_model)
+    sparse_model.get_input_embeddings().sparse = True
+    norms = []
+    for model in (dense_model, sparse_model):
+        recorder = fit(model, loader(batch), callbacks=[TokenMonitor()], max_duration='1ba')
+        norms += figures(recorder, 'gradient_norm')
+    assert norms[1] == pytest.approx(norms[0])
 
 
 @pytest.mark.slow
