@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
+from composer_tokacc.compat import tree_map_only
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
@@ -312,9 +313,17 @@ class SampleExchange:
 
 def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
+    # A view is copied, because torch would save all of the tensor that it is a part of.
+    samples = tree_map_only(torch.Tensor, _without_other_entries, samples)
     buffer = io.BytesIO()
     torch.save(samples, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _without_other_entries(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or a copy if its storage holds more than the tensor itself."""
+    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if is_view else tensor
 
 
 def from_bytes(packed: torch.Tensor) -> Any:
