@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import (
     Callable,
     Iterator,
@@ -153,19 +154,19 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
 
 
-def widened(batch: Batch, width_multiple: int) -> Batch:
+def widened(batch: Batch, width_multiple: int, limit: int = sys.maxsize) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
 
-    A ``width_multiple`` above the width becomes the new width. Only the keys of ``TEXT_ENTRIES`` are padded, because no
-    layout of the model is known here.
+    It is not padded past ``limit``. A ``width_multiple`` above the width becomes the new width. Only the keys of
+    ``TEXT_ENTRIES`` are padded, because no layout of the model is known here.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
     layout = BatchLayout(family=TEXT_FAMILY)
     old_width = layout.width(batch)
     num_multiples = -(-old_width // width_multiple)  # rounded up
-    new_width = num_multiples * width_multiple
-    if new_width == old_width:
+    new_width = min(num_multiples * width_multiple, limit)
+    if new_width <= old_width:
         return batch
     side = padding_side(batch)
     (batch,) = with_masks([batch])

@@ -110,7 +110,8 @@ def collate(
         end = start + len(indices)
         batch = _as_mapping(collate_fn(list(samples[start:end])))
         start = end
-        batch = widened(batch, options.width_multiple)
+        # Planned widths are not rounded up beyond the token budget either.
+        batch = widened(batch, options.width_multiple, options.max_tokens)
         _check_rows(batch, len(indices))
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])

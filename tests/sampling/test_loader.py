@@ -20,7 +20,7 @@ from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.sampler_steps import sample_numbers
 from tests.support.text import text_model
 from tests.support.training import hugging_face
@@ -65,6 +65,20 @@ def test_planned_microbatches_are_collated_separately(num_workers):
                 assert torch.equal(microbatch[key], expected[key]), 'as wide as its longest row'
     assert len(loader) == len(batches) == 4
     assert loader.batch_size == 4
+
+
+def test_widths_stay_within_the_budget():
+    """Both the plan and the collated rows are rounded up, but not beyond the budget of a microbatch."""
+    dataset = LengthDataset(30)
+    longest = int(dataset.lengths.max())
+    loader = regrouping_loader(dataset, global_batch_size=8, max_tokens=longest, width_multiple=longest - 1)
+    planned_widths = set()
+    for batch_index, batch in enumerate(loader):
+        (planned,) = loader.batch_sampler.plan(batch_index).ranks
+        widths = [microbatch.width for microbatch in planned]
+        assert [microbatch['input_ids'].shape[1] for microbatch in batch.microbatches] == widths
+        planned_widths.update(widths)
+    assert planned_widths == {longest - 1, longest}
 
 
 def test_split_makes_the_planned_microbatches():
