@@ -56,7 +56,7 @@ class BatchSchedule:
         units: set[str] = set()
         for stage in stages:
             match = None
-            if isinstance(stage, (list, tuple)) and len(stage) == 2:
+            if isinstance(stage, Sequence) and not isinstance(stage, str) and len(stage) == 2:
                 match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)

@@ -47,8 +47,8 @@ class Mixture:
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
         # An upper limit, because the order of an epoch is held in memory.
-        _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
-        _check_rates('weights', self.weights, len(sizes), highest=1e9)
+        object.__setattr__(self, 'epochs', _checked_rates('epochs', self.epochs, len(sizes), highest=1e4))
+        object.__setattr__(self, 'weights', _checked_rates('weights', self.weights, len(sizes), highest=1e9))
 
     @classmethod
     def from_loss_shares(
@@ -108,19 +108,20 @@ class Mixture:
         return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
 
-def _check_rates(
+def _checked_rates(
     name: str,
     values: Sequence[float] | None,
     num_datasets: int,
     *,
     highest: float,
-) -> None:
-    """Raises ValueError unless each dataset has a positive number up to the highest one."""
+) -> list[float] | None:
+    """Returns the number of each dataset. Raises ValueError unless all are positive and up to the highest one."""
     if values is None:
-        return
+        return None
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
         raise InvalidInputError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
+    return rates.tolist()
 
 
 class LossShares:

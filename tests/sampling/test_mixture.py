@@ -43,6 +43,14 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
         assert sorted(trained) == list(range(sum(sizes)))
 
 
+@pytest.mark.parametrize('name', ['epochs', 'weights'])
+@pytest.mark.parametrize('kind', [np.float64, np.float32, np.int64])
+def test_rates_may_be_arrays(name, kind):
+    mixture = Mixture([30, 40], **{name: np.array([1, 2], dtype=kind)})
+    assert mixture.quotas == Mixture([30, 40], **{name: [1, 2]}).quotas
+    assert len(batches(mixture, 8, 0)) > 0
+
+
 @settings(deadline=None, max_examples=16)
 @given(
     sizes=st.lists(st.integers(12, 40), min_size=2, max_size=4),

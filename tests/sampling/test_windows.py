@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from torch.utils.data import DistributedSampler
 
 from composer_tokacc.sampling import Mixture
@@ -259,7 +260,7 @@ def test_lengths_matter_if_windows_count_tokens():
 def test_saved_schedule_of_one_stage():
     """Such a schedule is saved as its size. Earlier versions saved a list."""
     lengths = np.arange(1, 41)
-    for stages in (8, [(0, 8)], [('0tok', 8)]):
+    for stages in (8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])):
         sampler = build_sampler(lengths, global_batch_size=stages)
         state = sampler.state_dict()
         assert state['global_batch_size'] == 8
