@@ -13,7 +13,8 @@ try:
     from numba import njit
     from numba.core.caching import FunctionCache
 except ModuleNotFoundError:
-    njit, FunctionCache = None, object
+    njit = None
+    FunctionCache = object
 
 Function = TypeVar('Function', bound=Callable[..., Any])
 

@@ -251,7 +251,7 @@ class RegroupingBatchSampler(DistributedSampler):
         super().set_epoch(int(epoch))
 
     def window(self, batch: int) -> list[int]:
-        """Returns the window of global batch `batch` of this epoch: its samples, in the order of torch's sampler."""
+        """Returns the window of global batch `batch` of this epoch: its samples, in the order of the epoch."""
         return self._window(batch).tolist()
 
     def window_tokens(self) -> np.ndarray:
