@@ -82,6 +82,8 @@ class RegroupingDataLoader(DataLoader):
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = (0, 0)
         """Epoch and batch before which batches are skipped."""
+        self._witness = ''
+        """See :class:`.PlanRecord`."""
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -121,7 +123,9 @@ class RegroupingDataLoader(DataLoader):
             # The facts are added here, so that workers need not send them. They are computed only if plans differ.
             if batch.plan is not None:
                 facts = partial(sampler.plan_facts, epoch, index)
-                batch.plan = replace(batch.plan, facts=facts)
+                # All later batches have the witness, too, because Composer discards the first ones of a resumed run.
+                self._witness = batch.plan.witness or self._witness
+                batch.plan = replace(batch.plan, facts=facts, witness=self._witness)
             yield batch
 
     def _take_batches_to_skip(self, epoch: int) -> int:

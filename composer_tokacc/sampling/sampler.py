@@ -238,8 +238,8 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
         for assignment in prefetch(self._assign, windows):
             if needs_witnesses:
-                window = windows[0].tolist()
-                assignment = replace(assignment, witnesses=(window[0], window[-1]))
+                # The same ones in every epoch, because a rank may have looked at another epoch.
+                assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
 
@@ -321,8 +321,9 @@ class RegroupingBatchSampler(DistributedSampler):
         batch: int,
     ) -> Facts:
         """Returns the arguments and the place that a plan depends on."""
-        return {**self._facts(), 'epoch': str(epoch), 'global batch': str(batch)}
+        return {**self._facts, 'epoch': str(epoch), 'global batch': str(batch)}
 
+    @cached_property
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
         facts = {
@@ -349,7 +350,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _checksum(self) -> int:
-        return checksum_of(self._facts())
+        return checksum_of(self._facts)
 
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name."""

@@ -20,7 +20,7 @@ from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
+from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.sampler_steps import sample_numbers
 from tests.support.text import text_model
 from tests.support.training import hugging_face
@@ -79,6 +79,21 @@ def test_widths_stay_within_the_budget():
         assert [microbatch['input_ids'].shape[1] for microbatch in batch.microbatches] == widths
         planned_widths.update(widths)
     assert planned_widths == {longest - 1, longest}
+
+
+def test_later_batches_tell_the_order_of_samples():
+    """Without SkipReadBatches Composer discards the first batch of each epoch that a resumed run has behind it."""
+    checksums = []
+    for dataset in (LengthDataset(30), LengthDataset(30), Reversed(LengthDataset(30))):
+        options = {'global_batch_size': 8, 'num_replicas': 2, 'rank': 0}
+        loader = regrouping_loader(dataset, lengths=[LONGEST] * 30, **options)
+        next(iter(loader))
+        loader.set_epoch(1)
+        checksums.append([batch.plan.checksum for batch in loader])
+    first, same, reordered = checksums
+    assert first == same
+    for checksum, other in zip(first, reordered, strict=True):
+        assert checksum != other
 
 
 def test_split_makes_the_planned_microbatches():
