@@ -154,7 +154,11 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
 
 
-def widened(batch: Batch, width_multiple: int, limit: int = sys.maxsize) -> Batch:
+def widened(
+    batch: Batch,
+    width_multiple: int,
+    limit: int = sys.maxsize,
+) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
 
     It is not padded past ``limit``. A ``width_multiple`` above the width becomes the new width. Only the keys of

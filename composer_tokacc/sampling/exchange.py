@@ -322,8 +322,12 @@ def to_bytes(samples: object) -> torch.Tensor:
 
 def _without_other_entries(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor, or a copy if its storage holds more than the tensor itself."""
-    is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
-    return tensor.clone() if is_view else tensor
+    if tensor.layout != torch.strided:
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > tensor.nbytes:
+        return tensor.clone()
+    return tensor
 
 
 def from_bytes(packed: torch.Tensor) -> Any:

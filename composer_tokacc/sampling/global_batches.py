@@ -56,7 +56,8 @@ class BatchSchedule:
         units: set[str] = set()
         for stage in stages:
             match = None
-            if isinstance(stage, Sequence) and not isinstance(stage, str) and len(stage) == 2:
+            is_pair = isinstance(stage, Sequence) and len(stage) == 2
+            if is_pair and not isinstance(stage, str):
                 match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)

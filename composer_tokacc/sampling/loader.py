@@ -121,11 +121,13 @@ class RegroupingDataLoader(DataLoader):
             if isinstance(batch, _Parcel):
                 batch = batch.batch
             # The facts are added here, so that workers need not send them. They are computed only if plans differ.
-            if batch.plan is not None:
+            plan = batch.plan
+            if plan is not None:
                 facts = partial(sampler.plan_facts, epoch, index)
                 # All later batches have the witness, too, because Composer discards the first ones of a resumed run.
-                self._witness = batch.plan.witness or self._witness
-                batch.plan = replace(batch.plan, facts=facts, witness=self._witness)
+                if plan.witness:
+                    self._witness = plan.witness
+                batch.plan = replace(plan, facts=facts, witness=self._witness)
             yield batch
 
     def _take_batches_to_skip(self, epoch: int) -> int:

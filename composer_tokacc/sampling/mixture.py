@@ -47,8 +47,8 @@ class Mixture:
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
         # An upper limit, because the order of an epoch is held in memory.
-        object.__setattr__(self, 'epochs', _checked_rates('epochs', self.epochs, len(sizes), highest=1e4))
-        object.__setattr__(self, 'weights', _checked_rates('weights', self.weights, len(sizes), highest=1e9))
+        _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
+        _check_rates('weights', self.weights, len(sizes), highest=1e9)
 
     @classmethod
     def from_loss_shares(
@@ -86,14 +86,16 @@ class Mixture:
     def quotas(self) -> list[Fraction]:
         """Samples of each dataset in an epoch, on average over many."""
         if self.weights is not None:
-            weights = [Fraction(weight) for weight in self.weights]
+            weights = [Fraction(float(weight)) for weight in self.weights]
             num_samples = Fraction(sum(self.sizes))
             samples_per_weight = num_samples / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        epochs = self.epochs or [1] * len(self.sizes)
+        epochs = self.epochs
+        if epochs is None:
+            return [Fraction(size) for size in self.sizes]
         quotas = []
         for size, times in zip(self.sizes, epochs, strict=True):
-            quotas.append(size * Fraction(times))
+            quotas.append(size * Fraction(float(times)))
         return quotas
 
     @property
@@ -108,20 +110,19 @@ class Mixture:
         return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
 
-def _checked_rates(
+def _check_rates(
     name: str,
     values: Sequence[float] | None,
     num_datasets: int,
     *,
     highest: float,
-) -> list[float] | None:
-    """Returns the number of each dataset. Raises ValueError unless all are positive and up to the highest one."""
+) -> None:
+    """Raises ValueError unless each dataset has a positive number up to the highest one."""
     if values is None:
-        return None
+        return
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
         raise InvalidInputError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
-    return rates.tolist()
 
 
 class LossShares:

@@ -104,14 +104,14 @@ def collate(
     options: CutOptions,
 ) -> PreSplitBatch:
     """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
+    limit = options.max_tokens  # planned widths are not rounded up beyond the budget either
     microbatches: list[Batch] = []
     start = 0
     for number, indices in enumerate(assignment.microbatches):
         end = start + len(indices)
         batch = _as_mapping(collate_fn(list(samples[start:end])))
         start = end
-        # Planned widths are not rounded up beyond the token budget either.
-        batch = widened(batch, options.width_multiple, options.max_tokens)
+        batch = widened(batch, options.width_multiple, limit)
         _check_rows(batch, len(indices))
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
