@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ PROGRESS_BAR = {
 """Metrics in Composer's progress bar: their short names and formats."""
 
 
+@runtime_checkable
 class Flops(Protocol):
     """Counts the floating point operations of a microbatch, forward and backward."""
 
@@ -121,7 +122,7 @@ class TokenMonitor(Callback):
             if not is_number or not 0 < device_tflops < math.inf:
                 raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
-        if flops is not None and not hasattr(flops, 'media'):
+        if flops is not None and not isinstance(flops, Flops):
             raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
