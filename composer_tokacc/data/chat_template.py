@@ -10,7 +10,8 @@ text between the answers. So no template is known by name, and none needs ``{% g
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
 """Stands for a text. Its two characters are private-use ones of Unicode, which no text has and no template strips."""
+
+PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
+"""A part of :func:`example_conversation` as Python or JSON prints it."""
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +51,8 @@ class ChatTemplate:
         owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
             it (BLIP), while its tokenizer still has it.
         tokenizer: The tokenizer. Its special and added tokens may end an answer.
-        has_parts: Whether messages may hold lists of parts. Templates of text models take plain strings.
+        has_parts: Whether messages may hold lists of parts. Templates of text models take strings. So do others in
+            turns of some roles (the assistant's in Pixtral, the system's in Llama 3.2 Vision).
         processor_adds_placeholders: Whether the processor adds the placeholders of media, and not the template (BLIP).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
@@ -67,14 +72,15 @@ class ChatTemplate:
         self._owner = owner
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
-        self._takes_parts = has_parts  # set before `_writes_parts`, which renders a list of parts if it is True
-        if has_parts and not self._writes_parts():
-            self._takes_parts = False
+        self._has_parts = has_parts
+        self._takes_parts: dict[str, bool] = {}
+        """Whether turns of a role may hold lists of parts."""
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         self._placeholder_results: dict[tuple[str, str], bool] = {}
         """Results of `has_placeholders`, by role and modality."""
-        self.end_token = self._find_end_token(tokenizer)
+        self._endings = self._find_endings(tokenizer)
+        self.end_token = self._endings[0]
         if add_end_token and not self._ends_every_answer():
             _warn_of_added_token(self.end_token)
 
@@ -120,8 +126,12 @@ class ChatTemplate:
         """Returns the text that the template writes for some messages."""
         plain_messages = []
         for message in messages:
-            content = message['content'] if self._takes_parts else text_of(message)
-            plain_messages.append({'role': message['role'], 'content': content})
+            role = message['role']
+            if role not in self._takes_parts:
+                self._takes_parts[role] = self._has_parts  # `_writes_parts` renders a list of parts
+                self._takes_parts[role] = self._has_parts and self._writes_parts(role)
+            content = message['content'] if self._takes_parts[role] else text_of(message)
+            plain_messages.append({'role': role, 'content': content})
         try:
             return self._owner.apply_chat_template(
                 plain_messages,
@@ -192,10 +202,11 @@ class ChatTemplate:
 
         White space before the ending token belongs to the ending: the model must write it, too.
         """
-        space = text_after[: len(text_after) - len(text_after.lstrip())]
-        ending = space + self.end_token
-        if text_after.startswith(ending):
-            return ending, text_after[len(ending) :]
+        after_space = text_after.lstrip()
+        for ending in self._endings:
+            if after_space.startswith(ending):
+                rest = after_space[len(ending) :]
+                return text_after.removesuffix(rest), rest
         if not self._adds_end_token:
             return '', text_after
         # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
@@ -245,46 +256,70 @@ class ChatTemplate:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
 
-    def _writes_parts(self) -> bool:
-        """Tells whether the template can write a list of parts.
+    def _writes_parts(self, role: str) -> bool:
+        """Tells whether the template can write a list of parts in a turn of this role.
 
         A template for strings raises, or writes the list as Python prints it.
         """
+        question, answer = example_conversation()
+        turn = {**question, 'role': role}
+        earlier_turns = {'user': [], 'system': [], 'assistant': [question]}.get(role, [question, answer])
+        later_turns = [question] if role == 'system' else []
         try:
-            return "'text': 'q'" not in self.apply(example_conversation()[:1])
+            return not PRINTED_PART.search(self.apply([*earlier_turns, turn, *later_turns]))
         except (TypeError, ValueError):
             return False
 
-    def _text_around(self, messages: Sequence[Message], answers: Sequence[int]) -> list[str]:
-        """Returns the text before the first of these answers, between them, and after the last."""
+    def _text_around(self, messages: Sequence[Message], turns: Sequence[int]) -> list[str]:
+        """Returns the text before the first of these turns, between them, and after the last."""
         with_markers = list(messages)
-        for index in answers:
+        for index in turns:
             with_markers[index] = _with_markers(messages[index], index)
         remaining = self.apply(with_markers)
         pieces = []
-        for index in answers:
+        for index in turns:
             piece, _, remaining = remaining.partition(text_of(with_markers[index]))
             pieces.append(piece)
         return [*pieces, remaining]
 
-    def _find_end_token(self, tokenizer: Any) -> str:
-        """Returns the token that the template writes after an answer, or the tokenizer's ``eos_token``."""
-        _, after_answer = self._text_around(example_conversation(), [1])
+    def _find_endings(self, tokenizer: Any) -> tuple[str, ...]:
+        """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
+
+        Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
+        ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the template
+        ends no answer, the ending is the tokenizer's ``eos_token``.
+        """
         # Special or not: some tokenizers have ChatML's tokens as plain added ones.
         tokens = {
             *map(str, tokenizer.added_tokens_decoder.values()),
             *tokenizer.all_special_tokens,
         }
-        matches = [token for token in tokens if after_answer.lstrip().startswith(token)]
-        longest_match = max(matches, key=len, default='')  # one token may be the beginning of another
-        if longest_match:
-            return longest_match
+        try:
+            conversation = example_conversation() + example_conversation()
+            before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
+        except ValueError:  # the template refuses a second question
+            before, after_question, after_last = self._text_around(example_conversation(), range(2))
+            after_answer = after_last
+        endings = _first_tokens(after_last, tokens)
+        endings_of_answer = _first_tokens(after_answer, tokens)  # and perhaps tokens that begin the next question
+        shared = []
+        for ending, ending_of_answer in zip(endings, endings_of_answer, strict=False):
+            if ending != ending_of_answer:
+                break
+            shared.append(ending)
+        if shared:
+            return (''.join(shared),)
+        if endings:
+            # A token that follows questions, too, ends all turns, unless it begins them. Others begin only questions.
+            ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
+            ends_of_turns -= set(_first_tokens(before, tokens))
+            return endings[0], *ends_of_turns.intersection(endings_of_answer[:1])
         if tokenizer.eos_token is None:
             raise InvalidInputError(
                 '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '
                 '`processor.tokenizer.eos_token`.'
             )
-        return tokenizer.eos_token
+        return (tokenizer.eos_token,)
 
     def _ends_every_answer(self) -> bool:
         """Tells whether the template writes the ending token after each of two answers."""
@@ -293,7 +328,7 @@ class ChatTemplate:
             _, *text_after = self._text_around(conversation, [1, 3])
         except ValueError:  # the template refuses a second question; a sample that has one gets the error
             return True
-        return all(after.lstrip().startswith(self.end_token) for after in text_after)
+        return all(after.lstrip().startswith(self._endings) for after in text_after)
 
 
 @cache
@@ -322,6 +357,17 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     for index in answers[:-1]:
         changed[index] = {**messages[index], 'weight': 0}
     return changed
+
+
+def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
+    """Returns the tokens at the start of a text, until one that is not among these. Leaves out white space before."""
+    remaining = text.lstrip()
+    first_tokens = []
+    # The longest, because one token may be the beginning of another.
+    while token := max(filter(remaining.startswith, tokens), key=len, default=''):
+        first_tokens.append(token)
+        remaining = remaining.removeprefix(token)
+    return first_tokens
 
 
 def _without_space(text: str) -> str:

@@ -43,7 +43,7 @@ from composer_tokacc.data.sizes import (
 )
 from composer_tokacc.refusals import InvalidInputError
 
-TABLE_VERSION = 7
+TABLE_VERSION = 8
 """Increased when the content of a table changes, so that files of older versions are not read."""
 TABLE_COLUMNS = (
     'lengths',

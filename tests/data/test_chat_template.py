@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 from PIL import Image
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data import BadSampleError, ConversationEncoder, LlavaDataset, chat_template
 from tests.data.chat_processors import QWEN, assert_same, learned_text, llava, qwen2_vl, small, tokenizer
 from tests.support.conversations import IMAGE, assistant, message, turns, user, write_json
@@ -167,9 +169,46 @@ def test_end_token_behind_last_turn_only(warnings):
     assert learned_text(as_written, processor.tokenizer).split() == ['Red.Red.', '</s>']
 
 
+def test_token_that_begins_turns_ends_none(warnings):
+    words = tokenizer('<|start|>', '<|end|>', eos_token='<|end|>')
+    words.chat_template = (
+        "{% for message in messages %}<|start|>{{ message['role'] }}:{{ message['content'] }}{% endfor %}<|end|>"
+    )
+    assert learned_text(ConversationEncoder(words)(PLAIN), words) == 'Red.<|end|>Red.<|end|>'
+    assert len(warnings.messages) == 1
+
+
 @pytest.mark.parametrize('make', [small, qwen2_vl])
 def test_template_with_ends_says_nothing(make, warnings):
     ConversationEncoder(make())
+    assert not warnings.messages
+
+
+# Aya Vision ends an answer with two tokens. gpt-oss ends the last answer with another token than all other turns.
+TWO_ENDING_TOKENS = (
+    "{% for message in messages %}<|turn|>{{ message['role'] }}: {% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|end_response|><|end_turn|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end_turn|>{% endif %}{% endfor %}"
+)
+OTHER_ENDING_TOKEN_AT_LAST = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}<|message|>{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize('num_turns', [2, 3, 4])
+@pytest.mark.parametrize('template', [TWO_ENDING_TOKENS, OTHER_ENDING_TOKEN_AT_LAST])
+def test_answers_with_several_ending_tokens(template, num_turns, warnings):
+    """The ids are the template's, and the labels are what its own `generation` tags mark."""
+    words = tokenizer(*re.findall(r'<\|\w+\|>', template), eos_token='<|end|>')
+    words.chat_template = template
+    expected = words.apply_chat_template(
+        PLAIN[:num_turns], return_dict=True, return_assistant_tokens_mask=True, return_tensors='pt'
+    )
+    sample = ConversationEncoder(words)(PLAIN[:num_turns])
+    assert torch.equal(sample['input_ids'], expected['input_ids'])
+    assert torch.equal(sample['labels'] != IGNORE_INDEX, expected['assistant_masks'].bool())
     assert not warnings.messages
 
 
@@ -214,3 +253,25 @@ def test_dropped_images_of_tools_are_refused(tmp_path):
     message = r'"a" .*has images in the turn of a tool, but the chat template writes no'
     with pytest.raises(BadSampleError, match=message):
         LlavaDataset(path, processor)
+
+
+# Parts in turns of the user, as Pixtral and Llama 3.2 Vision write them.
+PARTS_OF_USER = (
+    "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize('string', ["message['content'] | trim", "'' + message['content']"])
+@pytest.mark.parametrize('role', ['system', 'assistant'])
+def test_roles_that_take_only_strings(role, string):
+    """The template writes a list of parts as Python prints it, or raises. The user's turns need it for images."""
+    processor = small()
+    processor.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>{% if message['role'] == '" + role + "' %}"
+        '{{ ' + string + ' }}{% else %}' + PARTS_OF_USER + '{% endif %}<|end|>{% endfor %}'
+    )
+    conversation = [message('system', "It's 'brief'."), user(IMAGE, 'What?'), assistant("It's\nred.")]
+    sample = ConversationEncoder(processor)(conversation, [Image.new('RGB', (8, 8))])
+    text = processor.tokenizer.decode(sample['input_ids'][0]).replace('<image>', '')
+    assert text == "<|system|>It's 'brief'.<|end|><|user|>What?<|end|><|assistant|>It's\nred.<|end|>"
+    assert learned_text(sample, processor.tokenizer) == "It's\nred.<|end|>"
