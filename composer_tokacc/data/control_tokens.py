@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import Message, Record
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
@@ -91,7 +92,7 @@ class ControlTokenPolicy:
         """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
-            sample: An encoded sample. Its entries of shape ``(1, length)`` have a value for each token, and get longer.
+            sample: An encoded sample. Its entries that lie along the text get longer.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
@@ -101,10 +102,14 @@ class ControlTokenPolicy:
             unchanged = torch.tensor([token_id])
             pieces.append(self._spellings.get(token_id, unchanged))
         counts = torch.tensor([len(piece) for piece in pieces])
+        layout = BatchLayout.infer(sample)
         spelled = dict(sample)
         for key, value in sample.items():
-            if value.shape == (1, len(ids)):
-                spelled[key] = value.repeat_interleave(counts, dim=1)
+            if len(ids) not in value.shape:
+                continue
+            # Features of media may have this length by chance. The layout knows them.
+            for dim in layout.entry_of(sample, key).seq_dims:
+                spelled[key] = value.repeat_interleave(counts, dim=dim)
         spelled['input_ids'] = torch.cat(pieces)[None]
         # If a stand-in carried loss, all tokens of its spelling do. Their labels are the new ids.
         labels = spelled['labels']

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from PIL import Image
 from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.records import BadSampleError, Record
-from tests.data.chat_processors import PROCESSORS, QWEN, blip2, learned_text, llava, qwen2_vl, small
+from tests.data.chat_processors import PROCESSORS, QWEN, blip2, learned_text, llava, qwen2_vl, small, tokenizer
+from tests.model_types.processors import small_processor
 from tests.support.conversations import IMAGE, assistant, message, parse, turns, user
 
 
@@ -215,6 +217,26 @@ def test_labels_and_lengths_of_spelled_tokens():
     encoder.max_length -= 1
     with pytest.raises(ValueError, match=f'max_length.*got: {encoder.max_length} < {encoder.max_length + 1} tokens'):
         encoder(SPOKEN)
+
+
+def test_masks_of_images_follow_spelled_tokens():
+    """Mllama's mask has a dimension along the text and two others. The reference has other text of the same length."""
+    processor = transformers.MllamaProcessor(
+        image_processor=small_processor('mllama', 'image'),
+        tokenizer=tokenizer('<|image|>', '<|python_tag|>', '<s>', '</s>', bos_token='<s>', eos_token='</s>'),
+    )
+    processor.chat_template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ '<|image|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ eos_token }}{% endfor %}"
+    )
+    encoder = ConversationEncoder(processor, control_tokens='text')
+    other_turns = [assistant('Red.'), user(IMAGE, '?'), assistant('Red.')]
+    sample = encoder([user(IMAGE, 'A </s>?'), *other_turns], make_images(2))
+    expected = encoder([user(IMAGE, 'A </z>?'), *other_turns], make_images(2))
+    assert not torch.equal(sample['input_ids'], expected['input_ids'])
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor) and key != 'input_ids':
+            assert torch.equal(sample[key], value), key
 
 
 def test_first_control_token_is_named_once(caplog):
