@@ -94,6 +94,9 @@ class DatasetEntry:
                 self._keys_of_turn[name] = DEFAULT_TAGS[tag]
             else:
                 self._roles[name] = DEFAULT_TAGS[tag]
+        for tag in TAGS_OF_KEYS:
+            # Under its own name, an untagged key would replace the tagged one. `formats.py` refuses this name.
+            self._keys_of_turn.setdefault(DEFAULT_TAGS[tag], f'{DEFAULT_TAGS[tag]} (named by no tag)')
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
         """Returns the path of the file in the folder, or the name of the hub's dataset and its split."""

@@ -601,6 +601,17 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     assert parsed.source == f'{folder}/own.json, entry 1'
 
 
+@pytest.mark.parametrize('key', ['from', 'value'])
+def test_untagged_key_of_turn_is_refused(folder, key):
+    """It must not replace the key that the tags name."""
+    entry, record = DESCRIBED['openai']
+    question, answer = record['messages']
+    record = {**record, 'messages': [question, {**answer, key: 'gpt'}]}
+    path = describe(folder, {'file_name': 'own.json', **entry}, [record])
+    with pytest.raises(BadSampleError, match=f'`{key} .* is not supported, it would be dropped'):
+        LlavaDataset(path, small())
+
+
 def test_dataset_info_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
