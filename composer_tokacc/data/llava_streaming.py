@@ -21,6 +21,17 @@ from composer_tokacc.data.to_mds import from_row
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.refusals import InvalidInputError
 
+ORDER_ARGUMENTS = (
+    'shuffle',
+    'shuffle_algo',
+    'shuffle_block_size',
+    'sampling_method',
+    'sampling_granularity',
+    'batching_method',
+    'partition_algo',
+)
+"""Arguments of StreamingDataset that change the order of samples, and that its state does not hold."""
+
 
 class LlavaStreamingDataset(StreamingDataset):
     """Reads the shards of ``python -m composer_tokacc.data.to_mds``. The samples equal those of :class:`.LlavaDataset`.
@@ -108,6 +119,15 @@ class LlavaStreamingDataset(StreamingDataset):
         # Without the names of the options, as in the checkpoints of earlier releases.
         options = [value for _, value in self.encoder.identity_of_options()]
         return repr((shards, self.encoder.video, *options))
+
+    def identity_of_order(self) -> dict[str, Any]:
+        """Returns what decides the samples of an epoch and their order. With another order, a resumed run would repeat
+        samples and lose others.
+        """
+        order = {name: getattr(self, name) for name in ORDER_ARGUMENTS}
+        # The weights of the streams and `epoch_size` decide these numbers.
+        order['samples_of_streams'] = [int(stream.choose) for stream in self.streams]
+        return order
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Returns StreamingDataset's state, corrected between two epochs.

@@ -293,7 +293,7 @@ SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
 
 
 class SameData(Callback):
-    """Refuses to resume with another model, data, processor, vocabulary, adapter or optimizer, on all ranks.
+    """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
     Names and shapes of the model's weights are compared. The others are compared with fingerprints in the checkpoint,
     unless only weights are loaded. The number of ranks and everything that cuts batches may change.
@@ -332,6 +332,8 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
+        if hasattr(dataset, 'identity_of_order'):  # a sampler has a state, which it compares itself
+            self._fingerprints['order'] = dataset.identity_of_order()
         for name, value in (optimizer or {}).items():
             if name not in SPEED_SETTINGS:
                 # Through JSON and back, as a checkpoint has it: tuples become lists.
@@ -399,8 +401,8 @@ class SameData(Callback):
             return
         details = ', '.join(differing.values())
         message = (
-            'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
-            f'other {" and ".join(differing)} ({details})'
+            'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
+            f'got: other {" and ".join(differing)} ({details})'
         )
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)

@@ -16,6 +16,7 @@ from composer_tokacc.data.lengths import length_table
 from composer_tokacc.data.to_mds import write_shards
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import ConfigError, load_config
+from composer_tokacc.programs.checkpoints import SameData
 from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import ExchangingDataLoader
@@ -94,6 +95,26 @@ def test_streams_of_a_mapping(shards):
     streams = f'{{a: {{local: {shards}/train, proportion: 3}}, b: {{local: {shards}/held_out, proportion: 1}}}}'
     config = config_of(shards, 'dataset.local=null', f'dataset.streams={streams}', 'dataset.epoch_size=40')
     assert len(sample_ids(build(config))) == 40
+
+
+def test_other_order_is_not_resumed(shards):
+    """With other proportions of the streams, the rest of the epoch would repeat samples and lose others."""
+
+    def same_data(proportion):
+        first = f'a: {{local: {shards}/train, proportion: {proportion}}}'
+        streams = f'{{{first}, b: {{local: {shards}/held_out, proportion: 1}}}}'
+        config = config_of(shards, 'dataset.local=null', f'dataset.streams={streams}')
+        source = source_of(config)
+        processor = source.build_processor()
+        return SameData(source.build_dataset(processor), processor, adapter={}, trainer={})
+
+    saved = same_data(3).state_dict()
+    same_data(3).load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r'other order .*\[30, 10\].* there, .*\[20, 20\].* here'):
+        same_data(1).load_state_dict(saved)
+    older = json.loads(saved['fingerprints'])
+    del older['order']  # which earlier releases did not save
+    same_data(1).load_state_dict({'fingerprints': json.dumps(older)})
 
 
 def test_measuring_sees_every_sample(shards, tmp_path):
