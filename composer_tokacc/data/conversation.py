@@ -343,9 +343,12 @@ class ConversationEncoder:
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Tells whether the tokenizer must add special tokens, because the template has not written the first one."""
+        """Tells whether the tokenizer must add special tokens, as in ``apply_chat_template(tokenize=True)``.
+
+        A processor adds them if the template has not written the first one. A tokenizer by itself adds none.
+        """
         bos = self.tokenizer.bos_token
-        return not (bos and text.startswith(bos))
+        return bool(self.parts) and not (bos and text.startswith(bos))
 
     def _encode(self, text: str, media: DecodedMedia, add_special_tokens: bool) -> dict[str, torch.Tensor]:
         """Runs the processor on the text and media of one conversation."""

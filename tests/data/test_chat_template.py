@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data import BadSampleError, ConversationEncoder, LlavaDataset, chat_template
@@ -167,6 +168,25 @@ def test_end_token_behind_last_turn_only(warnings):
     as_written = ConversationEncoder(processor, add_end_token=False)(PLAIN)
     assert learned_text(added, processor.tokenizer).split() == ['Red.</s>Red.', '</s>']
     assert learned_text(as_written, processor.tokenizer).split() == ['Red.Red.', '</s>']
+
+
+def test_special_tokens_are_those_of_the_template():
+    """A tokenizer that adds a first and a last token to texts adds none to a conversation."""
+    words = tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>')
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single='<s> $A </s>', special_tokens=[(token, words.convert_tokens_to_ids(token)) for token in ('<s>', '</s>')]
+    )
+    words.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}</s>{% endfor %}"
+    )
+    expected = words.apply_chat_template(PLAIN, return_dict=True)['input_ids']
+    encoder = ConversationEncoder(words)
+    sample = encoder(PLAIN)
+    assert sample['input_ids'][0].tolist() == expected
+    (unexpanded,) = encoder.encode_unexpanded([in_parts(PLAIN)])
+    assert torch.equal(unexpanded['input_ids'], sample['input_ids'])
+    assert torch.equal(unexpanded['labels'], sample['labels'])
+    assert learned_text(sample, words).count('Red.</s>') == 2
 
 
 def test_token_that_begins_turns_ends_none(warnings):
