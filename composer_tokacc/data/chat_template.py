@@ -79,9 +79,12 @@ class ChatTemplate:
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         self._placeholder_results: dict[tuple[str, str], bool] = {}
         """Results of `has_placeholders`, by role and modality."""
-        self._endings = self._find_endings(tokenizer)
+        before, after_question, after_answer, after_last = self._text_of_example()
+        self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
         self.end_token = self._endings[0]
-        if add_end_token and not self._ends_every_answer():
+        ends_answer = after_answer.lstrip().startswith(self._endings)
+        ends_last = after_last.lstrip().startswith(self._endings)
+        if add_end_token and not (ends_answer and ends_last):
             _warn_of_added_token(self.end_token)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
@@ -282,53 +285,15 @@ class ChatTemplate:
             pieces.append(piece)
         return [*pieces, remaining]
 
-    def _find_endings(self, tokenizer: Any) -> tuple[str, ...]:
-        """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
-
-        Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
-        ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the template
-        ends no answer, the ending is the tokenizer's ``eos_token``.
-        """
-        # Special or not: some tokenizers have ChatML's tokens as plain added ones.
-        tokens = {
-            *map(str, tokenizer.added_tokens_decoder.values()),
-            *tokenizer.all_special_tokens,
-        }
+    def _text_of_example(self) -> tuple[str, str, str, str]:
+        """Returns the text before a question, after it, after an answer that a question follows, and after the last."""
         try:
             conversation = example_conversation() + example_conversation()
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
         except ValueError:  # the template refuses a second question
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
             after_answer = after_last
-        endings = _first_tokens(after_last, tokens)
-        endings_of_answer = _first_tokens(after_answer, tokens)  # and perhaps tokens that begin the next question
-        shared = []
-        for ending, ending_of_answer in zip(endings, endings_of_answer, strict=False):
-            if ending != ending_of_answer:
-                break
-            shared.append(ending)
-        if shared:
-            return (''.join(shared),)
-        if endings:
-            # A token that follows questions, too, ends all turns, unless it begins them. Others begin only questions.
-            ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
-            ends_of_turns -= set(_first_tokens(before, tokens))
-            return endings[0], *ends_of_turns.intersection(endings_of_answer[:1])
-        if tokenizer.eos_token is None:
-            raise InvalidInputError(
-                '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '
-                '`processor.tokenizer.eos_token`.'
-            )
-        return (tokenizer.eos_token,)
-
-    def _ends_every_answer(self) -> bool:
-        """Tells whether the template writes the ending token after each of two answers."""
-        conversation = example_conversation() + example_conversation()
-        try:
-            _, *text_after = self._text_around(conversation, [1, 3])
-        except ValueError:  # the template refuses a second question; a sample that has one gets the error
-            return True
-        return all(after.lstrip().startswith(self._endings) for after in text_after)
+        return before, after_question, after_answer, after_last
 
 
 @cache
@@ -357,6 +322,46 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     for index in answers[:-1]:
         changed[index] = {**messages[index], 'weight': 0}
     return changed
+
+
+def _find_endings(
+    before: str,
+    after_question: str,
+    after_answer: str,
+    after_last: str,
+    tokenizer: Any,
+) -> tuple[str, ...]:
+    """Returns the texts that may end an answer. The first one is added to answers that the template leaves open.
+
+    Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
+    ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the template
+    ends no answer, the ending is the tokenizer's ``eos_token``.
+    """
+    # Special or not: some tokenizers have ChatML's tokens as plain added ones.
+    tokens = {
+        *map(str, tokenizer.added_tokens_decoder.values()),
+        *tokenizer.all_special_tokens,
+    }
+    endings = _first_tokens(after_last, tokens)
+    endings_of_answer = _first_tokens(after_answer, tokens)  # and perhaps tokens that begin the next question
+    shared = []
+    for ending, ending_of_answer in zip(endings, endings_of_answer, strict=False):
+        if ending != ending_of_answer:
+            break
+        shared.append(ending)
+    if shared:
+        return (''.join(shared),)
+    if endings:
+        # A token that follows questions, too, ends all turns, unless it begins them. Others begin only questions.
+        ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
+        ends_of_turns -= set(_first_tokens(before, tokens))
+        return endings[0], *ends_of_turns.intersection(endings_of_answer[:1])
+    if tokenizer.eos_token is None:
+        raise InvalidInputError(
+            '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '
+            '`processor.tokenizer.eos_token`.'
+        )
+    return (tokenizer.eos_token,)
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
