@@ -131,8 +131,9 @@ class ChatTemplate:
         for message in messages:
             role = message['role']
             if role not in self._takes_parts:
-                self._takes_parts[role] = self._has_parts  # `_writes_parts` renders a list of parts
-                self._takes_parts[role] = self._has_parts and self._writes_parts(role)
+                self._takes_parts[role] = self._has_parts
+                if self._has_parts:
+                    self._takes_parts[role] = self._writes_parts(role)  # renders a list of parts
             content = message['content'] if self._takes_parts[role] else text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
@@ -266,12 +267,18 @@ class ChatTemplate:
         """
         question, answer = example_conversation()
         turn = {**question, 'role': role}
-        earlier_turns = {'user': [], 'system': [], 'assistant': [question]}.get(role, [question, answer])
-        later_turns = [question] if role == 'system' else []
+        conversation = [turn]
+        if role == 'system':
+            conversation = [turn, question]
+        elif role == 'assistant':
+            conversation = [question, turn]
+        elif role == 'tool':
+            conversation = [question, answer, turn]
         try:
-            return not PRINTED_PART.search(self.apply([*earlier_turns, turn, *later_turns]))
+            text = self.apply(conversation)
         except (TypeError, ValueError):
             return False
+        return PRINTED_PART.search(text) is None
 
     def _text_around(self, messages: Sequence[Message], turns: Sequence[int]) -> list[str]:
         """Returns the text before the first of these turns, between them, and after the last."""

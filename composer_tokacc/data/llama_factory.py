@@ -96,7 +96,8 @@ class DatasetEntry:
                 self._roles[name] = DEFAULT_TAGS[tag]
         for tag in TAGS_OF_KEYS:
             # Under its own name, an untagged key would replace the tagged one. `formats.py` refuses this name.
-            self._keys_of_turn.setdefault(DEFAULT_TAGS[tag], f'{DEFAULT_TAGS[tag]} (named by no tag)')
+            key = DEFAULT_TAGS[tag]
+            self._keys_of_turn.setdefault(key, f'{key} (named by no tag)')
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
         """Returns the path of the file in the folder, or the name of the hub's dataset and its split."""
