@@ -42,6 +42,7 @@ class State:
     value: Tensor | float
     content: Tensor | float | None  # a copy of the value; None: it was not copied
     version: int | None  # number of writes into a tensor
+    is_parameter: bool = False  # FSDP1 replaces parameters during a forward
 
     @classmethod
     def now(
@@ -51,6 +52,7 @@ class State:
         key: str,
         *,
         copies: bool = True,
+        is_parameter: bool = False,
     ) -> State:
         """Returns the state as it is now, with a copy of a tensor's content if ``copies``."""
         value = container[key]
@@ -61,20 +63,22 @@ class State:
             # Tensors made in inference mode do not count their writes.
             if not value.is_inference():
                 version = num_writes(value)
-        return cls(name, container, key, value, content, version)
+        return cls(name, container, key, value, content, version, is_parameter)
 
     def is_written(self) -> bool:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
+        is_same_object = current is self.value
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
-            return type(current) is not type(self.value) or bool(current != self.value)
-        has_versions = current is self.value and not current.is_inference()
+            is_equal = type(current) is type(self.value) and bool(current == self.value)
+            return not is_same_object and not is_equal  # the same NaN is not equal to itself
+        has_versions = is_same_object and not current.is_inference()
         if has_versions and num_writes(current) != self.version:
             return True
-        # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
         if not isinstance(self.content, Tensor):
-            return False
-        return current.shape != self.content.shape or not torch.equal(current, self.content)
+            return not is_same_object and not self.is_parameter
+        # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
+        return not _are_equal(current, self.content)
 
 
 class StateSnapshot:
@@ -107,8 +111,13 @@ class StateSnapshot:
         for state in self.states:
             # The old object comes back, with its old content.
             state.container[state.key] = state.value
-            if isinstance(state.value, Tensor) and isinstance(state.content, Tensor):
-                state.value.copy_(state.content)
+            if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
+                continue
+            # Some tensors cannot be written, such as an expanded one. They still have their content.
+            if not _are_equal(state.value, state.content):
+                # Only in this mode can tensors be written that a forward has made in it.
+                with torch.inference_mode():
+                    state.value.copy_(state.content)
 
     @torch.no_grad()
     def perturb(self, states: Iterable[State]) -> None:
@@ -122,14 +131,31 @@ class StateSnapshot:
         for state in states:
             current = state.container[state.key]
             if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
+                # The entries of an expanded tensor share memory, so it cannot be written.
+                if 0 in current.stride():
+                    current = current.clone()
+                    state.container[state.key] = current
                 # A vector of zeros must move too.
                 sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
                 noise = torch.randn(current.shape, generator=generator).to(current)
-                current.add_(PERTURBATION * sizes * noise)
+                with torch.inference_mode():
+                    current.add_(PERTURBATION * sizes * noise)
             else:
                 # A copy, because the next forward may write into it.
                 written = state.content
                 state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
+
+
+def _can_be_compared(tensor: Tensor) -> bool:
+    is_special = tensor.is_meta or tensor.is_nested or tensor.is_quantized
+    return tensor.layout is torch.strided and not is_special
+
+
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors have the same entries. NaN counts as equal to NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+        return False
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def _states_of(model: Module) -> Iterator[State]:
@@ -143,10 +169,11 @@ def _states_of(model: Module) -> Iterator[State]:
             for key, value in container.items():
                 if isinstance(value, Tensor):
                     # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
-                    if isinstance(value, DTensor) or value.is_meta:
+                    if isinstance(value, DTensor) or not _can_be_compared(value):
                         continue
                     # The number of writes tells of tensors that are too large to copy, such as parameters.
-                    copies = container is not parameters and value.numel() <= LARGEST_COPY
-                    yield State.now(prefix + key, container, key, copies=copies)
+                    is_parameter = container is parameters
+                    copies = not is_parameter and value.numel() <= LARGEST_COPY
+                    yield State.now(prefix + key, container, key, copies=copies, is_parameter=is_parameter)
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     yield State.now(prefix + key, container, key)

@@ -38,6 +38,14 @@ class RunningData(RunningMean):
         return states - self.running
 
 
+class ReplacedMean(RunningMean):
+    """Puts a new tensor in the place of the old one."""
+
+    def forward(self, states):
+        self.running = self.running.lerp(states.detach().mean(dim=(0, 1)), 0.1)
+        return states - self.running
+
+
 class Codebook(torch.nn.Module):
     """Keeps its state in a frozen parameter."""
 
@@ -109,6 +117,42 @@ class Cache(torch.nn.Module):
         return states * self.table[: states.shape[1], None]
 
 
+class InferenceStatistic(torch.nn.Module):
+    """Keeps statistics that can only be written in inference mode."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.inference_mode():
+            self.sum = torch.zeros(())
+
+    def forward(self, states):
+        with torch.inference_mode():
+            self.sum += states.detach().abs().mean()
+        return states
+
+
+class ExpandedMean(torch.nn.Module):
+    """Keeps an expanded tensor, which cannot be written."""
+
+    def forward(self, states):
+        self.mean = states.detach().mean().expand(4)
+        return states
+
+
+class UnusualConstants(torch.nn.Module):
+    """Reads a sparse matrix and a vector with NaN, and writes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('links', torch.eye(32).to_sparse())
+        self.register_buffer('priors', torch.tensor([float('nan')] + [0.5] * 31))
+        self.best = float('nan')
+
+    def forward(self, states):
+        linked = torch.sparse.mm(self.links, states.flatten(0, 1).T).T
+        return states + linked.view_as(states) * self.priors.nan_to_num(1.0)
+
+
 def with_layers(*layers):
     model = text_model().train()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, *layers)
@@ -120,6 +164,7 @@ def with_layers(*layers):
     [
         (RunningMean, 'running'),
         (RunningData, 'running'),
+        (ReplacedMean, 'running'),
         (Codebook, 'code'),
         (WarmUp, 'count'),
         (ConvergedNorm, r'parametrizations\.weight\.0\._[uv]'),
@@ -133,7 +178,16 @@ def test_decisive_state_is_refused(layer, name):
         fit(model, ragged_batch(), optimizer=optimizer)
 
 
-@pytest.mark.parametrize(('layer', 'num_warnings'), [(Statistic, 1), (Cache, 0)])
+def test_replaced_large_state_is_refused(monkeypatch):
+    monkeypatch.setattr(written_state, 'LARGEST_COPY', 0)
+    with pytest.raises(RuntimeError, match=r'must not change the result of the next one.*\.running'):
+        fit(with_layers(ReplacedMean()), ragged_batch())
+
+
+@pytest.mark.parametrize(
+    ('layer', 'num_warnings'),
+    [(Statistic, 1), (Cache, 0), (InferenceStatistic, 1), (ExpandedMean, 0), (UnusualConstants, 0)],
+)
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_caches_and_statistics_are_exact(layer, side, num_warnings, caplog):
     model = with_layers(layer())
