@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_global_rank, get_world_size
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.repeated_samples import has_torchs_order
+from composer_tokacc.repeated_samples import has_torchs_order, sampler_of
 
 Facts = dict[str, str]
 """Arguments of a plan by name, written as text. The first one that differs is reported."""
@@ -101,7 +101,7 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
     if not facts:
         return None
     rank, num_ranks = get_global_rank(), get_world_size()
-    sampler = dataloader.sampler
+    sampler, _ = sampler_of(dataloader)
     if has_torchs_order(sampler):
         rank, num_ranks = sampler.rank, sampler.num_replicas
     return PlanRecord(checksum_of(facts), rank, num_ranks, facts=lambda: facts)
@@ -173,7 +173,7 @@ def table_facts(name: str, values: np.ndarray) -> Facts:
 
 def reading_facts(dataloader: DataLoader) -> Facts:
     """Returns the arguments of a DistributedSampler or a StreamingDataset that decide which rank reads each sample."""
-    sampler = dataloader.sampler
+    sampler, _ = sampler_of(dataloader)
     dataset = dataloader.dataset
     facts: Facts = {}
     if has_torchs_order(sampler):

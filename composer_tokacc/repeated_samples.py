@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 @runtime_checkable
@@ -36,9 +36,19 @@ def num_repeated(dataloader: Any, batch_index: int) -> int:
         return 0
     if isinstance(dataloader.batch_sampler, KnowsCopies):
         return int(dataloader.batch_sampler.has_only_copies(batch_index))
-    if dataloader.batch_size is None:
+    sampler, batch_size = sampler_of(dataloader)
+    if batch_size is None:
         return 0
-    return num_repeated_by(dataloader.sampler, dataloader.batch_size, batch_index)
+    return num_repeated_by(sampler, batch_size, batch_index)
+
+
+def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
+    """Returns the sampler that decides the order of a loader, and its samples a batch; None if this is not known."""
+    batch_sampler = dataloader.batch_sampler
+    # If it was given as `batch_sampler`, the loader's own attributes say nothing. A subclass may make other batches.
+    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
+        return batch_sampler.sampler, batch_sampler.batch_size
+    return dataloader.sampler, dataloader.batch_size
 
 
 def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:

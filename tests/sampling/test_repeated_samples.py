@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Subset
 
 from composer_tokacc.repeated_samples import num_repeated
 from tests.support.sampler_steps import samplers_of_ranks
@@ -25,16 +25,20 @@ from tests.support.sampler_steps import samplers_of_ranks
     drop_last_batch=st.booleans(),
     drop_last=st.booleans(),
     epoch=st.integers(0, 2),
+    has_batch_sampler=st.booleans(),
 )
-def test_repeated_samples_are_left_out(num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch):
+def test_repeated_samples_are_left_out(
+    num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch, has_batch_sampler
+):
     trained = Counter()
     left_out = Counter()
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, drop_last=drop_last)
         sampler.set_epoch(epoch)
-        loader = DataLoader(
-            range(num_samples), batch_size=batch_size, sampler=sampler, collate_fn=list, drop_last=drop_last_batch
-        )
+        batches = {'batch_size': batch_size, 'sampler': sampler, 'drop_last': drop_last_batch}
+        if has_batch_sampler:
+            batches = {'batch_sampler': BatchSampler(sampler, batch_size, drop_last_batch)}
+        loader = DataLoader(range(num_samples), collate_fn=list, **batches)
         for batch_index, batch in enumerate(loader):
             copies = num_repeated(loader, batch_index)
             is_last = batch_index == len(loader) - 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from composer_tokacc import plan_agreement
 from composer_tokacc.plan_agreement import (
@@ -90,6 +90,17 @@ def test_batch_size_of_stream_is_compared():
     assert first != other
     reports = [RankReport(rank, len(records), facts=record.facts()) for rank, record in enumerate(records)]
     assert '`batch_size` must be the same on all ranks' in find_difference(reports)
+
+
+def test_samplers_of_batch_samplers_are_compared():
+    checksums = set()
+    for seed in (0, 1):
+        sampler = DistributedSampler(range(8), num_replicas=2, rank=1, seed=seed)
+        loader = DataLoader(range(8), batch_sampler=BatchSampler(sampler, batch_size=2, drop_last=False))
+        record = plan_record_of({}, loader, 0)
+        assert (record.rank, record.num_ranks) == (1, 2)
+        checksums.add(record.checksum)
+    assert len(checksums) == 2
 
 
 @settings(deadline=None, max_examples=200)
