@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
-from composer_tokacc.counting import counted_tokens
+from composer_tokacc.counting import counted_tokens, document_starts
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -69,15 +69,12 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
 
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
     """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
-    positions = batch.get('position_ids')
     sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
     # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
-    if isinstance(positions, Tensor) and positions.shape == counted.shape:
-        # A row whose positions are all 0 is one document, as in `document_starts`. A padding position may become a
-        # document by itself. It has no labels, so its weight does not matter.
-        has_positions = positions.amax(dim=1, keepdim=True) > 0
-        begins |= (positions == 0) & has_positions
+    starts = document_starts(batch)
+    if starts is not None:
+        begins |= starts
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
         is_another_sequence = sequences[:, 1:] != sequences[:, :-1]
         begins[:, 1:] |= is_another_sequence

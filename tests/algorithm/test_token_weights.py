@@ -245,6 +245,18 @@ def test_single_weight_for_batch_is_refused():
         token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
 
 
+def test_hidden_token_does_not_end_a_document():
+    """Its position is 0, as that of padding. Further documents begin only at attended tokens."""
+    batch = {
+        'input_ids': torch.arange(1, 7)[None],
+        'labels': torch.tensor([[1, 2, -100, 4, 5, 6]]),
+        'attention_mask': torch.tensor([[1, 1, 0, 1, 1, 1]]),
+        'position_ids': torch.tensor([[0, 1, 0, 2, 3, 4]]),
+    }
+    weights = token_weights_of(batch, 'sample')
+    assert torch.equal(weights, torch.tensor([[0, 1, 0, 1, 1, 1]]) / 4)
+
+
 def test_bad_weights_without_loss_are_ignored(model):
     batch = batch_of()
     batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
