@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -19,7 +22,7 @@ class KnowsCopies(Protocol):
         ...
 
 
-def num_repeated(dataloader: Any, batch_index: int) -> int:
+def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many, and a
@@ -31,6 +34,7 @@ def num_repeated(dataloader: Any, batch_index: int) -> int:
     Args:
         dataloader: The DataLoader that Composer iterates.
         batch_index: Counts the batches of the epoch from 0, skipped ones included.
+        num_rows: The rows of this batch. If a collator has joined samples to one row, no row can be left out.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
@@ -39,7 +43,15 @@ def num_repeated(dataloader: Any, batch_index: int) -> int:
     sampler, batch_size = sampler_of(dataloader)
     if batch_size is None:
         return 0
-    return num_repeated_by(sampler, batch_size, batch_index)
+    num_copies = num_repeated_by(sampler, batch_size, batch_index)
+    if num_copies and num_rows != sampler.num_samples - batch_index * batch_size:
+        log.warning(
+            'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
+            '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
+            num_rows,
+        )
+        return 0
+    return num_copies
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:

@@ -50,6 +50,7 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
+    num_rows,
     num_samples,
     rows_of,
     with_counts,
@@ -305,7 +306,7 @@ class TokenAccumulation(Algorithm):
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of its rows to the batch, and returns the record of the step."""
         run = self._run
-        num_copies = num_repeated(state.dataloader, batch_index)
+        num_copies = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
         batch = _with_copies_marked(state.batch, num_copies)
         # The counts are in the batch, so that the split also cuts them into microbatches.
         counted_batch = with_counts(batch, self.rule or '', self.options.token_weights)

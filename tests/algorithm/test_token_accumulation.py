@@ -21,7 +21,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
-from tests.support.text import RAGGED, collate, ragged_batch, text_model, text_rows
+from tests.support.text import RAGGED, collate, packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
@@ -180,6 +180,15 @@ def test_repeated_sample_counts_nothing(model, microbatch_size):
     sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
     data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate))
     assert_exact(model, data, batch=collate([rows[1], rows[3]]), microbatch_size=microbatch_size)
+
+
+def test_repeated_sample_in_joined_row(model, caplog):
+    """A collator makes one row of three samples, so the last row is not the repeated sample."""
+    rows = text_rows(RAGGED[:5])
+    sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
+    data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=packed_row))
+    assert_exact(model, data, batch=packed_row([rows[1], rows[3], rows[0]]), microbatch_size=1)
+    assert 'counts twice' in caplog.text
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])

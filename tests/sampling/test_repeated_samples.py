@@ -40,7 +40,7 @@ def test_repeated_samples_are_left_out(
             batches = {'batch_sampler': BatchSampler(sampler, batch_size, drop_last_batch)}
         loader = DataLoader(range(num_samples), collate_fn=list, **batches)
         for batch_index, batch in enumerate(loader):
-            copies = num_repeated(loader, batch_index)
+            copies = num_repeated(loader, batch_index, len(batch))
             is_last = batch_index == len(loader) - 1
             assert 0 <= copies <= is_last
             num_trained = len(batch) - copies
@@ -59,8 +59,8 @@ def test_sampler_of_a_part():
     dataset = Subset(range(100), [0, 1, 2, 3, 4])
     sampler = DistributedSampler(dataset, num_replicas=3, rank=2)
     loader = DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=list)
-    assert num_repeated(loader, 0) == 1
-    assert num_repeated(loader, 1) == 0
+    assert num_repeated(loader, 0, num_rows=2) == 1
+    assert num_repeated(loader, 1, num_rows=2) == 0
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
@@ -70,7 +70,7 @@ def test_ranks_without_a_sample(ranks):
     for sampler in samplers_of_ranks([5] * 26, ranks, global_batch_size=12, max_tokens=20):
         loader = DataLoader(range(26), batch_sampler=sampler, collate_fn=list)
         for step in range(3):
-            copies_of_steps[step] += num_repeated(loader, step)
+            copies_of_steps[step] += num_repeated(loader, step, num_rows=1)
     assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
 
 
@@ -92,4 +92,4 @@ def test_other_samplers_repeat_nothing():
         [[0, 1], [2]],
     ]
     for loader in loaders:
-        assert [num_repeated(loader, batch) for batch in range(3)] == [0, 0, 0]
+        assert [num_repeated(loader, batch, num_rows=2) for batch in range(3)] == [0, 0, 0]
