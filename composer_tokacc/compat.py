@@ -141,6 +141,11 @@ def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     return True
 
 
+def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
+    """Returns the number of parameters whose gradients DDP reduces: those that were trained when DDP was made."""
+    return model._get_ddp_logging_data()['num_parameter_tensors']
+
+
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.collectives import get_global_rank
-from composer_tokacc.compat import is_reduced, state_of_gradient
+from composer_tokacc.compat import is_reduced, num_reduced, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 from composer_tokacc.refusals import NotExactError
 
@@ -65,7 +65,8 @@ class ReductionWatch:
             must_reduce_once: Whether ranks may make different numbers of microbatches.
 
         Raises:
-            RuntimeError: If gradients are reduced before the last microbatch, but ranks may have unequal numbers.
+            RuntimeError: If gradients are reduced before the last microbatch, but ranks may have unequal numbers. Or if
+                DDP does not reduce the gradients of all parameters.
         """
         if self._ddp is None:
             return
@@ -73,6 +74,7 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             return
+        _check_trained(self._ddp)
         # With one of these options DDP itself finds the parameters that a backward leaves out.
         finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_left_out:
@@ -131,6 +133,20 @@ class ReductionWatch:
         return not any(self._reduces[:-1])
 
 
+def _check_trained(model: DistributedDataParallel) -> None:
+    """Raises RuntimeError if parameters were unfrozen after DDP was made. Each rank would train its own copy."""
+    parameters = model.module.named_parameters()
+    trained = [name for name, parameter in parameters if parameter.requires_grad]
+    # A model may reduce some gradients itself, such as those of its experts.
+    num_trained = len(set(trained) - set(model.parameters_to_ignore))
+    if num_trained > num_reduced(model):
+        raise NotExactError(
+            f'DDP reduces only the {num_reduced(model)} parameters that were trained when the Trainer was made, got: '
+            f'{num_trained} that are trained now. Unfreeze parameters before that, or make a new Trainer '
+            '(docs/errors.md#ranks).'
+        )
+
+
 def check_sharding(model: torch.nn.Module) -> None:
     """Raises RuntimeError if FSDP2 leaves out parameters. Each rank would train its own copy of them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -169,5 +185,6 @@ def check_reduced(model: torch.nn.Module) -> None:
     if isinstance(model, DistributedDataParallel) and not is_reduced(model):
         raise NotExactError(
             'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '
-            'Composer makes it, without `static_graph` (docs/errors.md#ranks).'
+            'Composer makes it, without `static_graph`, and freeze parameters before the Trainer is made '
+            '(docs/errors.md#ranks).'
         )

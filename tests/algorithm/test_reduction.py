@@ -108,6 +108,28 @@ def test_early_reduction_of_equal_counts(process_group):
     assert watch.reduced_once() is False
 
 
+@pytest.mark.parametrize('options', [{}, {'find_unused_parameters': True}])
+def test_unfrozen_parameters_are_refused(process_group, options):
+    inner = TwoHeads()
+    inner.second.requires_grad_(False)
+    watch, model = watch_of(inner, **options)
+    backward(watch, model, ('first', 'second'))
+    inner.second.requires_grad_(True)
+    # If Composer itself reduces the gradients, it reduces these too.
+    backward(watch, model, ('first', 'second'), reduces=False)
+    with pytest.raises(RuntimeError, match=r'only the 2 parameters .* 4 that are trained now'):
+        backward(watch, model, ('first', 'second'))
+
+
+def test_unfrozen_parameters_that_ddp_ignores(process_group):
+    inner = TwoHeads()
+    inner.second.requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
+    watch, model = watch_of(inner)
+    inner.second.requires_grad_(True)
+    backward(watch, model, ('first', 'second'))
+
+
 def test_fsdp_shards_all_or_nothing(process_group):
     model = TwoHeads()
     check_sharding(model)
