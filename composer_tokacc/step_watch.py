@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
-from composer_tokacc.compat import buffer_versions, inner_model, when_backward_ends
+from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradient, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
 Versions = dict[str, tuple[int, int]]
@@ -51,7 +51,9 @@ class StepWatch:
         self._num_backwards = 0
         self._in_backward = False
         self._has_accumulated = False
-        """Whether the last backward changed the gradients. ``torch.autograd.grad`` does not."""
+        """Whether the last backward added to the gradients, if only 0. ``torch.autograd.grad`` does not."""
+        self._states_before: list[tuple[int, int]] = []
+        """States of the gradients before the last backward, see :func:`.state_of_gradient`."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the last backward."""
         self._last_weights: dict[str, Checksum] = {}
@@ -106,6 +108,7 @@ class StepWatch:
         # Each change is listed once.
         self._last_weights = weights_now
         self._last_gradients = gradients_now
+        self._states_before = self._gradient_states()
         self._has_stepped = False
 
     def _compare(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
@@ -130,7 +133,9 @@ class StepWatch:
 
     def _on_backward_end(self) -> None:
         gradients_now = self._gradient_checksums()
-        self._has_accumulated = gradients_now != self._last_gradients
+        # A backward that adds 0 changes only the states. FSDP2 may change only the sums.
+        was_written = self._gradient_states() != self._states_before
+        self._has_accumulated = was_written or gradients_now != self._last_gradients
         self._last_gradients = gradients_now
         self._in_backward = False
 
@@ -155,6 +160,9 @@ class StepWatch:
         has_gradient = any(self._last_gradients[name] != ZERO for name in names)
         if has_gradient and all(gradients_now[name] == ZERO for name in names):
             self.faults.append('Gradients were set to 0 between the last backward and the step of the optimizer.')
+
+    def _gradient_states(self) -> list[tuple[int, int]]:
+        return [state_of_gradient(parameter) for parameter in self._parameters.values()]
 
     def _gradient_checksums(self) -> dict[str, Checksum]:
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}

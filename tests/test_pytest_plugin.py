@@ -135,6 +135,14 @@ def zero_grad_inside(model, optimizer):
         loss.backward()
     optimizer.step()
 
+def zero_grad_after_zero(model, optimizer):
+    first, second = losses(model)
+    first.backward()
+    (model.weight * 0).sum().backward()
+    optimizer.zero_grad()
+    second.backward()
+    optimizer.step()
+
 def step_inside(model, optimizer):
     for loss in losses(model):
         loss.backward()
@@ -193,6 +201,7 @@ FAULTS = {
     'times_zero': 'Forward 2 of 2 adds nothing to the gradient: its gradient is 0.',
     'without_backward': 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits.',
     'zero_grad_inside': 'Gradients changed between backward 1 and 2: `weight`.*',
+    'zero_grad_after_zero': 'Gradients changed between backward 2 and 3: `weight`.*',
     'step_inside': 'An optimizer made a step between backward 1 and 2.*',
     'step_by_hand': 'Parameters changed between backward 1 and 2: `weight`.',
     'clip_inside': 'Gradients changed between backward 1 and 2: `weight`.*',
