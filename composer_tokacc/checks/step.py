@@ -331,14 +331,13 @@ class StepCheck:
         on_device: list[Tensor] = []
         for record in self._step.microbatches:
             values: dict[str, Tensor] = {}
-            counted = None
-            if record.count is None or self._step.is_weighted:
+            if record.count is not None and not self._step.is_weighted:
+                values['tokens'] = record.count
+            else:
                 counted = loss_mask(record.batch, record.counts.rule)
                 values['tokens'] = counted.sum()
-            if record.count is not None:
-                values['tokens'] = record.count
-            if self._step.is_weighted:
-                values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
+                if self._step.is_weighted:
+                    values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
             if record.factor is not None:
                 values['factor'] = record.factor
             if record.deviations is not None:
