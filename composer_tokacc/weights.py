@@ -99,7 +99,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.'
                 )
-        column = torch.tensor(column)
+        column = torch.tensor(column, device=counted.device)
     if not isinstance(column, Tensor) or column.is_complex():
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.'

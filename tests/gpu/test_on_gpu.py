@@ -25,6 +25,7 @@ from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec.pieces import add_rows, zero_weight
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.verify import main as verify
+from composer_tokacc.weights import token_weights_of
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
@@ -68,6 +69,13 @@ def test_image_gradient_is_exact(family, microbatch_size):
     expected, _ = reference_gradients(case.model, batch)
     recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, **in_float32())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_listed_weights_of_rows():
+    """A loop moves the tensors of a batch to the GPU, but not a list."""
+    batch = {key: value.cuda() for key, value in collate(text_rows([(4, 2), (6, 3)])).items()}
+    weights = token_weights_of({**batch, 'loss_weights': [1.0, 2.0]}, 'column')
+    assert weights.sum(dim=1).tolist() == [2.0, 6.0]
 
 
 def test_stock_composer_is_wrong_here():
