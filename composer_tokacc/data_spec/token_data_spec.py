@@ -122,7 +122,8 @@ def token_data_spec(
     if model is not None:
         check_kind('model', model, Module)
         inner_model = getattr(model, 'module', model)  # of DDP
-        if layout is None and hasattr(inner_model, 'config'):
+        config = getattr(inner_model, 'config', None)  # a model of another library may have one of its own type
+        if layout is None and hasattr(config, 'model_type'):
             layout = BatchLayout.for_model(inner_model)
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)

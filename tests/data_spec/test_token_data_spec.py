@@ -145,6 +145,16 @@ def test_counters_are_exact_ints():
         assert spec.get_num_samples_in_batch(counted) == 6
 
 
+def test_config_without_a_model_type():
+    """A model of another library may have a config of its own type. The batch tells the layout."""
+    model = NativeModel('unshifted')
+    model.config = {'width': 8}
+    batch = ragged_batch()
+    data = token_data_spec(loader(batch), model=model)
+    recorder = fit(model, data)
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+
+
 # Evaluation and metrics of training.
 
 
