@@ -169,6 +169,9 @@ def _leaks_of_gradient(
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
+    embeds = inputs.get('inputs_embeds')
+    if isinstance(embeds, torch.Tensor):  # the model embeds no ids
+        inputs = {**inputs, 'inputs_embeds': start_graph(embedding, (), embeds)}
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     # The gradient is that of a sum of logits. With random factors no two parts of this sum cancel.
