@@ -192,7 +192,8 @@ def compare_cuts(
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the worst parameter.
 
-    An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere.
+    An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere, or not
+    finite.
     """
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
@@ -203,10 +204,10 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
         square = float(difference.square().sum())
         squares[name] = math.inf if math.isnan(square) else square  # NaN cannot be compared
     squared_norm = _squared_norm(expected)
-    if not squared_norm > 0.0:
+    if not 0.0 < squared_norm < math.inf:
         raise InvalidInputError(
-            f'The reference gradient must be above zero, got: norm {squared_norm} over {len(expected)} parameters. '
-            'Rows need labels that are not ignored, and parameters `requires_grad`.'
+            f'The reference gradient must be above zero and finite, got: squared norm {squared_norm} over '
+            f'{len(expected)} parameters. Rows need labels that are not ignored, and parameters `requires_grad`.'
         )
     worst = max(squares, key=squares.__getitem__)
     reason = 'is off'

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -133,6 +135,21 @@ def test_lost_or_nan_gradient_is_off():
     assert verify_invariance(with_nan, text_rows(ROWS)).worst.error == float('inf')
 
 
+def test_infinite_reference_is_refused():
+    """The error would be infinity divided by infinity, which is no larger than any tolerance."""
+    model = text_model()
+    right_gradients = step_mean(model)
+
+    def infinite_if_padded_left(microbatches):
+        gradients = right_gradients(microbatches)
+        if not microbatches[0]['attention_mask'][:, 0].all():
+            gradients = {name: torch.full_like(gradient, math.inf) for name, gradient in gradients.items()}
+        return gradients
+
+    with pytest.raises(ValueError, match=r'reference gradient must be .* finite'):
+        verify_invariance(infinite_if_padded_left, text_rows(ROWS))
+
+
 @pytest.mark.parametrize(
     ('rows', 'options', 'message'),
     [
@@ -203,6 +220,18 @@ def test_isolation_of_documents(is_wrapped):
     assert 'row 0: document 1 sees document 0: ' in str(report)
     with pytest.raises(ValueError, match=r'`documents` must number'):
         verify_isolation(model, packed, torch.zeros_like(documents))
+
+
+def test_isolation_of_embedded_documents():
+    """A batch may hold ``inputs_embeds`` instead of ids. Then no layer of the model embeds anything."""
+    packed = packed_row(text_rows([(4, 2), (6, 3)]))
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    model = text_model()
+    embed = model.get_input_embeddings()
+    packed['inputs_embeds'] = embed(packed.pop('input_ids'))
+    assert verify_isolation(model, packed, documents).is_isolated
+    packed['position_ids'] = torch.arange(10)[None]
+    assert pairs_of(verify_isolation(model, packed, documents)) == [(0, 1, 0)]
 
 
 class HashedBigrams(torch.nn.Module):
