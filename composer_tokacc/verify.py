@@ -14,6 +14,7 @@ adapters are moved away from zero. FSDP is not used, because DDP computes the sa
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ from pydantic import Field
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.batch import Batch
+from composer_tokacc.algorithm.setup import AlgorithmOptions
+from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
@@ -69,6 +71,8 @@ ROUND_OFF_NOTE = (
     'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
     f'first and, padded on the left, with {COLUMNS_BEFORE} columns more of padding.'
 )
+RANDOM_NUMBERS = re.compile('drop|jitter')
+"""In the names of numbers that make a forward random. Routers of experts multiply their inputs by a jitter."""
 ROUTER_NOTE = (
     'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
     '`algorithms.token_accumulation.router_balance=step` it does not.'
@@ -143,7 +147,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     if report.is_exact:
         return report
     # A router's loss depends on the cut by its definition, so round-off is not the reason.
-    if run.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
+    if run.options.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
     # The model itself may be less exact than the tolerance. Only then is a larger one accepted.
     round_offs = [run.round_off(padding, references[padding].gradients) for padding in SIDES]
@@ -164,7 +168,7 @@ class _WholeStep:
 
 @dataclass(frozen=True)
 class _VerifiedRun:
-    """A run's model, rows of its first batch, and the options that change the gradient."""
+    """A run's model, rows of its first batch, and the options of its TokenAccumulation."""
 
     parts: RunParts
     device: Device
@@ -172,8 +176,7 @@ class _VerifiedRun:
     rows: list[dict[str, Any]]
     """Single rows of this rank."""
     rows_of_all_ranks: list[dict[str, Any]]
-    token_weights: str
-    router_balance: str
+    options: AlgorithmOptions
     loss_rule: str
     """The rule by which the model averages. Empty if all tokens weigh the same, because then nothing needs it."""
 
@@ -195,10 +198,9 @@ class _VerifiedRun:
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(rows_of_all_ranks)}',
             )
-        options = token_accumulation_options(config)
-        token_weights = options.get('token_weights', 'token')
+        options = TokenAccumulation(**token_accumulation_options(config)).options
         loss_rule = ''
-        if token_weights != 'token':
+        if options.token_weights != 'token':
             loss_rule = _find_loss_rule(parts.model, layout, rows_of_all_ranks)
         return cls(
             parts=parts,
@@ -206,8 +208,7 @@ class _VerifiedRun:
             layout=layout,
             rows=rows,
             rows_of_all_ranks=rows_of_all_ranks,
-            token_weights=token_weights,
-            router_balance=options.get('router_balance', 'microbatch'),
+            options=options,
             loss_rule=loss_rule,
         )
 
@@ -225,16 +226,18 @@ class _VerifiedRun:
         batch = _on_device(model, batch)
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
-        if self.token_weights == 'token':
-            loss = model.loss(outputs, batch)
-        else:
-            weights = token_weights_of(batch, self.token_weights, self.loss_rule)
+        loss = model.loss(outputs, batch)
+        if self.options.token_weights != 'token':
+            weights = token_weights_of(batch, self.options.token_weights, self.loss_rule)
             weights = at_predictions(weights, self.loss_rule)
             targets = targets_of(batch, self.loss_rule)
             # cross_entropy takes the vocabulary as dimension 1.
             logits = outputs.logits.transpose(1, 2)
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')
-            loss = (losses * weights).sum() / weights.sum()
+            plain_mean = losses.sum() / (targets != IGNORE_INDEX).sum()
+            weighted_mean = (losses * weights).sum() / weights.sum()
+            # The rest of the loss, such as the load-balancing loss of a router, has no token weights.
+            loss = loss - plain_mean + weighted_mean
         loss.backward()
         gradients = _gradients_of(model)
         model.zero_grad(set_to_none=True)
@@ -286,7 +289,7 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         data = token_data_spec(_loader_of(batch), layout=self.layout, regroup=regroup)
-        algorithm = TokenAccumulation(token_weights=self.token_weights, router_balance=self.router_balance)
+        algorithm = TokenAccumulation(**vars(self.options))
         return self._trained_gradients(data, size, algorithm)
 
     def _trained_gradients(self, data: DataSpec, size: int, algorithm: Algorithm) -> Gradients:
@@ -390,16 +393,18 @@ def _gradients_of(model: torch.nn.Module) -> Gradients:
 
 
 def _make_deterministic(model: torch.nn.Module) -> None:
-    """Switches off dropout, whose masks would differ, and replaces trained parameters that are all zero.
+    """Switches off dropout and noise, which differ between cuts, and replaces trained parameters that are all zero.
 
     The matrix B of a new LoRA adapter is zero. Then the gradient of A is zero too, and no error could show in it.
     """
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
-        for name in ('attention_dropout', 'dropout'):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        # Some layers read a number of theirs in each forward, others one of their config.
+        for holder in (module, getattr(module, 'config', None)):
+            for name, value in list(getattr(holder, '__dict__', {}).items()):
+                if isinstance(value, float) and RANDOM_NUMBERS.search(name):
+                    setattr(holder, name, 0.0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():

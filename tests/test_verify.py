@@ -46,6 +46,31 @@ def test_weighted_run_has_weighted_reference(capsys):
     assert max(errors(printed, 'stock Composer')) > 1e-2
 
 
+def test_noise_is_switched_off(capsys):
+    """The layers read these numbers in each forward, and there is no module to switch off."""
+    experts = ['model.config.text_config.model_type=mixtral', 'model.config.text_config.router_jitter_noise=0.2']
+    assert main([DIGITS, '--rows', '2', *TINY, *experts]) == 0
+    assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
+
+
+def test_cuts_are_made_with_the_runs_options(monkeypatch):
+    """A rule that is not the model's own, without the check that would refuse it, is what the run would train with."""
+    algorithms = []
+
+    def remember(self, data, size, algorithm):
+        algorithms.append(repr(algorithm))
+        raise NotExactError('the algorithm is known')
+
+    monkeypatch.setattr(program._VerifiedRun, '_trained_gradients', remember)
+    monkeypatch.setattr(
+        program._VerifiedRun, '_stock_gradients', lambda self, batch, size: self.whole_step(batch).gradients
+    )
+    options = 'algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}'
+    assert main([DIGITS, '--rows', '2', *TINY, options]) == 1
+    assert "loss_tokens='unshifted'" in algorithms[0]
+    assert 'check_loss=False' in algorithms[0]
+
+
 def test_both_halves_of_an_adapter(capsys, monkeypatch):
     pytest.importorskip('peft')
     reference_gradients = {}

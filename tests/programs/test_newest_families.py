@@ -102,6 +102,14 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
     assert '\nexact: largest relative gradient error' in printed
 
 
+def test_router_loss_has_no_token_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint('qwen3_5_moe', tmp_path / 'base')
+    write_media_folder(tmp_path, ROWS)
+    weighted = {'algorithms.token_accumulation.token_weights': 'sqrt'}
+    assert verify.main([*settings(tmp_path, 'qwen3_5_moe', weighted), '--rows', '2']) == 0
+
+
 EXPERTS = CHECKPOINTS['gemma4_moe'][2]
 
 
