@@ -71,7 +71,7 @@ ROUND_OFF_NOTE = (
     'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
     f'first and, padded on the left, with {COLUMNS_BEFORE} columns more of padding.'
 )
-RANDOM_NUMBERS = re.compile('drop|jitter')
+_RANDOM_NUMBERS = re.compile('drop|jitter')
 """In the names of numbers that make a forward random. Routers of experts multiply their inputs by a jitter."""
 ROUTER_NOTE = (
     'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
@@ -403,7 +403,7 @@ def _make_deterministic(model: torch.nn.Module) -> None:
         # Some layers read a number of theirs in each forward, others one of their config.
         for holder in (module, getattr(module, 'config', None)):
             for name, value in list(getattr(holder, '__dict__', {}).items()):
-                if isinstance(value, float) and RANDOM_NUMBERS.search(name):
+                if isinstance(value, float) and _RANDOM_NUMBERS.search(name):
                     setattr(holder, name, 0.0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
