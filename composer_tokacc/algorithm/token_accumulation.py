@@ -42,6 +42,7 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepCheck, StepTotals, TokenChoice
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import real_tokens, with_one_label
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
@@ -155,6 +156,7 @@ class TokenAccumulation(Algorithm):
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
             Event.EPOCH_END: self._end_epoch,
+            Event.EVAL_START: self._tell_rule,
             Event.FIT_END: self._end_fit,
         }
 
@@ -255,6 +257,12 @@ class TokenAccumulation(Algorithm):
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
             )
+
+    def _tell_rule(self, state: State) -> None:
+        """EVAL_START: tells the split of the eval loader the loss rule. It decides which labels of packed rows stay."""
+        split = split_of(state.dataloader)
+        if split is not None:
+            split.loss_rule = self.rule
 
     def _end_fit(self, state: State) -> None:
         """FIT_END: gives the model back to the user."""

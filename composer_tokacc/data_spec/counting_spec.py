@@ -83,7 +83,7 @@ class CountingDataSpec(DataSpec):
         if not has_counts:
             num_loss_generating = 0
             for microbatch in microbatches_of(batch):
-                counts = count_tokens(microbatch, self._known_rule)
+                counts = count_tokens(microbatch, self._rule_to_count)
                 num_loss_generating += counts.num_loss_generating
             return num_loss_generating
         if not self._split.checked:
@@ -114,7 +114,7 @@ class CountingDataSpec(DataSpec):
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch
         # Then no document predicts the first label of the next one.
-        if self._known_rule == 'unshifted':
+        if self._rule_to_count == 'unshifted':
             return batch
         return _mapped(mask_document_starts, batch)
 
@@ -124,12 +124,15 @@ class CountingDataSpec(DataSpec):
             if self._model is not None and torch.is_grad_enabled():
                 self._check(self._model, batch, microbatch_size)
             if 'labels' in batch:
-                batch = with_counts(batch, self._known_rule)
+                batch = with_counts(batch, self._rule_to_count)
         return self._split(batch, microbatch_size)
 
     @property
-    def _known_rule(self) -> str:
-        return 'causal' if self._rule == 'auto' else self._rule
+    def _rule_to_count(self) -> str:
+        """The user's rule, else the model's own if it has been found. Most models are causal."""
+        if self._rule != 'auto':
+            return self._rule
+        return self._split.loss_rule or 'causal'
 
     def _check(self, model: torch.nn.Module, batch: Batch, microbatch_size: int | float) -> None:
         """Runs the first-batch check if there is no algorithm to do it."""

@@ -78,6 +78,8 @@ class MicrobatchSplit:
         """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
         and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
         gradients for the parameters of an unused encoder."""
+        self.loss_rule: str | None = None
+        """The loss rule of the model, for evaluation. The algorithm sets it if it has found one."""
         self.step: Step | None = None
         """The step whose batch is split next; None: no algorithm counts it."""
         self._microbatch_transforms = microbatch_transforms

@@ -190,6 +190,21 @@ def test_document_starts_in_evaluation(rule, is_masked):
     assert torch.equal(labels, expected)
 
 
+def test_evaluation_has_the_rule_of_training():
+    """Labels that no other token predicts stay in packed rows, because the check of the first batch has shown it."""
+    batch = {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
+    seen = []
+
+    class Seeing(NativeModel):
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            seen.append(batch['labels'].clone())
+            return self(batch)
+
+    evaluator = Evaluator(label='eval', dataloader=token_data_spec(loader(batch)), device_eval_microbatch_size=1)
+    fit(Seeing('unshifted'), batch, eval_dataloader=evaluator, eval_interval='1ba')
+    assert torch.equal(seen[-1], batch['labels'])
+
+
 def test_evaluation_keeps_the_order():
     """The trainer drops the repeated samples of a sampler from the end of a batch, after the batch was split."""
     batch = ragged_batch()
