@@ -400,9 +400,13 @@ class RowComparison(Generic[RulesT]):
                 # dummy rows after their own rows.
                 if len(gradient) < len(rows):
                     documents = documents_of(batch)[0]
-                    for document, row in enumerate(rows):
+                    document = 0
+                    for place, row in enumerate(rows):
                         is_real = self._facts.real[row]
-                        row_gradients[document, is_real] = gradient[0, documents == document]
+                        if not bool(is_real.any()):
+                            continue  # a row without tokens makes no document
+                        row_gradients[place, is_real] = gradient[0, documents == document]
+                        document += 1
                 elif self._facts.side == 'left':
                     start = -gradient.shape[1]
                     row_gradients[:, start:] = gradient[: len(rows), -self._width :]

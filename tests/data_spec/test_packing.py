@@ -125,6 +125,14 @@ def test_empty_rows_are_packed(side):
     assert recorder.logged('loss/train/total')[1] == 0
 
 
+def test_row_without_tokens_is_no_document():
+    """The check of the first batch compares documents with the rows that they were made of."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    batch['attention_mask'][2] = 0
+    batch['labels'][2] = -100
+    assert_exact(text_model(), batch, packing=True)
+
+
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_packed_row_has_all_images(count):
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'num_images': count([1, 0, 2])}
