@@ -7,8 +7,9 @@
 
 Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
 split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
-of this package is over the tolerance, 2 if the config is wrong. Dropout is off, weights are float32, without TF32, and
-adapters are moved away from zero. FSDP is not used, because DDP computes the same gradient.
+of this package is over the tolerance, 2 if the config is wrong. Dropout and the noise of routers are off. Weights are
+float32, without TF32, and adapters are moved away from zero. FSDP is not used, because DDP computes the same gradient.
+Rows are not packed.
 """
 
 from __future__ import annotations
