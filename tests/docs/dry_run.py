@@ -174,7 +174,7 @@ def _pip(arguments: Sequence[str]) -> None:
     parser.add_argument('packages', nargs='*')
     parser.add_argument('-e', dest='editable', action='append', default=[])
     parser.add_argument('--overrides', action='append', default=[])
-    for option in ('--target', '--python-version', '--python-platform', '--only-binary'):
+    for option in ('--target', '--python-version', '--python-platform', '--only-binary', '--no-binary'):
         parser.add_argument(option)
     for option in ('--no-deps', '--upgrade', '--system'):
         parser.add_argument(option, action='store_true')
