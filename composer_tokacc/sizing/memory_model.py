@@ -312,7 +312,12 @@ class MemoryModel:
     def peak(self, shape: BatchShape, *, num_ranks: int = 1) -> float:
         """Returns bytes at the peak of a step with microbatches of this shape, the optimizer's step included."""
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
-        return max(at_microbatch, self.static.optimizer_peak(self.strategy, num_ranks))
+        at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
+        if 'forward' in self.phases:
+            # The Trainer holds the logits of a microbatch until those of the next one exist. So the optimizer's step
+            # finds them in memory, and so does `forward`, which has no others.
+            at_optimizer += self.phases['forward'].predict(shape)['logits']
+        return max(at_microbatch, at_optimizer)
 
     @property
     def residual(self) -> float:

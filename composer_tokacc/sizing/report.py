@@ -74,9 +74,9 @@ class SizingReport:
     binds: str
     """What keeps a microbatch from being larger: ``text``, ``logits``, ``vision`` or ``global batch``."""
     terms: dict[str, float]
-    """Memory by term, at the peak of a microbatch of the suggested size."""
+    """Memory by term, at the peak of the heaviest microbatch with the suggested size."""
     peak_gib: float
-    """Highest memory in a step. It may be in the optimizer's step."""
+    """Highest memory in a step, which may be in the optimizer's step. Samples in ``too_large`` are left out."""
     memory_residual: float
     """Largest relative error of the memory model among the microbatches of its own fit."""
     figures: dict[str, StepFigures]

@@ -24,7 +24,7 @@ from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
-from composer_tokacc.sizing.shapes import BatchShape
+from composer_tokacc.sizing.shapes import BatchShape, logit_positions
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, planned_rows, simulate_steps
 
 if TYPE_CHECKING:
@@ -258,6 +258,12 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
+    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. The smallest of the budgets
+    # is that of one row.
+    is_ever_alone = _is_over_a_cap(table, options, token_budget(1, slot))
+    peaks_alone = _peaks_alone(capacity, is_ever_alone)
+    is_oversize = _is_over_a_cap(table, options, max_tokens)
+    is_too_large = is_oversize & (peaks_alone > capacity.limit)
     # Steps with the suggested size and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
@@ -265,7 +271,9 @@ def suggest_microbatching(
     size_rows = []
     for compared_size in _compared_sizes(size, rows_per_rank):
         figures = simulation.figures(compared_size, stock_size=compared_size)
-        size_rows.append(_size_row(capacity, compared_size, slot, figures))
+        compared_tokens = token_budget(compared_size, slot)
+        heaviest = _heaviest_shape(capacity, options, compared_tokens, peaks_alone)
+        size_rows.append(_size_row(capacity, compared_size, heaviest, figures))
     # What limits the suggested size.
     fitting_image_tokens = None
     if table.image_tokens.any():
@@ -274,6 +282,8 @@ def suggest_microbatching(
     limited_by = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
         limited_by = 'global batch'
+    heaviest = _heaviest_shape(capacity, options, max_tokens, peaks_alone)
+    terms = memory.terms(heaviest, num_ranks=num_ranks)
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -294,7 +304,7 @@ def suggest_microbatching(
         packing=packing,
         binds=limited_by,
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
-        peak_gib=capacity.peak(max_tokens) / GIB,
+        peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
         figures=simulation.figures(size, stock_size),
         bound=simulation.bound(size),
@@ -302,8 +312,8 @@ def suggest_microbatching(
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,
-        oversize=table.names(_is_over_a_cap(table, options, max_tokens)),
-        too_large=table.names(table.tokens > capacity.max_tokens()),
+        oversize=table.names(is_oversize),
+        too_large=table.names(is_too_large),
     )
 
 
@@ -333,6 +343,55 @@ def _is_over_a_cap(table: SampleSizes, options: CutOptions, max_tokens: int) -> 
     return is_over
 
 
+def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
+    """Returns the shape of the microbatch that holds only this sample."""
+    table = capacity.table
+    tokens = int(table.tokens[sample])
+    image_tokens = int(table.image_tokens[sample])
+    labels = None
+    if capacity.memory.logits == 'labels' and table.loss_tokens is not None:
+        # A model that does not shift labels also counts the first one.
+        labels = logit_positions(int(table.loss_tokens[sample]) + 1, tokens)
+    return BatchShape(
+        rows=1,
+        width=tokens,
+        image_tokens=image_tokens,
+        image_area=float(image_tokens**2),
+        pixel_bytes=int(image_tokens * capacity.memory.pixel_bytes_per_image_token),
+        labels=labels,
+    )
+
+
+def _peaks_alone(capacity: Capacity, chosen: np.ndarray) -> np.ndarray:
+    """Returns bytes at the peak of each `chosen` sample alone, and 0 for the others, float64 (n,)."""
+    peaks = np.zeros(len(capacity.table))
+    for sample in np.flatnonzero(chosen).tolist():
+        shape = _shape_alone(capacity, sample)
+        peaks[sample] = capacity.memory.peak(shape, num_ranks=capacity.num_ranks)
+    return peaks
+
+
+def _heaviest_shape(
+    capacity: Capacity,
+    options: CutOptions,
+    max_tokens: int,
+    peaks_alone: np.ndarray,
+) -> BatchShape:
+    """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
+
+    Args:
+        capacity: How much fits.
+        options: How the run cuts.
+        max_tokens: Token budget of a microbatch.
+        peaks_alone: Bytes at the peak of each sample that is over a cap, if it goes alone.
+    """
+    is_alone = _is_over_a_cap(capacity.table, options, max_tokens) & (peaks_alone <= capacity.limit)
+    heaviest_sample = int(np.argmax(peaks_alone * is_alone))
+    if is_alone.any() and peaks_alone[heaviest_sample] > capacity.peak(max_tokens):
+        return _shape_alone(capacity, heaviest_sample)
+    return capacity.worst_shape(max_tokens)
+
+
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
     """Returns the suggested size, and the powers of two up to twice this size and up to the rows of a rank."""
     largest = min(2 * size, rows_per_rank)
@@ -343,13 +402,12 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
 def _size_row(
     capacity: Capacity,
     size: int,
-    slot_tokens: int,
+    heaviest: BatchShape,
     figures: dict[str, StepFigures],
 ) -> SizeRow:
-    """Returns padding, time and memory of one size."""
-    tokens = token_budget(size, slot_tokens)
-    peak = capacity.peak(tokens)
-    terms = capacity.terms(tokens)
+    """Returns padding, time and memory of one size, whose `heaviest` microbatch has this shape."""
+    peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
+    terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
     parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
     parts['inputs'] = terms['inputs'] / GIB
     return SizeRow(

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.models import made_up_sample
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
@@ -280,3 +281,29 @@ def test_optimizer_step_of_a_small_microbatch() -> None:
     assert predicted == pytest.approx(run.optimizer_peak(), rel=0.02)
     bytes_of_microbatch = sum(memory.terms(one_token).values())
     assert predicted > bytes_of_microbatch
+
+
+def test_optimizer_step_holds_last_logits() -> None:
+    """With few tokens and a large vocabulary the optimizer's step is the peak."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=8000,
+        use_cache=False,
+    )
+
+    def build() -> PreTrainedModel:
+        return LlamaForCausalLM(config).train()
+
+    sample = made_up_sample(config, 20)
+    memory = calibrate_fake(build, config, [sample], width=64, make_optimizer=adamw, on_gpu=False)
+    layout = BatchLayout.for_model(config)
+    run = RealRun(build(), sample)
+    batch = batch_of_width(layout, [sample], 30)
+    shape = BatchShape.from_batch(batch, layout)
+    at_microbatch = run.microbatch_peak(batch)
+    at_optimizer = run.optimizer_peak()
+    assert at_optimizer > 1.03 * at_microbatch
+    assert memory.peak(shape) == pytest.approx(at_optimizer, rel=0.005)

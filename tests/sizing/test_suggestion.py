@@ -433,6 +433,32 @@ def test_loss_cap_allows_larger_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
+    ('image_tokens', 'loss_tokens', 'cap'),
+    [
+        (4900, 0, {'max_image_tokens': 100}),
+        (0, 4900, {'max_loss_tokens': 100}),
+        (0, 0, {}),
+    ],
+)
+def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, cap: dict[str, int]) -> None:
+    """A cap of a microbatch does not bound a sample that is over it."""
+    sizes = sizes_of([100] * 7 + [5000], [20] * 7 + [image_tokens], [4] * 7 + [loss_tokens])
+    memory = at_labels() if loss_tokens else memory_model()
+    alone = BatchShape(rows=1, width=5000, image_tokens=image_tokens)
+    needed_gib = memory.peak(alone) / GIB
+    arguments = {'memory': memory, 'slot_tokens': 100, **cap}
+    enough = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib + 0.1) / SAFETY, **arguments)
+    assert enough.too_large == []
+    assert enough.max_tokens == 800
+    assert enough.peak_gib == pytest.approx(needed_gib)
+    assert sum(enough.terms.values()) == pytest.approx(needed_gib)
+    assert [row.peak_gib for row in enough.sizes] == pytest.approx([needed_gib] * len(enough.sizes))
+    too_little = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib - 0.1) / SAFETY, **arguments)
+    assert too_little.too_large == ['sample 7: 5000 tokens']
+    assert too_little.peak_gib < needed_gib - 0.1
+
+
+@pytest.mark.parametrize(
     ('arguments', 'message'),
     [
         ({'lengths': []}, '`lengths` must hold at least one sample'),
