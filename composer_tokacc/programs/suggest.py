@@ -6,19 +6,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import State
+from composer.core import Precision, State
+from composer.distributed.mosaic_parallelism import get_mixed_precision
 from composer.models import HuggingFaceModel
 from composer.utils import dist
-from transformers import PretrainedConfig
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.cache import cache_folder
@@ -164,7 +165,7 @@ def memory_of_run(
         'model_config': model_config.to_json_string(use_diff=False),
         'optimizer': config.optimizer,
         'precision': _traced_precision(config),
-        'strategy': 'fsdp' if config.is_sharded else 'ddp',
+        'sharding': _sharding(config),
         'device': 'gpu' if _is_for_gpu(config) else 'cpu',
         'logits': _logits_of_run(config),
         'width': width,
@@ -174,21 +175,81 @@ def memory_of_run(
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
         changes = {'attn_implementation': 'sdpa'} if is_flash else {}
-        build, model_config, samples = _to_trace(config, dataset, processor, table, **changes)
-        return calibrate_fake(
+        build, meta_model, samples = _to_trace(config, dataset, processor, table, **changes)
+        sharding = _sharding(config)
+        gathered_dtype = None if sharding is None else _gathered_dtype(sharding, key['precision'])
+        memory = calibrate_fake(
             build,
-            model_config,
+            meta_model.config,
             samples,
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
             precision=key['precision'],
-            strategy=key['strategy'],
+            # Weights that FSDP gathers in float32 are cast by autocast, as under DDP.
+            strategy='fsdp' if gathered_dtype in (torch.float16, torch.bfloat16) else 'ddp',
             on_gpu=key['device'] == 'gpu',
             logits=key['logits'],
         )
+        if sharding is None:
+            return memory
+        num_weights = sum(parameter.numel() for parameter in meta_model.parameters())
+        return _as_sharded(memory, sharding, gathered_dtype, num_weights)
 
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
+
+
+def _sharding(config: TrainConfig) -> dict[str, Any] | None:
+    """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model."""
+    if not config.is_sharded:
+        return None
+    settings = config.trainer['parallelism_config']['fsdp']
+    if os.environ.get('FSDP_VERSION') == '2':
+        # An integer keeps only a part of the weights, which is not counted exactly.
+        keeps_gathered = settings.get('reshard_after_forward', True) is not True
+    else:
+        strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
+        if strategy == 'NO_SHARD':
+            return None
+        keeps_gathered = strategy in ('SHARD_GRAD_OP', '_HYBRID_SHARD_ZERO2')
+    replicas = settings.get('data_parallel_replicate_degree') or 1
+    if replicas < 1:
+        raise ConfigError(
+            'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
+            f'must be the number of replicas, to predict memory, got: {replicas}',
+        )
+    return {
+        'keeps_gathered': keeps_gathered,
+        'replicas': replicas,
+        'mixed_precision': settings.get('mixed_precision', 'DEFAULT'),
+    }
+
+
+def _gathered_dtype(sharding: Mapping[str, Any], precision: str) -> torch.dtype | None:
+    """Returns the type in which FSDP gathers weights; None: that of the weights themselves."""
+    _, param_dtype, _, _ = get_mixed_precision(Precision(precision), sharding['mixed_precision'])
+    return param_dtype
+
+
+def _as_sharded(
+    memory: MemoryModel,
+    sharding: Mapping[str, Any],
+    gathered_dtype: torch.dtype | None,
+    num_weights: int,
+) -> MemoryModel:
+    """Returns the memory model of a run with these settings of FSDP. `num_weights` is the number of all weights."""
+    static = memory.static
+    bytes_of_weight = math.ceil(static.parameters / num_weights)
+    if gathered_dtype is not None:
+        bytes_of_weight = gathered_dtype.itemsize
+    changes = {'compute_bytes': bytes_of_weight}
+    if sharding['keeps_gathered']:
+        # Gathered blocks stay until the backward pass, as the weights outside of them always do.
+        changes |= {'outside': num_weights, 'block': 0}
+    for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
+        # Each replica is divided among its part of the ranks, and the memory model divides by all ranks.
+        changes[name] = sharding['replicas'] * getattr(static, name)
+    return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
 
 def _traced_precision(config: TrainConfig) -> str:
@@ -240,7 +301,7 @@ def watch_flops(
         say('counting the operations of the model ...')
         try:
             # Eager attention, because its products are counted.
-            build, model_config, samples = _to_trace(
+            build, meta_model, samples = _to_trace(
                 config,
                 dataset,
                 processor,
@@ -248,7 +309,7 @@ def watch_flops(
                 attn_implementation='eager',
                 activation_checkpointing=False,
             )
-            flops = count_flops(build, model_config, samples, width=int(table.lengths.max()))
+            flops = count_flops(build, meta_model.config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
@@ -265,16 +326,16 @@ def _to_trace(
     processor: Processor | None,
     table: LengthTable,
     **changes: Any,
-) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
-    """Returns the arguments of a trace: a builder of the run's model, the config of the model, and a few samples.
+) -> tuple[Callable[[], Any], Any, list[dict[str, Any]]]:
+    """Returns what a trace needs: a builder of the run's model, this model on the meta device, and a few samples.
 
     The builder does not load the weights. ``changes`` replace settings of the section ``model``.
     """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
     with torch.device('meta'):
-        model_config = build().config
-    return build, model_config, [dataset[index] for index in _probe_samples(table)]
+        meta_model = build()
+    return build, meta_model, [dataset[index] for index in _probe_samples(table)]
 
 
 def runs_on_gpu(config: TrainConfig) -> bool:

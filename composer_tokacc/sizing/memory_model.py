@@ -297,8 +297,7 @@ class MemoryModel:
         parts = max(predicted, key=lambda parts_of_phase: sum(parts_of_phase.values()))
         terms = self.static.terms(self.strategy, num_ranks)
         weight_copies = parts.get('weights', 0.0)
-        if self.strategy == 'ddp' and weight_copies:
-            # FSDP has no such copies, because it gathers parameters in the precision of the forward pass.
+        if weight_copies:  # none if FSDP gathers parameters in the precision of the forward pass
             terms['autocast copies of weights'] = weight_copies
         return {
             **terms,

@@ -78,3 +78,49 @@ def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, tmp_path):
     assert predicted['null'] == predicted['cpu']
     shape = BatchShape(rows=4, width=64)
     assert predicted['null'].peak(shape) > predicted['gpu'].peak(shape)
+
+
+SHAPE = BatchShape(rows=4, width=64)
+FSDP = 'trainer.parallelism_config.fsdp'
+
+
+def sharded_memory(**settings: Any) -> dict[str, float]:
+    """Returns bytes by term on one of four ranks."""
+    changes = {f'{FSDP}.{name}': value for name, value in settings.items()}
+    config = config_of(**{'dataset.num_samples': 64, 'trainer.precision': 'amp_bf16', **changes})
+    source = source_of(config)
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
+    table = source.measure(dataset, processor)
+    memory = suggest.memory_of_run(config, dataset, processor, table)
+    return memory.terms(SHAPE, num_ranks=4)
+
+
+def test_settings_of_fsdp_change_its_memory(monkeypatch, tmp_path):
+    """Sizes are in weights of the model, which has float32 weights and computes in bfloat16."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    full_shard = sharded_memory(sharding_strategy='FULL_SHARD')
+    num_weights = full_shard['parameters'] * 4 / 4
+    assert 'autocast copies of weights' not in full_shard
+
+    one_copy = sharded_memory(sharding_strategy='NO_SHARD')
+    assert one_copy['parameters'] == 4 * num_weights
+
+    two_replicas = sharded_memory(sharding_strategy='HYBRID_SHARD', data_parallel_replicate_degree=2)
+    for name in ('parameters', 'gradients', 'optimizer states'):
+        assert two_replicas[name] == 2 * full_shard[name]
+    assert two_replicas['gathered by FSDP'] == full_shard['gathered by FSDP']
+
+    keeps_gathered = sharded_memory(sharding_strategy='SHARD_GRAD_OP')
+    assert keeps_gathered['parameters'] == full_shard['parameters']
+    # All weights and the gradients of most are there at once.
+    assert keeps_gathered['gathered by FSDP'] > 2 * num_weights
+    assert keeps_gathered['gathered by FSDP'] > full_shard['gathered by FSDP']
+
+    in_float32 = sharded_memory(mixed_precision='FULL')
+    assert in_float32['gathered by FSDP'] > 1.5 * full_shard['gathered by FSDP']
+    assert in_float32['autocast copies of weights'] > 0
+
+    monkeypatch.setenv('FSDP_VERSION', '2')
+    assert sharded_memory(reshard_after_forward='true') == full_shard
+    assert sharded_memory(reshard_after_forward='false') == keeps_gathered
