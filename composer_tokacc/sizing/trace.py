@@ -126,10 +126,14 @@ class TracedStep:
     def _warm_up(self, first_batch: Batch) -> None:
         """Runs a first step. Later steps then begin with gradients and logits in memory, as in a run."""
         self._tracker = MemoryTracker(self.model, self.vocab_size)
-        self._logits_dtype = self._step(first_batch)
+        self._step(first_batch)
 
-    def measure(self, batch: Batch) -> MicrobatchPeaks:
-        """Returns the peaks of one microbatch. Gradients exist already, so they do not count."""
+    def measure(self, batch: Batch) -> MicrobatchPeaks | None:
+        """Returns the peaks of one microbatch. Gradients exist already, so they do not count.
+
+        None if no gradient comes from it, as from text if only the projector is trained. It keeps nothing for a
+        backward pass, so it tells nothing about the others.
+        """
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
@@ -148,10 +152,12 @@ class TracedStep:
             head.register_full_backward_hook(partial(end_phase, 'head')),
         ]
         self._tracker.restart_peak()
-        self._step(batch)
+        has_gradient = self._step(batch)
         end_phase('blocks')
         for handle in handles:
             handle.remove()
+        if not has_gradient:
+            return None
         shape = BatchShape.from_batch(batch, self.layout)
         if self._selector is not None:
             shape = replace(shape, labels=self._num_logits(batch))
@@ -164,14 +170,17 @@ class TracedStep:
         num_labels = int(loss_mask(batch, 'causal').sum())
         return num_labels + 1  # a model that shifts labels drops the last
 
-    def count_flops(self, batch: Batch) -> int:
-        """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
-        counter = FlopCounterMode(display=False)
-        self._step(batch, counter)
-        return counter.get_total_flops()
+    def count_flops(self, batch: Batch) -> int | None:
+        """Returns the floating point operations of a microbatch's matrix products, forward and backward.
 
-    def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> torch.dtype | None:
-        """Runs forward and backward as the Trainer does, and returns the type of the logits."""
+        None if no gradient comes from it.
+        """
+        counter = FlopCounterMode(display=False)
+        has_gradient = self._step(batch, counter)
+        return counter.get_total_flops() if has_gradient else None
+
+    def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
+        """Runs forward and backward as the Trainer does, and returns whether any parameter got a gradient."""
         with_media = self.layout.with_media(batch)
         inputs = {key: value for key, value in with_media.items() if key in self._argument_names}
         num_logits = self._num_logits(batch)  # needs real tensors, so it comes before the modes
@@ -192,11 +201,14 @@ class TracedStep:
             del previous
             # Not `loss.backward()`. Torch turns CudaAutocast off while it handles a call on a tensor, which here would
             # be the whole backward pass. A call on an edge of the graph does not pass through CudaAutocast.
-            root = torch.autograd.graph.get_gradient_edge(outputs.loss)
-            gradient_of_loss = torch.ones_like(outputs.loss)
-            torch.autograd.backward([root], grad_tensors=[gradient_of_loss])
+            if outputs.loss.requires_grad:
+                root = torch.autograd.graph.get_gradient_edge(outputs.loss)
+                gradient_of_loss = torch.ones_like(outputs.loss)
+                torch.autograd.backward([root], grad_tensors=[gradient_of_loss])
         logits = outputs.get('logits')
-        return None if logits is None else logits.dtype
+        if logits is not None:
+            self._logits_dtype = logits.dtype
+        return outputs.loss.requires_grad
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
@@ -324,7 +336,11 @@ def _traced_memory(
         if not has_mask:
             # Without padding attention builds no mask.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
-        measured.append(step.measure(batch))
+        peaks = step.measure(batch)
+        if peaks is not None:
+            measured.append(peaks)
+    if not measured:
+        raise InvalidInputError('No gradient comes from any of the samples. Train a part of the model that they use.')
     if attention_of(step.model.config) == 'eager':
         area = 'always'
     elif has_mask:
@@ -398,11 +414,14 @@ def count_flops(
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     step = TracedStep(build, batches[0], on_gpu=False)
     table = []
+    flops = []
     for batch in batches:
-        shape = BatchShape.from_batch(batch, step.layout)
-        table.append([getattr(shape, name) for name in FLOP_TERMS])
+        flops_of_batch = step.count_flops(batch)
+        if flops_of_batch is not None:
+            shape = BatchShape.from_batch(batch, step.layout)
+            table.append([getattr(shape, name) for name in FLOP_TERMS])
+            flops.append(flops_of_batch)
     sizes = np.array(table, dtype=np.float64)
-    flops = [step.count_flops(batch) for batch in batches]
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1

@@ -21,8 +21,9 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake
+from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake, count_flops
 from composer_tokacc.sizing.shapes import batch_of_width, probe_batches, with_spaced_labels
+from composer_tokacc.sizing.trace import TracedStep
 from tests.support.families import FAMILIES, MEDIA, Case
 
 PROBE_WIDTH = 128
@@ -269,6 +270,33 @@ def test_packed_row_takes_what_rows_take() -> None:
     rows = layout.concat([case.rows[4]] * 16)
     packed = pack_rows(layout, rows, DocumentAttention(run.model))
     assert run.microbatch_peak(packed) < 1.05 * run.microbatch_peak(rows)
+
+
+def test_text_without_gradient_is_not_traced() -> None:
+    """If only the projector is trained, no gradient comes from a microbatch without images.
+
+    MemTracker takes no frozen parameters, so the reference is a trace of each shape.
+    """
+    case = FAMILIES['llava']()
+
+    def build() -> PreTrainedModel:
+        model = builder(case, 'sdpa', checkpointing=False)()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_('projector' in name)
+        return model
+
+    memory = calibrate(case, build)
+    flops = count_flops(build, case.model.config, case.rows, width=PROBE_WIDTH)
+    assert flops.residual < 0.05
+    step = TracedStep(build, case.rows[1], make_optimizer=adamw, on_gpu=False)
+    for rows, width in SHAPES[1:]:  # the first has no image
+        batch, shape = batch_and_shape(case, rows, width)
+        peaks = step.measure(batch)
+        assert peaks is not None
+        traced = max(sum(parts.values()) for parts in peaks.phases.values())
+        terms = memory.terms(shape)
+        predicted = terms['text activations'] + terms['logits'] + terms['vision activations']
+        assert predicted == pytest.approx(traced, rel=0.05), shape
 
 
 def test_optimizer_step_of_a_small_microbatch() -> None:
