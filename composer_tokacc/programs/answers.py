@@ -25,6 +25,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
+from composer_tokacc.programs.metrics_file import start_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
@@ -70,6 +71,14 @@ class Answers(Callback):
     can_generate: bool = True
     """Whether the model can generate. False after it has failed once."""
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Removes the answers of another run from the file, and those of steps that this run does again."""
+        if dist.get_global_rank() != 0:
+            return
+        path = self._path(state)
+        if path.exists():
+            start_lines(path, state.timestamp.batch.value)
+
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file."""
         if dist.get_global_rank() != 0 or not self.can_generate:
@@ -86,12 +95,15 @@ class Answers(Callback):
             self.can_generate = False
             log.warning('Nothing is answered at evaluations: %s: %s', type(error).__name__, error)
             return
-        path = Path(self.folder.format(run_name=state.run_name)) / 'answers.jsonl'
+        path = self._path(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
         with path.open('a', encoding='utf-8') as file:
             for answer in self.last:
                 file.write(json.dumps({'step': step, **answer.as_json()}) + '\n')
+
+    def _path(self, state: State) -> Path:
+        return Path(self.folder.format(run_name=state.run_name)) / 'answers.jsonl'
 
 
 def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:

@@ -72,11 +72,7 @@ class JsonLines(LoggerDestination):
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
         with building('report.folder'):
             path.parent.mkdir(parents=True, exist_ok=True)
-        step = state.timestamp.batch.value
-        if step and path.exists():
-            _drop_lines_after(path, step)
-        else:
-            path.write_text('')
+        start_lines(path, state.timestamp.batch.value)
         self._path = path
 
     def _write(self, state: State) -> None:
@@ -101,12 +97,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Writes the file again without the lines of steps after ``step``."""
+def start_lines(path: Path, step: int) -> None:
+    """Prepares a file of lines for a run that goes on after ``step``: keeps the lines up to it, and none for step 0."""
     text = ''
-    for line in _read_lines(path):
-        if line['step'] <= step:
-            text += json.dumps(line) + '\n'
+    if step and path.exists():
+        for line in _read_lines(path):
+            if line['step'] <= step:
+                text += json.dumps(line) + '\n'
     with whole_file(path) as new_file:
         new_file.write_text(text, encoding='utf-8')
 

@@ -195,3 +195,16 @@ def test_model_that_cannot_generate(dataset, processor, tmp_path, caplog):
     assert answers == []
     assert caplog.text.count('Nothing is answered at evaluations') == 1
     assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(('first_step', 'kept_steps'), [(0, []), (100, [50, 100])])
+def test_answers_of_repeated_steps_are_removed(tmp_path, first_step, kept_steps):
+    """A killed run had answered at step 150, and goes on from the checkpoint of step 100 or anew."""
+    path = tmp_path / 'answers.jsonl'
+    lines = [json.dumps({'step': step, 'generated': 'seven'}) for step in (50, 100, 150)]
+    path.write_text('\n'.join(lines) + '\n')
+    state = SimpleNamespace(run_name='x', timestamp=Timestamp(batch=first_step))
+    callback = Answers([], None, folder=str(tmp_path), num_samples=1, max_new_tokens=1)
+    callback.fit_start(state, None)
+    steps = [json.loads(line)['step'] for line in path.read_text().splitlines()]
+    assert steps == kept_steps
