@@ -99,11 +99,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def start_lines(path: Path, step: int) -> None:
     """Prepares a file of lines for a run that goes on after ``step``: keeps the lines up to it, and none for step 0."""
+    if not step or not path.exists():
+        path.write_text('')
+        return
     text = ''
-    if step and path.exists():
-        for line in _read_lines(path):
-            if line['step'] <= step:
-                text += json.dumps(line) + '\n'
+    for line in _read_lines(path):
+        if line['step'] <= step:
+            text += json.dumps(line) + '\n'
     with whole_file(path) as new_file:
         new_file.write_text(text, encoding='utf-8')
 
