@@ -314,16 +314,14 @@ class RowComparison(Generic[RulesT]):
         repeated until they have as many tokens as in training. More different rows would need more memory, because all
         of them are also computed together, padded.
 
-        The shorter and the longer half of the rows are packed by themselves, because a loss may depend on which rows
-        are together: on the longest one, or on the share of tokens with labels.
+        Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
+        longest or the shortest one, or on the share of tokens with labels.
         """
         total = sum(self._facts.lengths)
         num_copies = max(math.ceil(largest_packed_row / total), 1)
-        by_length = sorted(self._all_rows, key=self._facts.lengths.__getitem__)
-        middle = len(by_length) // 2
         groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
-        if middle:  # there are at least two rows
-            groups += [by_length[:middle], by_length[middle:]]
+        if len(self._all_rows) > 1:
+            groups += [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.PACKED)
 
     def _check_microbatches(

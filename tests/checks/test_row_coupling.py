@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.support.text import next_token_loss, ragged_batch, text_model
+from tests.support.text import collate, next_token_loss, ragged_batch, text_model, text_rows
 from tests.support.training import fit, hugging_face
 
 
@@ -88,15 +88,16 @@ def test_term_divided_by_rows_that_have_it():
 class CoupledDocuments(LlamaForCausalLM):
     """Its loss depends on which documents are together, but not on whether they are padded or packed."""
 
-    scales_by_longest = False
+    factor_of = None
+    """Returns a factor on the logits from the lengths of the documents. None: the loss has a term instead."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **kwargs):
         states = self.model(input_ids, attention_mask, position_ids=position_ids).last_hidden_state
         logits = self.lm_head(states)
         # The mask of packed rows has a row for each document, so these are the lengths of the documents.
         lengths = attention_mask.sum(dim=1)
-        if self.scales_by_longest:
-            logits = logits * (1 + 0.01 * lengths.max())
+        if self.factor_of is not None:
+            logits = logits * self.factor_of(lengths)
             return CausalLMOutput(loss=next_token_loss(logits, labels), logits=logits)
         is_real = attention_mask.any(dim=0) if len(attention_mask) > len(input_ids) else attention_mask
         sizes = states.square().mean(dim=-1)
@@ -104,10 +105,20 @@ class CoupledDocuments(LlamaForCausalLM):
         return CausalLMOutput(loss=next_token_loss(logits, labels) + 0.1 * mean_size, logits=logits)
 
 
-@pytest.mark.parametrize('scales_by_longest', [True, False], ids=['longest document', 'mean over all tokens'])
+FACTORS = {
+    'longest document': lambda lengths: 1 + 0.01 * lengths.max(),
+    'median length': lambda lengths: 1 + 0.01 * lengths.median(),
+    'only document': lambda lengths: 1.1 if len(lengths) == 1 else 1.0,
+    'mean over all tokens': None,
+}
+SHORT_AND_LONG = [(5, 2), (5, 3), (14, 11), (14, 4), (5, 1), (5, 4)]
+
+
+@pytest.mark.parametrize('coupling', FACTORS)
 @pytest.mark.parametrize('packing', [False, True])
-def test_loss_depends_on_the_other_documents(packing, scales_by_longest):
+def test_loss_depends_on_the_other_documents(packing, coupling):
     model = CoupledDocuments(text_model().config)
-    model.scales_by_longest = scales_by_longest
-    with pytest.raises(RuntimeError, match='mean over its loss-generating tokens'):
-        fit(model, ragged_batch(), packing=packing)
+    model.factor_of = FACTORS[coupling]
+    message = 'mean over its loss-generating tokens|rows beside it|packed documents apart'
+    with pytest.raises(RuntimeError, match=message):
+        fit(model, collate(text_rows(SHORT_AND_LONG)), packing=packing)
