@@ -110,6 +110,7 @@ class RowComparison(Generic[RulesT]):
         rule: The loss rule of the model.
         rows: As returned by :func:`.chosen_rows`.
         check_loss: Whether tokens must have equal weights in the loss.
+        varies_weights: Whether the probe varies weights whose entries are all equal.
     """
 
     def __init__(
@@ -120,12 +121,17 @@ class RowComparison(Generic[RulesT]):
         rule: str,
         rows: Batch,
         check_loss: bool,
+        *,
+        varies_weights: bool = True,
     ) -> None:
         self._probe = probe
         self._layout = layout
         self._on_device = on_device
         self._rule = rule
         self._check_loss = check_loss
+        self._varies_weights = varies_weights
+        self.at_own_weights: RowComparison[RulesT] | None = None
+        """A comparison of the same rows that varies no weights. Every cut must pass it, too. None: none were varied."""
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
@@ -139,7 +145,7 @@ class RowComparison(Generic[RulesT]):
         """The rows as the model gets them."""
         self._check_labels_kept()
         targets = targets_of(self.batch, rule)
-        self.reference = probe.run(self.batch, targets=targets)
+        self.reference = probe.run(self.batch, targets=targets, varies_weights=varies_weights)
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 
@@ -155,7 +161,7 @@ class RowComparison(Generic[RulesT]):
     @cached_property
     def _rounded_result(self) -> ProbeResult:
         """The result of all rows with one more rounding at every layer. It is only needed for deep models."""
-        return self._probe.run(self.batch, rounded=True)
+        return self._probe.run(self.batch, rounded=True, varies_weights=self._varies_weights)
 
     @cached_property
     def _noise(self) -> dict[Point, float]:
@@ -305,6 +311,8 @@ class RowComparison(Generic[RulesT]):
         """Raises CutFailure unless each row by itself has the expected gradient. ``assemble`` makes a microbatch."""
         groups = [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW)
+        if self.at_own_weights is not None:
+            self.at_own_weights._check_single_rows(assemble)
 
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
@@ -323,6 +331,8 @@ class RowComparison(Generic[RulesT]):
         if len(self._all_rows) > 1:
             groups += [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.PACKED)
+        if self.at_own_weights is not None:
+            self.at_own_weights._check_packed_rows(assemble, largest_packed_row)
 
     def _check_microbatches(
         self,
@@ -335,7 +345,7 @@ class RowComparison(Generic[RulesT]):
         for rows in groups:
             try:
                 batch = assemble(rows)
-                result = self._probe.run(self._on_device(batch))
+                result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
             except NOT_COMPUTED as error:

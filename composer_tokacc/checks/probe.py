@@ -201,6 +201,7 @@ class Probe:
         at_labels: AtLabels | None = None,
         seed: int = 0,
         keeps_state: bool = False,
+        varies_weights: bool = True,
     ) -> ProbeResult:
         """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and buffers stay as they were.
 
@@ -214,6 +215,7 @@ class Probe:
                 the selected positions.
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
+            varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
         """
         # The model is examined with the first batch.
         if not self._was_examined:
@@ -226,7 +228,7 @@ class Probe:
             try:
                 with torch.no_grad(), guard, self._as_probed(seed, width) as mode:
                     snapshot = StateSnapshot.of_model(self.model)
-                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
+                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
                     self._note_written(snapshot)
                     return _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
             except RuntimeError as error:
@@ -239,6 +241,15 @@ class Probe:
                     self._layers = self._layers[:1]
                 else:
                     raise
+
+    @property
+    def has_varied_weights(self) -> bool:
+        """Whether forwards have varied some weights. Varied weights show faults that equal entries hide.
+
+        They also hide faults. Biases that begin at 0 are larger, varied, than the states of a fresh model, so a leak
+        between rows is small beside them.
+        """
+        return self._varied_weights.has_any
 
     def _note_written(self, snapshot: StateSnapshot) -> None:
         """Notes state that a forward has written since the snapshot, and that was not judged before."""
@@ -338,6 +349,7 @@ class Probe:
         *,
         rounded: bool,
         at_labels: AtLabels | None,
+        varies_weights: bool,
     ) -> _Forward:
         precision = self._precision()
         if self._uses_float32:
@@ -347,13 +359,16 @@ class Probe:
         rounded_layers: list[Module] = []
         if rounded:
             rounded_layers = _leaves(self._modules)
+        weights: AbstractContextManager[object] = nullcontext()
+        if varies_weights:
+            weights = self._varied_weights.shown()
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
-            self._varied_weights.shown(),
+            weights,
             _hooked(rounded_layers, _rounded),
             _graph_from(self._layers, shapes) as leaves,
         ):
@@ -447,6 +462,11 @@ class _VariedWeights:
         self._modules = modules
         self._names: dict[Module, list[str]] = {}
         """Names of the weights of each module whose entries are all equal."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a module that a forward has reached has such weights."""
+        return any(self._names.values())
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.support.text import collate, next_token_loss, ragged_batch, text_model, text_rows
+from tests.support.text import VOCABULARY, collate, next_token_loss, ragged_batch, text_model, text_rows
 from tests.support.training import fit, hugging_face
 
 
@@ -122,3 +122,18 @@ def test_loss_depends_on_the_other_documents(packing, coupling):
     message = 'mean over its loss-generating tokens|rows beside it|packed documents apart'
     with pytest.raises(RuntimeError, match=message):
         fit(model, collate(text_rows(SHORT_AND_LONG)), packing=packing)
+
+
+def test_leak_beside_biases_of_a_fresh_model():
+    """The probe varies biases that are all 0. A leak in the attention of a fresh model is small beside them."""
+    torch.manual_seed(0)
+    no_dropout = {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, **no_dropout))
+
+    def center(module, args, output):
+        states, *others = output
+        return states - 0.3 * states.mean(dim=0, keepdim=True), *others
+
+    model.transformer.h[1].attn.register_forward_hook(center)
+    with pytest.raises(RuntimeError, match='rows beside it'):
+        fit(model, ragged_batch())
