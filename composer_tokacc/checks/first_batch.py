@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias
 
@@ -106,6 +107,7 @@ class Criterion(NamedTuple):
     costs: Sequence[float]
     lacks: Sequence[bool]  # which rows lack the property. One of them is chosen only if all rows lack it.
     needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
+    needs_label: bool = True  # whether to choose a row without labels only if no row with labels has the property
 
 
 @dataclass(eq=False)
@@ -269,7 +271,8 @@ class FirstBatchCheck(Generic[RulesT]):
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
-        comparison: RowComparison[RulesT] = RowComparison(
+        compare = partial(
+            RowComparison[RulesT],
             self.probe,
             self.layout,
             self._on_device,
@@ -277,6 +280,11 @@ class FirstBatchCheck(Generic[RulesT]):
             rows,
             self.check_loss,
         )
+        comparison = compare()
+        # The ranks agree, because FSDP needs the same forwards on all of them.
+        (has_varied_weights,) = max_over_ranks([self.probe.has_varied_weights])
+        if has_varied_weights:
+            comparison.at_own_weights = compare(varies_weights=False)
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
         if self.cutter is None or rules is None:
@@ -557,9 +565,10 @@ def chosen_rows(
         for row, length in enumerate(facts.lengths):
             is_repeated = criterion.needs_new_row and row in rows
             lacks_property = criterion.lacks[row]
+            lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
-            # Of equally good rows the shortest one is taken.
-            key = (lacks_property, is_repeated, has_no_label[row], cost, length)
+            # Of equally good rows one with labels is taken, and of these the shortest one.
+            key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
             keys.append(key)
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
@@ -585,8 +594,10 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     lengths = facts.lengths
     lacks_nothing = [False] * len(lengths)
     longest_first = [-length for length in lengths]
-    # The longest row has the least padding to trim, and the shortest row has the most.
-    criteria = [Criterion(longest_first, lacks_nothing), Criterion(lengths, lacks_nothing)]
+    # The longest row has the least padding to trim, and the shortest row has the most. A truncated row often has no
+    # label, but the others may depend on its length.
+    longest = Criterion(longest_first, lacks_nothing, needs_label=False)
+    criteria = [longest, Criterion(lengths, lacks_nothing)]
     for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
         lacks_modality = [size is None for size in sizes]
@@ -718,7 +729,7 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 
     Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
     prompt also keeps its labels, to show a loss term over positions without a label. A row without any label gets one
-    on its last token.
+    on its last token: if possible a label of another row, because its own token may be a placeholder.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -728,6 +739,7 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     num_media = layout.media_per_row(batch)
     num_unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
     longest_prompt = int(num_unlabelled.argmax())
+    labels_of_rows = labels[labels != IGNORE_INDEX]
     for row in range(len(labels)):
         columns = real[row].nonzero().flatten()[1:]
         row_labels = labels[row, 1:]
@@ -735,7 +747,8 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
         tokens = row_labels[row_labels != IGNORE_INDEX]
         if not tokens.numel():
             if len(columns):
-                labels[row, columns[-1]] = ids[row, columns[-1]]
+                last = columns[-1]
+                labels[row, last] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last]
         elif not num_media[row] and row != longest_prompt:
             empty_columns = columns[labels[row, columns] == IGNORE_INDEX]
             repeated = torch.arange(len(empty_columns)) % len(tokens)

@@ -124,6 +124,16 @@ def test_loss_depends_on_the_other_documents(packing, coupling):
         fit(model, collate(text_rows(SHORT_AND_LONG)), packing=packing)
 
 
+@pytest.mark.parametrize('packing', [False, True])
+def test_longest_row_has_no_label(packing):
+    """A truncated row often has lost its answer. The loss of the other rows may depend on its length."""
+    model = CoupledDocuments(text_model().config)
+    model.factor_of = FACTORS['longest document']
+    batch = collate(text_rows([(6, 2), (6, 3), (9, 0), (6, 1), (6, 4)]))
+    with pytest.raises(RuntimeError, match=r'mean over its loss-generating tokens|rows beside it'):
+        fit(model, batch, packing=packing)
+
+
 def test_leak_beside_biases_of_a_fresh_model():
     """The probe varies biases that are all 0. A leak in the attention of a fresh model is small beside them."""
     torch.manual_seed(0)
