@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -110,6 +111,8 @@ class ConversationEncoder:
             if part is not None:
                 self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
+        self._audio_window = _window_of(self.parts.get('audio'))
+        self._longest_audio = self._audio_window  # in samples; the processor has read one of this length to its end
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')  # BLIP
         self.template = ChatTemplate(
             template_owner,
@@ -150,16 +153,16 @@ class ConversationEncoder:
 
         Raises:
             ValueError: If the processor or its template cannot encode the conversation, the sample is longer than
-                ``max_length``, or an audio is longer than the processor takes.
+                ``max_length``, or the processor cuts off the end of an audio.
         """
         if not messages:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        self._check_audio_lengths(audios)
         rendered = self.render(checked_messages)
         add_special_tokens = self._adds_special_tokens(rendered.text)
         encoded = self._encode(rendered.text, media, add_special_tokens)
+        self._check_ends_of_audios(encoded, rendered.text, media, add_special_tokens)
         if self._has_query_tokens:
             self._check_query_tokens(encoded)
             instruction = rendered.text
@@ -317,18 +320,39 @@ class ConversationEncoder:
             prepared.append(self.control.hide(message))
         return self.template.render(prepared)
 
-    def _check_audio_lengths(self, audios: Sequence[np.ndarray]) -> None:
-        """Refuses audio that is longer than the window of the feature extractor, which would cut it off silently."""
-        extractor = self.parts.get('audio')
-        window = getattr(extractor, 'n_samples', None)
-        for audio in audios:
-            if window is not None and len(audio) > window:
+    def _check_ends_of_audios(
+        self,
+        encoded: Mapping[str, torch.Tensor],
+        text: str,
+        media: DecodedMedia,
+        add_special_tokens: bool,
+    ) -> None:
+        """Refuses an audio whose end the processor cuts off silently.
+
+        Whether it does so is tried, because nothing tells it. Of an audio that is longer than the window, Qwen2-Audio
+        and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit. So the part
+        in the last window is replaced by noise. If this changes no tensor, the processor has not read that part.
+        """
+        window = self._audio_window
+        if window is None or self._longest_audio is None:
+            return
+        audios = list(media['audio'])
+        for number, audio in enumerate(audios):
+            length = len(audio)
+            if length <= self._longest_audio:
+                continue
+            end_of_windows = (length - 1) // window * window
+            noise = np.random.default_rng(0).standard_normal(length - end_of_windows, dtype=np.float32)
+            changed_audio = np.concatenate([audio[:end_of_windows], noise])
+            changed_audios = [*audios[:number], changed_audio, *audios[number + 1 :]]
+            changed = self._encode(text, {**media, 'audio': changed_audios}, add_special_tokens)
+            if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
-                limit = round(window / rate, 3)
-                seconds = round(len(audio) / rate, 3)
                 raise InvalidInputError(
-                    f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
+                    f'an audio must be read to its end, but {type(self.processor).__name__}, whose window is '
+                    f'{round(window / rate, 3)} s, cuts it off, got: {round(length / rate, 3)} s. Cut it'
                 )
+            self._longest_audio = length
 
     def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
         """Refuses a sample that is longer than ``max_length``."""
@@ -549,6 +573,14 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
     if num_frames is not None:
         num_frames = max(num_frames, min_frames)
     return replace(sampling, num_frames=num_frames, min_frames=min_frames)
+
+
+def _window_of(extractor: Any) -> int | None:
+    """Returns the length, in samples, above which a feature extractor may cut off an audio; None: it has no window."""
+    parameters = inspect.signature(type(extractor).__call__).parameters
+    default = parameters['max_length'].default if 'max_length' in parameters else None  # Gemma 3n
+    windows = [getattr(extractor, 'n_samples', None), default]  # Whisper has `n_samples`
+    return min((window for window in windows if isinstance(window, int)), default=None)
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -270,3 +271,51 @@ def test_long_reason_loses_its_middle():
     message = str(record.error('x' * 200_000 + '. Take it out'))
     assert len(message) < 1100
     assert message.endswith('. Take it out')
+
+
+HEARING = QWEN.replace(
+    '{% elif "text" in content %}', '{% elif content["type"] == "audio" %}<sound>{% elif "text" in content %}'
+)
+
+
+def hearing_processor(name):
+    """Returns a processor of sounds; a window of the feature extractor has one second, of Gemma 3n thirty."""
+    if not hasattr(transformers, f'{name}Processor'):
+        pytest.skip(f'needs the {name}Processor of a newer transformers')
+    words = tokenizer('<sound>', '<boa>', '<eoa>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    for kind, token in (('audio', '<sound>'), ('image', '<image>')):
+        setattr(words, f'{kind}_token', token)
+        setattr(words, f'{kind}_token_id', words.convert_tokens_to_ids(token))
+    for part in ('boa', 'eoa', 'boi', 'eoi'):
+        setattr(words, f'{part}_token', '<boa>' if part.startswith('bo') else '<eoa>')
+    if name == 'Gemma3n':
+        extractor = transformers.Gemma3nAudioFeatureExtractor()
+        parts = (extractor, small_processor('llava', 'image'), words)
+    else:
+        parts = (transformers.WhisperFeatureExtractor(chunk_length=1), words)
+    processor = getattr(transformers, f'{name}Processor')(*parts)
+    processor.chat_template = HEARING
+    return processor
+
+
+def encode_sounds(encoder, *seconds):
+    """Encodes a conversation with a silent sound of each length."""
+    sounds = [np.zeros(round(16000 * length), dtype=np.float32) for length in seconds]
+    parts = [{'type': 'audio'}] * len(sounds)
+    return encoder([user(*parts, WHAT), assistant('A red square.')], audios=sounds)
+
+
+def test_sounds_cut_off_are_refused():
+    encoder = ConversationEncoder(hearing_processor('Gemma3n'))
+    encode_sounds(encoder, 30)
+    with pytest.raises(ValueError, match=r'audio .* window is 30\.0 s, .* got: 31\.0 s'):
+        encode_sounds(encoder, 1, 31)
+
+
+def test_long_sounds_in_several_windows():
+    processor = hearing_processor('AudioFlamingo3')
+    processor.max_audio_len = 3
+    encoder = ConversationEncoder(processor)
+    assert encode_sounds(encoder, 2.3)['input_features'].shape[0] == 3
+    with pytest.raises(ValueError, match=r'window is 1\.0 s, .* got: 3\.2 s'):
+        encode_sounds(encoder, 3.2)
