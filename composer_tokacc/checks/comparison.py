@@ -29,6 +29,7 @@ from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeRes
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 
@@ -261,7 +262,11 @@ class RowComparison(Generic[RulesT]):
         """
         for row, row_media in media.items():
             single_row = self._layout.select(self._rows, [row])
-            batch = {**single_row, **row_media}
+            batch = dict(single_row)
+            for key, value in row_media.items():
+                entry = self._layout.entry_of(single_row, key)
+                # Only the media keep the padding of the microbatch. Here the text is as wide as in all rows together.
+                batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
             self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)

@@ -671,9 +671,11 @@ def media_as_collated(
         row_batch = layout.select(microbatch, [row - starts[number]])
         media = {}
         has_other_size = False
-        for key in media_entries(layout, row_batch):
+        for key, entry in media_entries(layout, row_batch).items():
             media[key] = row_batch[key]
-            has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
+            # A mask of the media for each token is as wide as the text.
+            if not entry.seq_dims:
+                has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
         if has_other_size:
             collated[place] = media
     return collated

@@ -21,7 +21,8 @@ import torch
 
 from composer_tokacc.batch import Batch, padding_side
 from composer_tokacc.compat import new_shared_storage
-from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
+from composer_tokacc.layout.families import TEXT_ENTRIES
+from composer_tokacc.layout.found import Reading
 from composer_tokacc.layout.layout import BatchLayout, with_masks
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
@@ -161,25 +162,30 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
 
-    It is not padded past ``limit``. A ``width_multiple`` above the width becomes the new width. Only the keys of
-    ``TEXT_ENTRIES`` are padded, because no layout of the model is known here.
+    It is not padded past ``limit``. A ``width_multiple`` above the width becomes the new width. The batch stays as it
+    is if a tensor that no family registers may lie along the text, because no layout of the model is known here.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
-    layout = BatchLayout(family=TEXT_FAMILY)
+    layout = BatchLayout.infer(batch)
     old_width = layout.width(batch)
     num_multiples = -(-old_width // width_multiple)  # rounded up
     new_width = min(num_multiples * width_multiple, limit)
     if new_width <= old_width:
         return batch
+    if any(Reading.TEXT in possible for possible in layout.readings_of(batch).values()):
+        return batch
     side = padding_side(batch)
     (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)
+    registered = TEXT_ENTRIES.keys() | layout.family.entries.keys()
     for key, value in batch.items():
-        if key in TEXT_ENTRIES and isinstance(value, torch.Tensor):
-            entry = layout.entry_of(batch, key)
-            if key == 'input_ids':
-                entry = replace(entry, fill=_pad_token_id([batch]))
+        if key not in registered or not isinstance(value, torch.Tensor):
+            continue
+        entry = layout.entry_of(batch, key)
+        if key == 'input_ids':
+            entry = replace(entry, fill=_pad_token_id([batch]))
+        if entry.seq_dims:
             wider[key] = cat_padded([value], entry, new_width, side)
     return wider
 

@@ -334,3 +334,24 @@ def test_pictures_go_with_their_rows(name):
     assert len(next(iter(loader)).microbatches) > 1
     assert_exact(case.model, token_data_spec(loader, slot_tokens=max(lengths)), batch=family_batch(case))
     assert split_of(loader).checked
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('width_multiple', [1, 8])
+def test_masks_of_images_as_wide_as_text(side, width_multiple):
+    """Mllama's mask says which token sees which image. It gets wider with the text, and has a slot for each image."""
+    case = FAMILIES['mllama']()
+    layout = BatchLayout.for_model(case.model)
+    collate_rows = partial(layout.concat, padding_side=side, pad_token_id=case.pad_token_id)
+    lengths = [layout.width(row) for row in case.rows]
+    sampler = RegroupingBatchSampler(
+        case.rows,
+        lengths=lengths,
+        global_batch_size=len(lengths),
+        max_tokens=72,
+        width_multiple=width_multiple,
+        shuffle=False,
+    )
+    loader = RegroupingDataLoader(case.rows, batch_sampler=sampler, collate_fn=collate_rows)
+    data = token_data_spec(loader, width_multiple=width_multiple)
+    assert_exact(case.model, data, batch=collate_rows(case.rows), microbatch_size=2)

@@ -202,3 +202,10 @@ def test_labels_without_ids_keep_their_width():
     """A batch of audio has no text as input. Its labels stay as wide as the loader made them."""
     batch = {'input_features': torch.zeros(2, 4, 6), 'labels': torch.ones(2, 5, dtype=torch.long)}
     assert widened(batch, 8) is batch
+
+
+def test_unknown_entries_keep_the_width():
+    """Boxes of the tokens (LayoutLM) would keep their width, so the ids keep it, too."""
+    batch = microbatch([5, 2])
+    batch['bbox'] = torch.zeros(2, 5, 4)
+    assert widened(batch, 8) is batch
