@@ -705,13 +705,14 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
 
     The entry of a key that the user has registered is never changed.
     """
+    is_shared = num_rows > 1 and value.shape[:1] == (1,)
+    unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
         # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
         # "attend", so it is filled with the lowest number.
         fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
-        return Entry(seq_dims=(-2, -1), fill=fill)
+        return Entry(unit=unit, seq_dims=(-2, -1), fill=fill)
     if key == 'position_ids' and value.shape == (1, width):
-        unit = 'row' if num_rows == 1 else 'shared'
         return Entry(unit=unit, seq_dims=(1,))
     return entry
 

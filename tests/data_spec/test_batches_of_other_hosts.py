@@ -20,7 +20,7 @@ from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.support.exactness import split
 from tests.support.small_batches import text_batch
 from tests.support.text import VOCABULARY, collate, text_model, text_rows, whisper_model
-from tests.support.training import On, fit, hugging_face, loader, relative_error, train
+from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
 
 MEL_BINS = 8
 FRAMES = 16
@@ -178,3 +178,22 @@ def test_sequence_length_warmup_is_exact():
     # The warmup has cut the rows to a few columns at first, and less and less later.
     assert widths[0] < 16
     assert widths == sorted(widths)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_embeddings_with_ids_of_none(side):
+    model = text_model()
+    batch = text_batch([9, 3, 5, 2], side=side)
+    embeddings = model.get_input_embeddings()(batch['input_ids']).detach()
+    assert_exact(model, {**batch, 'input_ids': None, 'inputs_embeds': embeddings}, microbatch_size=1)
+
+
+@pytest.mark.parametrize('is_additive', [True, False])
+def test_mask_shared_by_all_rows(is_additive):
+    """Transformers takes one causal mask for all rows, ``(1, 1, width, width)``."""
+    batch = text_batch([9, 3, 5, 2])
+    is_hidden = torch.ones(1, 1, 9, 9).triu(1).bool()
+    mask = ~is_hidden
+    if is_additive:
+        mask = torch.zeros(is_hidden.shape).masked_fill(is_hidden, torch.finfo(torch.float32).min)
+    assert_exact(text_model(), {**batch, 'attention_mask': mask}, microbatch_size=1)
