@@ -241,7 +241,7 @@ def attended_positions(batch: Batch) -> Tensor:
     ids = text_of(batch)
     mask = batch.get('attention_mask')
     # Without ids the mask belongs to another input, such as the frames of Whisper.
-    if mask is None or 'input_ids' not in batch:
+    if mask is None or batch.get('input_ids') is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0

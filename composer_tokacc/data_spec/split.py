@@ -541,7 +541,7 @@ def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchD
     row = layout.select(facts.batch, [shortest])
     empty = zero_weight(layout.trim(row))
     width = layout.width(empty)
-    if facts.media[shortest] or 'input_ids' not in empty or width <= FEW_TOKENS:
+    if facts.media[shortest] or empty.get('input_ids') is None or width <= FEW_TOKENS:
         return empty
     start = width - FEW_TOKENS if facts.side == 'left' else 0
     return layout.narrow(empty, start, FEW_TOKENS)

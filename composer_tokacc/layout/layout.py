@@ -233,7 +233,7 @@ class BatchLayout:
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        is_of_decoder = 'input_ids' not in batch
+        is_of_decoder = batch.get('input_ids') is None
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
         # `loss_weights` may have one weight per row.
