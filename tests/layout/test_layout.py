@@ -302,7 +302,7 @@ def test_image_numbers_of_other_rows(numbers):
 
 
 def test_registered_entry_comes_before_shapes():
-    """A mask or positions for all rows, which an entry says. By shape alone they would belong to one row."""
+    """A mask or positions for all rows, which an entry says. In one row they would belong to it by their shape."""
     shared_mask = Entry(unit='shared', seq_dims=(-2, -1))
     shared_positions = Entry(unit='shared', seq_dims=(1,))
     layout = TEXT_LAYOUT.with_entries(attention_mask=shared_mask, position_ids=shared_positions)
@@ -313,8 +313,9 @@ def test_registered_entry_comes_before_shapes():
     assert torch.equal(part['attention_mask'], mask[:, :, :3, :3])
     one_row = layout.select(batch, [0])
     assert layout.entry_of(one_row, 'position_ids') == shared_positions
-    with pytest.raises(ValueError, match=r"batch\['attention_mask'\]` must have 3 entries"):
-        TEXT_LAYOUT.select(batch, [0])
+    assert layout.entry_of(one_row, 'attention_mask') == shared_mask
+    assert TEXT_LAYOUT.entry_of(one_row, 'attention_mask').unit == 'row'
+    assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
 
 
 def test_registered_entries_keep_readings():
