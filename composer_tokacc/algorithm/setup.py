@@ -200,6 +200,13 @@ class RunContext:
         if self.split is not None:
             self.split.step = step
 
+    @property
+    def is_step_empty(self) -> bool:
+        """Whether the step has no loss-generating token on any rank, although the loss is made of such tokens."""
+        units = self.terms.units.values()
+        has_token_terms = not units or 'tokens' in units
+        return self.step.totals.loss_tokens == 0 and has_token_terms
+
     def width_of(self, step: Step) -> RankWidth:
         """Returns the width of the rows of this rank."""
         if self.world_size == 1:
@@ -228,7 +235,7 @@ class RunContext:
         """Gives the model back as the user passed it."""
         self.logits.remove()
         if self.split is not None:
-            self.split.restore_attention()
+            self.split.stop()
 
     def check_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.

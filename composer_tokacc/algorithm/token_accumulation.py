@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -31,9 +31,11 @@ from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, w
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
+    Edge,
     at_predictions,
     has_bypass,
     logits_of,
+    node_of,
     router_loss_of,
     targets_of,
     token_losses,
@@ -81,8 +83,8 @@ class TokenAccumulation(Algorithm):
     forward over the whole global batch, for any microbatch size, number of ranks and padding.
 
     Runs on ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
-    ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss) and ``AFTER_TRAIN_BATCH`` (checks the
-    weights of the tokens, before the optimizer steps).
+    ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss), ``AFTER_TRAIN_BATCH`` (checks the weights
+    of the tokens, before the optimizer steps) and ``BATCH_END`` (frees the batch).
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
@@ -122,6 +124,7 @@ class TokenAccumulation(Algorithm):
     """
 
     _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
+    _edges_of_loss: Collection[Edge]  # where the graph of the model's own loss ends; set at AFTER_LOSS
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class TokenAccumulation(Algorithm):
         )
         self.num_empty_steps = 0
         self._reduces_once = False  # whether ranks meet only in the last microbatch of a step
-        self._token_choice = TokenChoice()
+        self._token_choice = TokenChoice()  # a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
         self._actions: dict[Event, Action] = {
@@ -155,6 +158,7 @@ class TokenAccumulation(Algorithm):
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
             Event.AFTER_TRAIN_BATCH: self._finish,
+            Event.BATCH_END: self._end_step,
             Event.EPOCH_END: self._end_epoch,
             Event.EVAL_START: self._tell_rule,
             Event.FIT_END: self._end_fit,
@@ -227,6 +231,13 @@ class TokenAccumulation(Algorithm):
         if metrics:
             logger.log_metrics(metrics)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the attributes for a copy or a pickle, without the fit, which holds the model and the trainer."""
+        attributes = {**vars(self), '_context': None, '_raw_loss': None}
+        for name in ('_model_batch', '_edges_of_loss'):
+            attributes.pop(name, None)
+        return attributes
+
     def state_dict(self) -> dict[str, Any]:
         """Returns only plain values, because Composer's next release loads checkpoints with ``weights_only=True``."""
         state = super().state_dict()
@@ -242,7 +253,8 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State) -> None:
-        """FIT_START: checks the wrapped model, and forgets an earlier fit, which may have had another loader."""
+        """FIT_START: checks the wrapped model, and forgets earlier fits, which may have had another model or loader."""
+        self._end_fit(state)  # FIT_END does not come after an error
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -250,6 +262,7 @@ class TokenAccumulation(Algorithm):
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
         self._context = None
+        self._token_choice = TokenChoice()
 
     def _end_epoch(self, state: State) -> None:
         """EPOCH_END: refuses an epoch without batches. Otherwise a run that counts batches would never end."""
@@ -310,6 +323,8 @@ class TokenAccumulation(Algorithm):
             is_trimmed=run.split is not None,
         )
         run.begin_step(step)
+        # Counted here, because an optimizer may compute a step several times.
+        self.num_empty_steps += run.is_step_empty
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of its rows to the batch, and returns the record of the step."""
@@ -378,7 +393,7 @@ class TokenAccumulation(Algorithm):
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=self.is_weighted)
-        record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
+        record = MicrobatchRecord(batch=_checked_entries(batch), rows=rows_of(batch))
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
@@ -411,6 +426,7 @@ class TokenAccumulation(Algorithm):
             no_elements = parameter.flatten()[:0]
             sum_of_none = no_elements.sum()
             state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
+        self._edges_of_loss = {node_of(value) for value in tensors_in(state.loss)}
 
     def _split_router_loss(self, state: State) -> None:
         """Takes the load-balancing loss of a mixture of experts out of the mean over tokens. Other losses stay."""
@@ -444,7 +460,8 @@ class TokenAccumulation(Algorithm):
         record = run.step.microbatches[-1]
         # Again, because algorithms may have taken entries out of the batch after the loss.
         state.batch = self._model_batch.put_back(state.batch)
-        record.batch = state.batch
+        record.batch = _checked_entries(state.batch)
+        self._check_no_added_term(state)
         record.num_microbatches = self._num_averaged(state)
         share = self._note_weights(record)
         _check_added_rows(state, record, run.terms)
@@ -458,6 +475,18 @@ class TokenAccumulation(Algorithm):
             state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, share)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
+
+    def _check_no_added_term(self, state: State) -> None:
+        """Raises RuntimeError if somebody has added a term to the loss since AFTER_LOSS, whose unit nobody knows."""
+        if self.options.loss_units or not self.options.check_loss:
+            return
+        if has_bypass(tensors_in(state.loss), self._edges_of_loss):
+            raise NotExactError(
+                "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
+                'has added. It would weigh by tokens, whatever it is a mean over. Have the model return it as a term '
+                'of a dict, and name the units of all terms in `loss_units`, or set `check_loss=False` '
+                '(docs/errors.md#model-loss).'
+            )
 
     def _note_weights(self, record: MicrobatchRecord) -> float:
         """Notes the weight that Composer gives to a microbatch, by its samples.
@@ -526,7 +555,8 @@ class TokenAccumulation(Algorithm):
         router_loss = router_loss_of(state.outputs)
         if router_loss is not None:
             sources.append(router_loss)
-        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), sources)
+        edges = {node_of(source) for source in sources}
+        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if self.is_weighted:
             # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
@@ -576,17 +606,20 @@ class TokenAccumulation(Algorithm):
         reduced_once = run.reductions.reduced_once()
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
-        self._token_choice.end_step(len(step.microbatches))
-        has_token_terms = not run.terms.units or 'tokens' in run.terms.units.values()
-        if step.totals.loss_tokens == 0 and has_token_terms:
+        if run.is_step_empty:
             # If gradients were 0 instead of None, an optimizer would still decay weights and move by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-            self.num_empty_steps += 1
+        return self._metrics(state, step)
+
+    def _end_step(self, state: State) -> None:
+        """BATCH_END: ends the step. Until now the optimizer may have computed it several times (LBFGS, SAM)."""
+        step = self._run.step
+        self._token_choice.end_step(len(step.microbatches))
         # So that the batch does not stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
-        return self._metrics(state, step)
+        del self._model_batch
 
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
@@ -652,6 +685,11 @@ def _with_copies_marked(batch: Batch, num_copies: int) -> Batch:
     first_copy = len(rows) - num_copies
     marked_copies = [replace(row, samples=0) for row in rows[first_copy:]]
     return with_rows(batch, rows[:first_copy] + marked_copies)
+
+
+def _checked_entries(batch: Batch) -> BatchDict:
+    """Returns the entries that the check of a step reads. All others, such as images, leave the device earlier."""
+    return {key: batch[key] for key in ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS) if key in batch}
 
 
 def _check_has_weight(step: Step, batch: Batch) -> None:

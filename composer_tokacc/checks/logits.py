@@ -17,8 +17,8 @@ Everything is computed for a few positions at a time, to save memory. Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,9 @@ SKETCH_BLOCK = 128
 5e-6 (a vocabulary of 32,000) to 1e-5 (262,144), because the label's entry is near -1 and the others are tiny. With
 blocks the error is 4e-7."""
 TINY = torch.finfo(torch.float32).tiny
+
+Edge: TypeAlias = tuple[Node | None, int]
+"""A node of the graph of autograd, and the number of one of its outputs."""
 
 
 class MeasuredTokens(NamedTuple):
@@ -285,7 +288,7 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node.register_prehook(change)
 
 
-def node_of(logits: Tensor) -> tuple[Node | None, int]:
+def node_of(logits: Tensor) -> Edge:
     """Returns the node of the graph that makes the logits, and the number of the logits among its outputs.
 
     accelerate and FSDP return a copy of the logits in another type. The loss may use the tensor before the copy.
@@ -297,16 +300,15 @@ def node_of(logits: Tensor) -> tuple[Node | None, int]:
     return node, index
 
 
-def has_bypass(losses: Iterable[Tensor], through: Iterable[Tensor]) -> bool:
+def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     """Returns whether losses depend on parameters in another way than through some tensors.
 
-    It follows the graph, so nothing waits for the device.
+    It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`node_of`.
     """
     # Edges of the graph end at one output of a node. An edge to one of these tensors is not followed. Another output of
     # the same node is: `split` makes the logits and the values of a second head in one node.
-    ends = {node_of(tensor) for tensor in through}
     visited: set[Node] = set()
-    pending: list[tuple[Node | None, int]] = []
+    pending: list[Edge] = []
     for loss in losses:
         edge_to_loss = (loss.grad_fn, loss.output_nr)
         pending.append(edge_to_loss)

@@ -92,16 +92,23 @@ class MicrobatchSplit:
 
     def start(self, model: torch.nn.Module, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective."""
-        self.restore_attention()
+        self.stop()
         self._model = model
         self.layout = layout or self.users_layout
         self.rules = CutRules()
-        self.checked = False
-        self.reduces_once = False
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             sources = describe_all(self.layout, batch)
             self._tries_packing = self._packing_costs_less(sources, microbatch_size)
+
+    def stop(self) -> None:
+        """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
+        self.restore_attention()
+        self._model = None
+        self.layout = self.users_layout
+        self.checked = False
+        self.reduces_once = False
+        self.step = None
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
@@ -224,6 +231,9 @@ class MicrobatchSplit:
         """
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
+        if not self.checked:
+            # An earlier run may have left the rules of its model.
+            self.rules = CutRules(right='trim')
         layout = self.layout
         if layout is None:
             # The microbatch with the most keys has media.

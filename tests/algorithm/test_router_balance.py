@@ -9,12 +9,15 @@ is a large part of it.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from composer.algorithms import SAM
 from composer.core import Event
 from composer.devices import DeviceCPU
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -73,6 +76,25 @@ def test_gradient_is_that_of_one_forward(model_type, packing, microbatch_size):
         model = in_double(model)
     options = {'packing': packing, 'microbatch_size': microbatch_size}
     assert_exact(model, ragged_batch(ONE_UNLABELLED), router_balance='step', **options)
+
+
+@pytest.mark.parametrize('optimizer', ['sam', 'lbfgs'])
+def test_step_of_several_closures(optimizer):
+    """The optimizer computes a step more than once, so its microbatches are counted more than once."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    weights = []
+    for microbatch_size in (2, len(ONE_UNLABELLED)):
+        model = mixture_of_experts()
+        algorithms = [TokenAccumulation(router_balance='step')]
+        make_optimizer = partial(torch.optim.LBFGS, max_iter=2)
+        if optimizer == 'sam':
+            algorithms.insert(0, SAM())
+            make_optimizer = torch.optim.SGD
+        initial = copy.deepcopy(model.state_dict())
+        trained = make_optimizer(model.parameters(), lr=0.1)
+        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=trained)
+        weights.append({name: weight - initial[name] for name, weight in model.state_dict().items()})
+    assert relative_error(*weights) < 1e-5
 
 
 def test_mean_over_microbatches_differs():

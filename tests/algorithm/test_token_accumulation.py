@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
@@ -25,6 +26,7 @@ from tests.support.text import RAGGED, collate, packed_row, ragged_batch, text_m
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
+    On,
     assert_exact,
     fit,
     hugging_face,
@@ -168,6 +170,45 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
 
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
         fit(model, loader(batch), algorithms=[TokenAccumulation(), At(Event.BEFORE_BACKWARD, halve)])
+
+
+@pytest.mark.parametrize('is_in_place', [False, True])
+@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+def test_term_added_by_an_algorithm(model, batch, event, is_in_place):
+    """A mean over all positions of a microbatch. Weighted by tokens, it would depend on the cut."""
+    states = []
+    model.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
+
+    def add_term(state):
+        term = states[-1].square().mean()
+        if is_in_place:
+            state.loss += term
+        else:
+            state.loss = state.loss + term
+
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm'):
+        fit(model, loader(batch), algorithms=[At(event, add_term), TokenAccumulation()])
+
+
+def test_images_leave_the_device_after_their_microbatch(model, batch):
+    """A step may have hundreds of microbatches, so the check keeps only what it reads."""
+    images = []
+
+    def with_images(microbatch):
+        pixels = torch.zeros(len(microbatch['labels']), 100)
+        images.append(weakref.ref(pixels))
+        return {**microbatch, 'pixels': pixels}
+
+    def num_images(state):
+        return sum(image() is not None for image in images)
+
+    callbacks = [On(Event.AFTER_BACKWARD, num_images), On(Event.BATCH_END, num_images)]
+    data = token_data_spec(loader(batch), microbatch_transforms=with_images)
+    fit(model, data, callbacks=callbacks, microbatch_size=1)
+    in_microbatches, after_step = callbacks
+    assert len(in_microbatches.values) > 2
+    assert set(in_microbatches.values) == {1}
+    assert after_step.values == [0]
 
 
 # Repeated samples, empty microbatches and steps.
@@ -315,6 +356,17 @@ def test_lbfgs_step_does_not_depend_on_the_cut(model, batch):
     expected = update_of_step(model, batch, len(RAGGED), lbfgs)
     update = update_of_step(model, batch, 1, lbfgs)
     assert relative_error(update, expected) < 1e-5
+
+
+def test_step_of_several_closures_counts_once(model, batch):
+    """Otherwise the checks in steps 16, 32 and so on might never be due."""
+    algorithm = TokenAccumulation()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
+    empty_batch = ragged_batch([(5, 0), (7, 0)])
+    recorder = fit(model, loader(batch, empty_batch), algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
+    assert len(recorder.steps) > 3
+    assert algorithm.num_empty_steps == 1
+    assert algorithm._token_choice.step == 2
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])

@@ -1,0 +1,102 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a fit leaves behind: in the model, in the algorithm and in the split of its loader."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from composer.core import Event
+from transformers.modeling_outputs import CausalLMOutput
+
+from composer_tokacc import TokenAccumulation, token_data_spec
+from tests.support.text import ragged_batch, text_model
+from tests.support.training import (
+    TOLERANCE,
+    GradientRecorder,
+    On,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+)
+
+SPARSE = [(40, 3), (30, 2), (20, 5)]
+"""So few labels that logits are computed only at labels."""
+
+
+def num_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_fit_after_an_interrupted_one():
+    """The first fit ends after the next forward was told to compute logits only at labels."""
+    model = hugging_face(text_model())
+    batch = ragged_batch(SPARSE)
+    expected, _ = reference_gradients(model.model, batch)
+    is_interrupted = iter([True, False])
+
+    def interrupt(state):
+        if next(is_interrupted):
+            raise KeyboardInterrupt
+
+    recorder = GradientRecorder()
+    callbacks = [On(Event.BEFORE_FORWARD, interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, batch, callbacks=callbacks, microbatch_size=len(SPARSE), recorder=recorder)
+    recorder.trainer.fit(duration='1ba')
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert num_hooks(model) == 0
+
+
+class WithoutOneToken(torch.nn.Module):
+    """A model whose loss is a mean over all labels but one token. It is wrong only in rows with this token."""
+
+    def __init__(self, token):
+        super().__init__()
+        self.model = text_model()
+        self.config = self.model.config
+        self.token = token
+
+    def forward(self, input_ids, attention_mask, labels, use_cache=False):
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        targets = labels[:, 1:].masked_fill(labels[:, 1:] == self.token, -100)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_every_fit_measures_every_label_once():
+    """The first fit has seen the token as a label, but with another model."""
+    token = 5
+    batch = ragged_batch([(10, 6)] * 12)
+    batch['labels'][batch['labels'] == token] = token + 1
+    batch['labels'][9, -2] = token
+    algorithm = TokenAccumulation()
+    fit(WithoutOneToken(token=-1), batch, algorithms=[algorithm], microbatch_size=1)
+    with pytest.raises(RuntimeError, match=f'where the label is {token}'):
+        fit(WithoutOneToken(token), batch, algorithms=[algorithm], microbatch_size=1)
+
+
+@pytest.mark.parametrize('copied', [copy.deepcopy, lambda algorithm: pickle.loads(pickle.dumps(algorithm))])
+def test_copy_after_a_fit(copied):
+    batch = ragged_batch(SPARSE)
+    expected, _ = reference_gradients(text_model(), batch)
+    algorithm = TokenAccumulation(loss_tokens='causal')
+    fit(text_model(), batch, algorithms=[algorithm])
+    copy_of_algorithm = copied(algorithm)
+    assert repr(copy_of_algorithm) == repr(algorithm)
+    recorder = fit(text_model(), batch, algorithms=[copy_of_algorithm])
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def test_packing_spec_without_algorithm():
+    """The first run has shown that its model tells packed documents apart. This does not hold after its end."""
+    data = token_data_spec(loader(ragged_batch()), packing=True)
+    fit(text_model(), data)
+    with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
+        fit(text_model(), data, algorithms=[])
