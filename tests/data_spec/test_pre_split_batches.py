@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from composer.core import Event
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
@@ -25,7 +26,7 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import collate, column_counter, text_model, text_rows
-from tests.support.training import assert_exact, fit
+from tests.support.training import On, assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
@@ -332,8 +333,10 @@ def test_pictures_go_with_their_rows(name):
     collate_rows = partial(layout.concat, pad_token_id=case.pad_token_id)
     loader = RegroupingDataLoader(case.rows, batch_sampler=sampler, collate_fn=collate_rows)
     assert len(next(iter(loader)).microbatches) > 1
-    assert_exact(case.model, token_data_spec(loader, slot_tokens=max(lengths)), batch=family_batch(case))
-    assert split_of(loader).checked
+    checked = On(Event.BATCH_END, lambda state: split_of(loader).checked)
+    data = token_data_spec(loader, slot_tokens=max(lengths))
+    assert_exact(case.model, data, batch=family_batch(case), callbacks=[checked])
+    assert checked.values == [True]
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
