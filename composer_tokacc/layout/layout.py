@@ -630,7 +630,7 @@ class BatchLayout:
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the items of each row of a batch that is joined: counted if there are tensors, else as carried."""
         carried = carried_counts(batch, modality)
-        if carried is None or modality in self.media_of(batch):
+        if carried is None or self.tensors_of(batch, modality):
             return self.units_per_row(batch, modality)
         return carried
 

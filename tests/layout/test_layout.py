@@ -739,16 +739,3 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
         assert locks.is_locked(part[key]), key
     batch['labels'] = batch['labels'].clone()
     assert not locks.is_locked(LLAVA_LAYOUT.select(batch, rows)['labels'])
-
-
-def test_tiles_of_unknown_families_are_counted():
-    """The user counts images. In a batch of one row all tiles are of that row, so the joined batch can count tiles."""
-    layout = BatchLayout(family=Family(name='new'))
-    rows = [
-        text_batch([4], pixel_values=numbered(3, 2).float(), num_images=[1]),
-        text_batch([5], num_images=[0]),
-        text_batch([3], pixel_values=7 + numbered(2, 2).float(), num_images=[1]),
-    ]
-    joined = layout.concat(rows)
-    assert joined['num_images'] == [3, 0, 2]
-    assert numbers_of(layout.select(joined, [2])['pixel_values']) == [7, 8]
