@@ -222,7 +222,7 @@ MEDIA: dict[str, Reading] = {
     'an Ogg Opus without its last bytes': of_audio('a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': of_audio('a.ogg', followed_by(OPUS, bytes(900)), WORKS),
     'a WAV of rate 0': of_audio('a.wav', pcm_with(24, '<I', 0), SAMPLE),
-    'a WAV of rate 1': of_audio('a.wav', pcm_with(24, '<I', 1, frames=100), 'at most'),
+    'a WAV of rate 1': of_audio('a.wav', pcm_with(24, '<I', 1, frames=100), 'cuts it off'),
     'a WAV of rate 384,000': of_audio('a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),
     'a WAV of an unknown codec': of_audio('a.wav', pcm_with(20, '<H', 99), 'codec that is not known'),
     'a WAV with too small a size in its header': of_audio('a.wav', pcm_with(40, '<I', 10), 'at least'),
