@@ -169,21 +169,32 @@ def test_evaluation_gives_the_true_mean():
     assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
 
 
+def two_documents() -> dict[str, Any]:
+    """Returns a packed row of two documents. All tokens have a label."""
+    return {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
+
+
+class EvaluatedLabels(NativeModel):
+    """A model whose loss is not shifted. It records the labels that it is evaluated with."""
+
+    def __init__(self) -> None:
+        super().__init__('unshifted')
+        self.labels: list[torch.Tensor] = []
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        self.labels.append(batch['labels'].clone())
+        return self(batch)
+
+
 @pytest.mark.parametrize(('rule', 'is_masked'), [('auto', True), ('causal', True), ('unshifted', False)])
 def test_document_starts_in_evaluation(rule, is_masked):
     """A label that no other document predicts stays."""
-    batch = {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
-    seen = []
-
-    class Seeing(NativeModel):
-        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-            seen.append(batch['labels'].clone())
-            return self(batch)
-
+    batch = two_documents()
+    model = EvaluatedLabels()
     data = token_data_spec(loader(batch), loss_tokens=rule)
     evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=1)
-    Trainer(model=Seeing('unshifted'), eval_dataloader=evaluator, progress_bar=False).eval()
-    (labels,) = seen
+    Trainer(model=model, eval_dataloader=evaluator, progress_bar=False).eval()
+    (labels,) = model.labels
     expected = batch['labels'].clone()
     if is_masked:
         expected[0, 5] = -100
@@ -192,17 +203,11 @@ def test_document_starts_in_evaluation(rule, is_masked):
 
 def test_evaluation_has_the_rule_of_training():
     """Labels that no other token predicts stay in packed rows, because the check of the first batch has shown it."""
-    batch = {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}
-    seen = []
-
-    class Seeing(NativeModel):
-        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-            seen.append(batch['labels'].clone())
-            return self(batch)
-
+    batch = two_documents()
     evaluator = Evaluator(label='eval', dataloader=token_data_spec(loader(batch)), device_eval_microbatch_size=1)
-    fit(Seeing('unshifted'), batch, eval_dataloader=evaluator, eval_interval='1ba')
-    assert torch.equal(seen[-1], batch['labels'])
+    model = EvaluatedLabels()
+    fit(model, batch, eval_dataloader=evaluator, eval_interval='1ba')
+    assert torch.equal(model.labels[-1], batch['labels'])
 
 
 def test_evaluation_keeps_the_order():
