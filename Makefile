@@ -58,9 +58,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 -m 'not slow'
 
-# Runs of two and four ranks under the real launcher. Three at a time, because ranks often wait for each other.
+# Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m slow
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m slow
 
 # What only a GPU can show; all of it is skipped where there is none.
 test-gpu: $(STAMP)
