@@ -316,8 +316,6 @@ class RowComparison(Generic[RulesT]):
         """Raises CutFailure unless each row by itself has the expected gradient. ``assemble`` makes a microbatch."""
         groups = [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW)
-        if self.at_own_weights is not None:
-            self.at_own_weights._check_single_rows(assemble)
 
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
@@ -336,8 +334,6 @@ class RowComparison(Generic[RulesT]):
         if len(self._all_rows) > 1:
             groups += [[row] for row in self._all_rows]
         self._check_microbatches(assemble, groups, CutKind.PACKED)
-        if self.at_own_weights is not None:
-            self.at_own_weights._check_packed_rows(assemble, largest_packed_row)
 
     def _check_microbatches(
         self,
@@ -364,6 +360,8 @@ class RowComparison(Generic[RulesT]):
             self._narrowest = min(self._narrowest, self._layout.width(batch))
         if self._check_loss:
             self._check_losses(parts)
+        if self.at_own_weights is not None:
+            self.at_own_weights._check_microbatches(assemble, groups, cut_kind)
 
     def _check_num_tokens(
         self,
