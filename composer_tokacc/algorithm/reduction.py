@@ -37,6 +37,12 @@ class ReductionWatch:
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         self._parameters = list(state.model.parameters())
+        # A model may reduce some gradients itself, such as those of its experts.
+        self._parameters_of_ddp: list[torch.nn.Parameter] = []
+        if self._ddp is not None:
+            for name, parameter in self._ddp.module.named_parameters():
+                if name not in self._ddp.parameters_to_ignore:
+                    self._parameters_of_ddp.append(parameter)
         self.start_attempt()
         modules = state.model.modules()
         has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
@@ -74,7 +80,7 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             return
-        _check_trained(self._ddp)
+        self._check_trained(self._ddp)
         # With one of these options DDP itself finds the parameters that a backward leaves out.
         finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_left_out:
@@ -85,6 +91,17 @@ class ReductionWatch:
                 f'numbers of microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. '
                 "Leave `equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when "
                 'the checkpoint was written.'
+            )
+
+    def _check_trained(self, model: DistributedDataParallel) -> None:
+        """Raises RuntimeError if parameters were unfrozen after DDP was made. Each rank would train its own copy."""
+        num_trained = sum(parameter.requires_grad for parameter in self._parameters_of_ddp)
+        num_in_ddp = num_reduced(model)
+        if num_trained > num_in_ddp:
+            raise NotExactError(
+                f'DDP reduces only the {num_in_ddp} parameters that were trained when the Trainer was made, got: '
+                f'{num_trained} that are trained now. Unfreeze parameters before that, or make a new Trainer '
+                '(docs/errors.md#ranks).'
             )
 
     def complete_for_ddp(self) -> None:
@@ -131,20 +148,6 @@ class ReductionWatch:
         if len(self._reduces) < 2 or not self.may_meet_once:
             return None
         return not any(self._reduces[:-1])
-
-
-def _check_trained(model: DistributedDataParallel) -> None:
-    """Raises RuntimeError if parameters were unfrozen after DDP was made. Each rank would train its own copy."""
-    parameters = model.module.named_parameters()
-    trained = [name for name, parameter in parameters if parameter.requires_grad]
-    # A model may reduce some gradients itself, such as those of its experts.
-    num_trained = len(set(trained) - set(model.parameters_to_ignore))
-    if num_trained > num_reduced(model):
-        raise NotExactError(
-            f'DDP reduces only the {num_reduced(model)} parameters that were trained when the Trainer was made, got: '
-            f'{num_trained} that are trained now. Unfreeze parameters before that, or make a new Trainer '
-            '(docs/errors.md#ranks).'
-        )
 
 
 def check_sharding(model: torch.nn.Module) -> None:
