@@ -147,6 +147,7 @@ class StateSnapshot:
 
 
 def _can_be_compared(tensor: Tensor) -> bool:
+    """Returns whether torch can copy a tensor of this kind, and compare it with another one."""
     is_special = tensor.is_meta or tensor.is_nested or tensor.is_quantized
     return tensor.layout is torch.strided and not is_special
 

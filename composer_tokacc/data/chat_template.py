@@ -209,8 +209,8 @@ class ChatTemplate:
         after_space = text_after.lstrip()
         for ending in self._endings:
             if after_space.startswith(ending):
-                rest = after_space[len(ending) :]
-                return text_after.removesuffix(rest), rest
+                after_ending = after_space[len(ending) :]
+                return text_after.removesuffix(after_ending), after_ending
         if not self._adds_end_token:
             return '', text_after
         # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
