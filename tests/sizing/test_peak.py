@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from benchmarks.models import made_up_sample
+from benchmarks.models import made_up_sample, text_config
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
@@ -313,14 +313,7 @@ def test_optimizer_step_of_a_small_microbatch() -> None:
 
 def test_optimizer_step_holds_last_logits() -> None:
     """With few tokens and a large vocabulary the optimizer's step is the peak."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=8000,
-        use_cache=False,
-    )
+    config = text_config(8000, 64, 2, intermediate_size=96, num_attention_heads=4)
 
     def build() -> PreTrainedModel:
         return LlamaForCausalLM(config).train()
