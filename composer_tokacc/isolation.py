@@ -14,11 +14,12 @@ import torch
 
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
+from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_kind
 from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.step_watch import copied_buffers, relative_difference
+from composer_tokacc.step_watch import relative_difference
 
 NUM_CONSTANTS = 3
 """A document is overwritten with a single id, this many times with different ids. Then all its tokens choose the same
@@ -224,9 +225,9 @@ def _leaks_of_ids(
 
 
 def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-    """Returns the logits of a forward with the same random numbers, and the same buffers, each time."""
+    """Returns the logits of a forward with the same random numbers, and the same state of the model, each time."""
     try:
-        with same_random_numbers(), copied_buffers(model):
+        with undisturbed(model), same_random_numbers():
             # Models of Composer take the batch as one argument.
             outputs = model(dict(inputs)) if hasattr(model, 'eval_forward') else model(**inputs)
     except IndexError as error:  # torch's word on a CPU for an id that the embedding does not have

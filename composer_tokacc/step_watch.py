@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
+from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradient, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
@@ -207,9 +208,9 @@ def _difference_of_forwards(
     args: Any,
     kwargs: Any,
 ) -> float:
-    """Returns the relative difference of the logits of two equal forwards; leaves buffers as they are."""
+    """Returns the relative difference of the logits of two equal forwards; leaves the module as it is."""
     logits = []
-    with torch.no_grad(), copied_buffers(module):
+    with torch.no_grad(), undisturbed(module):
         for _ in range(2):
             with same_random_numbers():
                 logits.append(logits_of(module(*args, **kwargs)))
@@ -243,24 +244,6 @@ def written_buffers() -> Iterator[set[str]]:
 
     with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
         yield written
-
-
-@contextmanager
-def copied_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Lets forwards write into copies of the buffers."""
-    originals = []
-    copies: dict[int, torch.Tensor] = {}  # by the identity of the original: modules may share a buffer
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            originals.append((module, name, buffer))
-            copies.setdefault(id(buffer), buffer.clone())
-    for module, name, buffer in originals:
-        setattr(module, name, copies[id(buffer)])
-    try:
-        yield
-    finally:
-        for module, name, buffer in originals:
-            setattr(module, name, buffer)
 
 
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:

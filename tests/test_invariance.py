@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import relative_error
-from tests.checks.test_written_state import RunningMean, with_layers
+from tests.checks.test_written_state import Cache, RunningMean, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
@@ -339,6 +339,13 @@ def test_isolated_models_pass(make_model, dropout):
             assert change_of_logits(model, reader, source) < 1e-6
     report = verify_isolation(model, PACKED, DOCUMENTS)
     assert report.is_isolated, report
+
+
+def test_cache_that_grows():
+    """The width of the cache is a plain number, and must fit its table in every forward."""
+    packed = packed_row(text_rows([(4, 2), (6, 3)]))
+    documents = torch.tensor([[0] * 4 + [1] * 6])
+    assert verify_isolation(with_layers(Cache()), packed, documents).is_isolated
 
 
 def test_random_logits_are_refused():

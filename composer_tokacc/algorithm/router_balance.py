@@ -24,7 +24,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, text_of, with_copied_tensors
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
-from composer_tokacc.checks.probe import undisturbed
+from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError

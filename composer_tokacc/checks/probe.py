@@ -20,17 +20,16 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
-from composer_tokacc.checks.written_state import State, StateSnapshot
+from composer_tokacc.checks.written_state import State, StateSnapshot, undisturbed
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
-from composer_tokacc.random_state import kept_random_state, seed_everything
+from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ class Probe:
         keeps_state: bool = False,
         varies_weights: bool = True,
     ) -> ProbeResult:
-        """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and buffers stay as they were.
+        """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and state stay as they were.
 
         Args:
             batch: On the device of the model.
@@ -223,11 +222,10 @@ class Probe:
             self._examine(batch)
         # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
         while True:
-            guard = undisturbed(self.model, restores_buffers=not keeps_state)
+            guard = undisturbed(self.model, keeps_state=keeps_state)
             width = labels_of(batch).shape[1]
             try:
-                with torch.no_grad(), guard, self._as_probed(seed, width) as mode:
-                    snapshot = StateSnapshot.of_model(self.model)
+                with torch.no_grad(), guard as snapshot, self._as_probed(seed, width) as mode:
                     forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
                     self._note_written(snapshot)
                     return _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
@@ -313,12 +311,19 @@ class Probe:
         if not self._written or not self.is_training:
             return
         self._judged.update(self._written)
-        snapshot = StateSnapshot.of_states(self._written.values())
+        written = list(self._written.values())
         self._written = {}
+        with undisturbed(self.model):
+            self._judge(written, batch)
+
+    def _judge(self, states: Sequence[State], batch: Batch) -> None:
+        """Judges some states. They do not stay as they were."""
 
         def result() -> ProbeResult:
             return self.run(batch, seed=1, keeps_state=True)
 
+        result()  # fills the caches
+        snapshot = StateSnapshot.of_states(states)
         expected = result()
         rewritten = snapshot.written()
         snapshot.restore()
@@ -748,29 +753,3 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(hook))
         yield
-
-
-@contextmanager
-def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[None]:
-    """Restores random state and buffers, so that a run is the same with and without the forwards in between.
-
-    Buffers are restored if the model is in training, because forwards in evaluation do not write statistics.
-    """
-    modules = list(model.modules())  # walking them is slow, so it is done once
-    buffers: list[tuple[Tensor, Tensor]] = []
-    if model.training and restores_buffers:
-        for module in modules:
-            for buffer in module.buffers(recurse=False):
-                copied = buffer.clone()
-                buffers.append((buffer, copied))
-    try:
-        with kept_random_state():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, copied in buffers:
-                buffer.copy_(copied)
-        for module in modules:
-            # FSDP keeps the weights of the root gathered after a forward without gradients, until a backward.
-            if isinstance(module, FSDPModule):
-                module.reshard()

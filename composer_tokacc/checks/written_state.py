@@ -11,15 +11,18 @@ statistic for logs is harmless. :meth:`.Probe.judge_written_state` tells them ap
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from composer_tokacc.compat import num_writes, own_tensors
+from composer_tokacc.random_state import kept_random_state
 
 PERTURBATION = 0.1
 """Relative size of the noise that is added to a state."""
@@ -27,7 +30,7 @@ Namespace: TypeAlias = MutableMapping[str, Any]
 """The buffers, parameters or attributes of a module."""
 
 LARGEST_COPY = 2**22
-"""Larger tensors are not copied, such as the weights of a quantised model, which may be buffers."""
+"""Larger tensors in plain attributes are not copied. FSDP1 keeps whole weights there."""
 SMALLEST_STATE = 1e-2
 """Entries of a state near 0 get noise as if they were of this size."""
 
@@ -98,7 +101,7 @@ class StateSnapshot:
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
-        """Takes a snapshot of everything that a forward may write. Parameters and large tensors are not copied."""
+        """Takes a snapshot of everything that a forward may write, see :func:`_states_of`."""
         return cls(_states_of(model))
 
     def written(self) -> list[State]:
@@ -107,8 +110,10 @@ class StateSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts all states back."""
+        """Puts all states back, except the content of tensors that were not copied."""
         for state in self.states:
+            if state.is_parameter:
+                continue
             # The old object comes back, with its old content.
             state.container[state.key] = state.value
             if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
@@ -146,6 +151,25 @@ class StateSnapshot:
                 state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
 
 
+@contextmanager
+def undisturbed(model: Module, *, keeps_state: bool = False) -> Iterator[StateSnapshot]:
+    """Restores random numbers and state, so that a run is the same with and without the forwards in between.
+
+    Yields the state before. ``keeps_state``: the model keeps the state that the forwards have written.
+    """
+    snapshot = StateSnapshot.of_model(model)
+    try:
+        with kept_random_state():
+            yield snapshot
+    finally:
+        if not keeps_state:
+            snapshot.restore()
+        for module in model.modules():
+            # FSDP keeps the weights of the root gathered after a forward without gradients, until a backward.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def _can_be_compared(tensor: Tensor) -> bool:
     """Returns whether torch can copy a tensor of this kind, and compare it with another one."""
     is_special = tensor.is_meta or tensor.is_nested or tensor.is_quantized
@@ -160,21 +184,23 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _states_of(model: Module) -> Iterator[State]:
-    """Yields each tensor and number that a forward of the model may write."""
+    """Yields each tensor and number that a forward of the model may write. Parameters are not copied."""
     for module_name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # its attributes cannot be read
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
-        for container in (parameters, buffers, vars(module)):
+        containers = [parameters, buffers, vars(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            # Its attributes cannot be read. Its buffers are written, but never replaced.
+            containers = [dict(module.named_buffers(recurse=False))]
+        for container in containers:
             for key, value in container.items():
                 if isinstance(value, Tensor):
                     # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
                     if isinstance(value, DTensor) or not _can_be_compared(value):
                         continue
-                    # The number of writes tells of tensors that are too large to copy, such as parameters.
+                    # The number of writes tells of tensors that are not copied.
                     is_parameter = container is parameters
-                    copies = not is_parameter and value.numel() <= LARGEST_COPY
+                    copies = value.numel() <= LARGEST_COPY if container is vars(module) else not is_parameter
                     yield State.now(prefix + key, container, key, copies=copies, is_parameter=is_parameter)
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     yield State.now(prefix + key, container, key)
