@@ -131,7 +131,7 @@ def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
 
     Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has fewer than k, the
     index is that of its last entry. Callers know the number of Trues from the CPU, so this happens only if the mask has
-    changed since, which :class:`.StepCheck` refuses.
+    changed since, which :func:`.check_step` refuses.
 
     Args:
         ordinals: Running sum of the mask, int64 ``(n,)``.

@@ -41,7 +41,7 @@ from composer_tokacc.checks.logits import (
     token_losses,
     weigh_tokens,
 )
-from composer_tokacc.checks.step import MicrobatchRecord, Step, StepCheck, StepTotals, TokenChoice
+from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
@@ -599,7 +599,7 @@ class TokenAccumulation(Algorithm):
         check_reduced(state.model)
         if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
-        StepCheck(step).check()
+        check_step(step)
         run.has_bypass = step.has_bypass
         if run.balance is not None:
             run.balance.check()

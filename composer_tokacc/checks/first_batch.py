@@ -326,7 +326,7 @@ class FirstBatchCheck(Generic[RulesT]):
         result = (comparison.token_scale(), failure)
         results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
-        # A loss that was a plain mean in an earlier check must stay one. StepCheck compares each step with that mean.
+        # A loss that was a plain mean in an earlier check must stay one. Each step is compared with that mean.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)

@@ -5,7 +5,7 @@
 
 A :class:`Step` is made when its batch is counted. The split, the algorithm and the check read it and fill it in, and a
 :class:`MicrobatchRecord` is added to it for each microbatch that is computed. Before the optimizer moves,
-:class:`StepCheck` tells whether all tokens were computed with their right weights.
+:func:`check_step` tells whether all tokens were computed with their right weights.
 """
 
 from __future__ import annotations
@@ -283,150 +283,150 @@ class Step:
         return all(record.deviations is not None for record in self.with_weight)
 
 
-class StepCheck:
-    """Refuses a step if it was not exact.
+def check_step(step: Step) -> None:
+    """Raises RuntimeError unless all samples and tokens of a step were computed with their weights.
 
     Args:
         step: After its last backward.
     """
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    def check(self) -> None:
-        """Raises RuntimeError unless all samples and tokens were computed with their weights."""
-        if self._step.is_weighted:
-            self._check_reached()
-        self._read()
-        self._check_totals()
-        for index, record in enumerate(self._step.microbatches):
-            observed = record.observed
-            counts = record.counts
-            _check_unchanged('Labels', index, observed['tokens'], counts.loss_tokens, tolerance=0)
-            if 'weight' in observed:
-                _check_unchanged(
-                    'Weights',
-                    index,
-                    observed['weight'],
-                    counts.loss_weight,
-                    tolerance=WEIGHT_TOLERANCE,
-                )
-        self._check_factors()
-        self._check_tokens()
-        self._check_number()
-
-    def _check_reached(self) -> None:
-        for record in self._step.with_weight:
-            if record.was_reached and not record.has_bypass:
-                continue
-            raise NotExactError(
-                "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-                'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
-                'Switch the kernel off, leave out `compile_config` or the term, or set '
-                "`token_weights='token'` (docs/errors.md#model-loss)."
+    if step.is_weighted:
+        _check_reached(step)
+    _read(step)
+    _check_totals(step)
+    for index, record in enumerate(step.microbatches):
+        observed = record.observed
+        counts = record.counts
+        _check_unchanged('Labels', index, observed['tokens'], counts.loss_tokens, tolerance=0)
+        if 'weight' in observed:
+            _check_unchanged(
+                'Weights',
+                index,
+                observed['weight'],
+                counts.loss_weight,
+                tolerance=WEIGHT_TOLERANCE,
             )
+    _check_factors(step)
+    _check_tokens(step)
+    _check_number(step)
 
-    def _read(self) -> None:
-        """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
-        on_device: list[Tensor] = []
-        for record in self._step.microbatches:
-            values: dict[str, Tensor] = {}
-            if record.count is not None and not self._step.is_weighted:
-                values['tokens'] = record.count
-            else:
-                counted = loss_mask(record.batch, record.counts.rule)
-                values['tokens'] = counted.sum()
-                if self._step.is_weighted:
-                    values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
-            if record.factor is not None:
-                values['factor'] = record.factor
-            if record.deviations is not None:
-                values['deviation'] = record.deviations.amax()
-            record.observed = dict.fromkeys(values, 0.0)
-            on_device += values.values()
-        if not on_device:
-            return
-        in_one_tensor = torch.stack([value.double() for value in on_device])
-        numbers = iter(in_one_tensor.tolist())
-        for record in self._step.microbatches:
-            for name in record.observed:
-                record.observed[name] = next(numbers)
 
-    def _check_totals(self) -> None:
-        """Raises RuntimeError if samples or tokens were lost or repeated between BATCH_START and the backwards."""
-        counted = self._step.counts
-        num_samples = 0
-        num_tokens = 0
-        weight = 0.0
-        for record in self._step.microbatches:
-            num_samples += record.counts.samples
-            num_tokens += record.counts.loss_tokens
-            weight += record.counts.loss_weight
-        has_all = num_samples == counted.samples and num_tokens == counted.loss_tokens
-        has_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
-        if not has_all or not has_weight:
+def _check_reached(step: Step) -> None:
+    for record in step.with_weight:
+        if record.was_reached and not record.has_bypass:
+            continue
+        raise NotExactError(
+            "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
+            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
+            'Switch the kernel off, leave out `compile_config` or the term, or set '
+            "`token_weights='token'` (docs/errors.md#model-loss)."
+        )
+
+
+def _read(step: Step) -> None:
+    """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
+    on_device: list[Tensor] = []
+    for record in step.microbatches:
+        values: dict[str, Tensor] = {}
+        if record.count is not None and not step.is_weighted:
+            values['tokens'] = record.count
+        else:
+            counted = loss_mask(record.batch, record.counts.rule)
+            values['tokens'] = counted.sum()
+            if step.is_weighted:
+                values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
+        if record.factor is not None:
+            values['factor'] = record.factor
+        if record.deviations is not None:
+            values['deviation'] = record.deviations.amax()
+        record.observed = dict.fromkeys(values, 0.0)
+        on_device += values.values()
+    if not on_device:
+        return
+    in_one_tensor = torch.stack([value.double() for value in on_device])
+    numbers = iter(in_one_tensor.tolist())
+    for record in step.microbatches:
+        for name in record.observed:
+            record.observed[name] = next(numbers)
+
+
+def _check_totals(step: Step) -> None:
+    """Raises RuntimeError if samples or tokens were lost or repeated between BATCH_START and the backwards."""
+    counted = step.counts
+    num_samples = 0
+    num_tokens = 0
+    weight = 0.0
+    for record in step.microbatches:
+        num_samples += record.counts.samples
+        num_tokens += record.counts.loss_tokens
+        weight += record.counts.loss_weight
+    has_all = num_samples == counted.samples and num_tokens == counted.loss_tokens
+    has_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
+    if not has_all or not has_weight:
+        raise NotExactError(
+            f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
+            f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
+            f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
+            'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
+        )
+
+
+def _check_factors(step: Step) -> None:
+    """Raises RuntimeError if Composer has not weighted each microbatch by its share of the samples."""
+    records = step.microbatches
+    factors = []
+    for record in records:
+        if 'factor' in record.observed:
+            factors.append(record.observed['factor'] / step.gradient_scale)
+    if not factors and step.counts.loss_tokens == 0:
+        return  # nothing required a gradient
+    expected = [record.composers_weight for record in records]
+    has_all = len(factors) == len(expected)
+    if not has_all or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+        raise NotExactError(
+            f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
+            f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
+            'token_data_spec() for another `get_num_samples_in_batch`, and put TokenAccumulation last '
+            '(docs/errors.md#composers-weights).'
+        )
+
+
+def _check_tokens(step: Step) -> None:
+    """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
+
+    The first step whose tokens have weight notes whether the loss has terms that are not made of the logits. Later
+    steps are compared with it.
+    """
+    for record in step.with_weight:
+        if record.has_bypass and step.has_bypass is False:
             raise NotExactError(
-                f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
-                f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
-                f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
-                'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
+                "The model's own loss must be made of its logits alone, as it was before, got: another term, "
+                f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
+                'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
             )
-
-    def _check_factors(self) -> None:
-        """Raises RuntimeError if Composer has not weighted each microbatch by its share of the samples."""
-        records = self._step.microbatches
-        factors = []
-        for record in records:
-            if 'factor' in record.observed:
-                factors.append(record.observed['factor'] / self._step.gradient_scale)
-        if not factors and self._step.counts.loss_tokens == 0:
-            return  # nothing required a gradient
-        expected = [record.composers_weight for record in records]
-        has_all = len(factors) == len(expected)
-        if not has_all or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+        deviation = record.observed.get('deviation', 0.0)
+        # A NaN is left to the callbacks of the trainer.
+        if math.isfinite(deviation) and deviation > record.tolerance:
+            sample, token = record.worst()
             raise NotExactError(
-                f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
-                f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
-                'token_data_spec() for another `get_num_samples_in_batch`, and put TokenAccumulation last '
-                '(docs/errors.md#composers-weights).'
+                "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
+                f'logits that is {deviation:.1e} of a token off in {sample}, where the label is {token} (round-off '
+                f'is {record.tolerance:.0e}). It changes in training, or an algorithm changes labels around the '
+                'forward. Name a term that is meant in `loss_units`, or set `check_loss=False` '
+                '(docs/errors.md#model-loss).'
             )
+    if step.has_bypass is None and step.counts.loss_weight:
+        step.has_bypass = any(record.has_bypass for record in step.microbatches)
 
-    def _check_tokens(self) -> None:
-        """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-        The first step whose tokens have weight notes whether the loss has terms that are not made of the logits. Later
-        steps are compared with it.
-        """
-        for record in self._step.with_weight:
-            if record.has_bypass and self._step.has_bypass is False:
-                raise NotExactError(
-                    "The model's own loss must be made of its logits alone, as it was before, got: another term, "
-                    f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
-                    'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
-                )
-            deviation = record.observed.get('deviation', 0.0)
-            # A NaN is left to the callbacks of the trainer.
-            if math.isfinite(deviation) and deviation > record.tolerance:
-                sample, token = record.worst()
-                raise NotExactError(
-                    "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
-                    f'logits that is {deviation:.1e} of a token off in {sample}, where the label is {token} (round-off '
-                    f'is {record.tolerance:.0e}). It changes in training, or an algorithm changes labels around the '
-                    'forward. Name a term that is meant in `loss_units`, or set `check_loss=False` '
-                    '(docs/errors.md#model-loss).'
-                )
-        if self._step.has_bypass is None and self._step.counts.loss_weight:
-            self._step.has_bypass = any(record.has_bypass for record in self._step.microbatches)
-
-    def _check_number(self) -> None:
-        """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
-        number = sum(record.counts.samples > 0 for record in self._step.microbatches)
-        for record in self._step.microbatches:
-            if record.num_microbatches not in (None, number):
-                raise NotExactError(
-                    f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
-                    f'where {record.num_microbatches} were expected. Split with token_data_spec().'
-                )
+def _check_number(step: Step) -> None:
+    """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
+    number = sum(record.counts.samples > 0 for record in step.microbatches)
+    for record in step.microbatches:
+        if record.num_microbatches not in (None, number):
+            raise NotExactError(
+                f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
+                f'where {record.num_microbatches} were expected. Split with token_data_spec().'
+            )
 
 
 def _check_unchanged(
