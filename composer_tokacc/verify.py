@@ -33,7 +33,6 @@ from composer import DataSpec, Trainer
 from composer.core import Algorithm, Callback, Event, State
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from pydantic import Field
 from torch.utils.data import DataLoader, IterableDataset
@@ -202,7 +201,9 @@ class _VerifiedRun:
         options = TokenAccumulation(**token_accumulation_options(config)).options
         loss_rule = ''
         if options.token_weights != 'token':
-            loss_rule = _find_loss_rule(parts.model, layout, rows_of_all_ranks)
+            # From a row with enough labels.
+            row = layout.with_media(rule_batch(layout, layout.concat(rows_of_all_ranks)))
+            loss_rule = find_loss_rule(Probe.from_model(parts.model), device.batch_to_device(row))
         return cls(
             parts=parts,
             device=device,
@@ -224,7 +225,7 @@ class _VerifiedRun:
         If tokens have different weights, their mean is computed here, from the logits.
         """
         model = self.parts.model.train()
-        batch = _on_device(model, batch)
+        batch = self.device.batch_to_device(batch)
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
@@ -320,12 +321,6 @@ def _device_of(config: TrainConfig) -> Device:
     return DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
 
 
-def _find_loss_rule(model: HuggingFaceModel, layout: BatchLayout, rows: Sequence[Batch]) -> str:
-    """Returns the rule by which the model averages, from a row with enough labels."""
-    row = layout.with_media(rule_batch(layout, layout.concat(rows)))
-    return find_loss_rule(Probe.from_model(model), _on_device(model, row))
-
-
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cases."""
     num_rows = layout.num_rows(batch)
@@ -373,15 +368,6 @@ class _Recorder(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self.gradients = _gradients_of(state.model)
-
-
-def _on_device(model: torch.nn.Module, batch: Batch) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    on_device = dict(batch)
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            on_device[key] = value.to(device)
-    return on_device
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:

@@ -14,7 +14,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -72,29 +71,20 @@ class TokenChoice:
             batch: A batch on the CPU, after its tokens were counted.
             rule: Which labels count, see :func:`.loss_mask`.
         """
-        labels_of_microbatches: list[Tensor] = []
-        for microbatch in microbatches_of(batch):
-            carries_loss = loss_mask(microbatch, rule)
-            all_labels = labels_of(microbatch)
-            counted_labels = all_labels.masked_fill(~carries_loss, IGNORE_INDEX)
-            labels_of_microbatches.append(counted_labels)
-        labels = torch.cat([labels.flatten() for labels in labels_of_microbatches])
-        has_label = labels != IGNORE_INDEX
-        labels.clamp_min_(0)  # a copy, made by torch.cat; -100 becomes 0, so that it can be looked up
-        # The table of known labels grows with the largest label.
-        num_missing = int(labels.max()) + 1 - len(self._is_known)
-        if num_missing > 0:
-            self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-        was_known = self._is_known.index_select(0, labels)
-        is_new = has_label & ~was_known
-        self._is_known[labels[is_new]] = True
         has_new_label: list[bool] = []
-        start = 0
-        for microbatch_labels in labels_of_microbatches:
-            end = start + microbatch_labels.numel()
-            is_new_in_rows = is_new[start:end].view_as(microbatch_labels)
-            has_new_label += is_new_in_rows.any(dim=1).tolist()
-            start = end
+        new_labels: list[Tensor] = []
+        for microbatch in microbatches_of(batch):
+            # -100 is looked up as 0. It does not count.
+            labels = labels_of(microbatch).clamp(min=0)
+            # The table of known labels grows with the largest label.
+            num_missing = int(labels.max()) + 1 - len(self._is_known)
+            if num_missing > 0:
+                self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
+            is_new = loss_mask(microbatch, rule) & ~self._is_known[labels]
+            has_new_label += is_new.any(dim=1).tolist()
+            new_labels.append(labels[is_new])
+        # All rows of the batch that have a new label are named, so it becomes known only now.
+        self._is_known[torch.cat(new_labels)] = True
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts) -> bool:
@@ -170,14 +160,20 @@ class MicrobatchRecord:
         if selected is not None:
             batch = selected
         # Detached, because a graph whose hook holds its own logits is never freed.
-        measure = partial(
-            self._measure,
-            batch=batch,
-            logits=logits.detach(),
-            weights=weights,
-            unit=unit,
-            is_whole=is_whole,
-        )
+        detached = logits.detach()
+
+        def measure(gradient: Tensor) -> None:
+            self.was_reached = True
+            if unit is not None:
+                self._measure(
+                    gradient,
+                    batch=batch,
+                    logits=detached,
+                    weights=weights,
+                    unit=unit,
+                    is_whole=is_whole,
+                )
+
         on_gradient(logits, measure)
 
     def observe(self, gradient: Tensor) -> None:
@@ -194,13 +190,10 @@ class MicrobatchRecord:
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float | None,
+        unit: float,
         is_whole: bool,
     ) -> None:
-        """Notes that the gradient by the logits came, and measures tokens by it if there is a ``unit``."""
-        self.was_reached = True
-        if unit is None:
-            return
+        """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
         # Tokens are numbered from 1. A position without a token has the number of the last token before it, so the last
@@ -323,8 +316,7 @@ def _check_reached(step: Step) -> None:
 
 
 def _read(step: Step) -> None:
-    """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
-    on_device: list[Tensor] = []
+    """Reads everything from the device. Composer reads the loss at this point and waits anyway."""
     for record in step.microbatches:
         values: dict[str, Tensor] = {}
         if record.count is not None and not step.is_weighted:
@@ -338,15 +330,7 @@ def _read(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        record.observed = dict.fromkeys(values, 0.0)
-        on_device += values.values()
-    if not on_device:
-        return
-    in_one_tensor = torch.stack([value.double() for value in on_device])
-    numbers = iter(in_one_tensor.tolist())
-    for record in step.microbatches:
-        for name in record.observed:
-            record.observed[name] = next(numbers)
+        record.observed = {name: float(value) for name, value in values.items()}
 
 
 def _check_totals(step: Step) -> None:
