@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import relative_error
-from tests.checks.test_written_state import Cache, RunningMean, with_layers
+from tests.checks.test_written_state import Cache, RunningMean, spectral_norm, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
@@ -360,10 +360,6 @@ def test_random_logits_are_refused():
     model.register_forward_hook(scale_by_calls)
     with pytest.raises(ValueError, match=r'same logits, got: a change of 5\.0e-01'):
         verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
-
-
-def spectral_norm():
-    return torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
 
 
 @pytest.mark.parametrize(

@@ -71,19 +71,17 @@ class WarmUp(torch.nn.Module):
         return states * min(1.0, self.count / 1000)
 
 
-class ConvergedNorm(torch.nn.Module):
-    """A spectral norm whose vectors have converged, so that one more forward does not move them."""
+def spectral_norm():
+    torch.manual_seed(0)
+    return torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        linear = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
-        self.linear = linear.train()
-        for _ in range(500):
-            linear(torch.zeros(1, 32))
 
-    def forward(self, states):
-        return self.linear(states)
+def converged_norm():
+    """Returns a spectral norm whose vectors have converged, so that one more forward does not move them."""
+    linear = spectral_norm()
+    for _ in range(500):
+        linear(torch.zeros(1, 32))
+    return linear
 
 
 class Statistic(torch.nn.Module):
@@ -160,18 +158,18 @@ def with_layers(*layers):
 
 
 @pytest.mark.parametrize(
-    ('layer', 'name'),
+    ('make_layer', 'name'),
     [
         (RunningMean, 'running'),
         (RunningData, 'running'),
         (ReplacedMean, 'running'),
         (Codebook, 'code'),
         (WarmUp, 'count'),
-        (ConvergedNorm, r'parametrizations\.weight\.0\._[uv]'),
+        (converged_norm, r'parametrizations\.weight\.0\._[uv]'),
     ],
 )
-def test_decisive_state_is_refused(layer, name):
-    model = with_layers(Statistic(), layer())
+def test_decisive_state_is_refused(make_layer, name):
+    model = with_layers(Statistic(), make_layer())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     message = rf"must not change the result of the next one, got: '.*\.{name}'"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
