@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from composer.core import Callback, Event
-from composer.models import ComposerModel
 
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.first_batch import LOOK_AGAIN
@@ -55,13 +54,12 @@ class Outputs:
 Loss = Callable[[Outputs], torch.Tensor]
 
 
-class ChangingModel(ComposerModel):
-    """A Llama whose loss is ``loss_of(outputs)``. It changes in the step ``first_changed``."""
+class ChangingModel(NativeModel):
+    """A Llama whose loss is a function of its outputs. It changes in the step ``first_changed``."""
 
-    def __init__(self, loss_of: Loss = Outputs.next_token_loss, first_changed: int = FIRST_CHANGED):
-        super().__init__()
-        self.model = SUBJECTS['llama'].model('large').model
-        self.loss_of = loss_of
+    def __init__(self, loss_of_outputs: Loss = Outputs.next_token_loss, first_changed: int = FIRST_CHANGED):
+        super().__init__('causal')
+        self.loss_of_outputs = loss_of_outputs
         self.first_changed = first_changed
         self.step = 0
         torch.manual_seed(0)
@@ -80,13 +78,7 @@ class ChangingModel(ComposerModel):
         states = self.last_layer(states)
         logits = self.model.lm_head(states)
         outputs = Outputs(logits, states, batch['labels'], self.heads, self.has_changed)
-        return {'loss': self.loss_of(outputs), 'logits': logits}
-
-    def loss(self, outputs, batch):
-        return outputs['loss']
-
-    def eval_forward(self, batch, outputs=None):
-        return outputs or self(batch)
+        return {'loss': self.loss_of_outputs(outputs), 'logits': logits}
 
 
 # Losses whose token weights change, or that get a second term.

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from composer.models import ComposerModel, HuggingFaceModel
+from composer.models import HuggingFaceModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.facts import RowRanges, ranges_of
 from tests.matrix.harness import kinds_of_steps
-from tests.matrix.subjects import SUBJECTS
+from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
-from tests.support.text import next_token_loss, ragged_batch
+from tests.support.text import ragged_batch
 
 TOP_K = 8
 """In a wider batch the model attends only to this many keys."""
@@ -86,12 +86,11 @@ def test_equal_keys_are_refused_at_once(side, scales):
     assert kinds in (['refused'], ['exact', 'refused'])
 
 
-class AddsMemory(ComposerModel):
+class AddsMemory(NativeModel):
     """A Llama that adds one vector to all embeddings of a row: a sum over its memory."""
 
     def __init__(self):
-        super().__init__()
-        self.model = SUBJECTS['llama'].model('large').model
+        super().__init__('causal')
         self.config = self.model.config
 
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
@@ -100,13 +99,8 @@ class AddsMemory(ComposerModel):
     def forward(self, batch):
         embeddings = self.model.get_input_embeddings()(batch['input_ids'])
         vectors = self.vectors_of_rows(batch)[:, None]
-        return self.model(inputs_embeds=embeddings + vectors, attention_mask=batch['attention_mask']).logits
-
-    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return next_token_loss(outputs, batch['labels'])
-
-    def eval_forward(self, batch, outputs=None):
-        return self(batch) if outputs is None else outputs
+        logits = self.model(inputs_embeds=embeddings + vectors, attention_mask=batch['attention_mask']).logits
+        return {'loss': self.loss_of(logits, batch['labels']), 'logits': logits}
 
 
 NUM_STATES = 16

@@ -17,22 +17,20 @@ from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.row_counts import RowCounts
-from tests.matrix.harness import measure, measure_steps
+from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import NativeModel
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import GradientRecorder, On, assert_exact, fit, loader
 
-SAME_COUNTS = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
 RARE = 63
 """A token that is a label only where a test puts it."""
 
 
-def without_padding_id(logits, labels):
-    """Leaves out every label 0, also if the batch has it as a label."""
-    labels = labels.masked_fill(labels == 0, -100)
-    return next_token_loss(logits, labels)
+def without_label(label):
+    """Returns a model whose loss leaves out a label. Some leave out the id of padding wherever they see it."""
+    return NativeModel(lambda logits, labels: next_token_loss(logits, labels.masked_fill(labels == label, -100)))
 
 
 class MaskAroundForward(Algorithm):
@@ -56,17 +54,9 @@ def test_labels_on_later_padding_are_refused(microbatch_size):
     """The first batch has no padding, so its loss is the plain mean."""
     first = ragged_batch([(9, 4)] * 4)
     later = ragged_batch(UNEVEN, labels_on_pads=0)
-    outcomes = measure_steps(NativeModel(without_padding_id), [first, later, later], microbatch_size)
+    outcomes = measure_steps(without_label(0), [first, later, later], microbatch_size)
     assert [outcome.kind for outcome in outcomes] == ['exact', 'refused']
     assert 'the mean over its loss-generating tokens' in outcomes[-1].message
-
-
-@pytest.mark.parametrize('microbatch_size', [1, 2])
-def test_mean_of_rows_is_refused_at_once(microbatch_size):
-    """Also if each row of the first batch has the same number of labels, so that its loss is the plain mean."""
-    outcome = measure(NativeModel('per row'), ragged_batch(SAME_COUNTS), microbatch_size)
-    assert outcome.kind == 'refused'
-    assert 'must be the mean over its loss-generating tokens' in outcome.message
 
 
 @pytest.mark.parametrize('is_last', [False, True])
@@ -79,7 +69,8 @@ def test_labels_changed_around_the_forward(is_last):
 
 
 def test_healthy_steps_are_not_refused():
-    batches = [ragged_batch(UNEVEN), ragged_batch(SAME_COUNTS, side='left')] * 10
+    same_counts = ragged_batch([(9, 4), (12, 4), (7, 4), (9, 4)], side='left')
+    batches = [ragged_batch(UNEVEN), same_counts] * 10
     assert_exact(text_model(), *batches)
 
 
@@ -103,35 +94,17 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     assert num_watched == [2] + [num_later] * 10 + [2, num_later, num_later]
 
 
-def last_label_of_row(row):
-    """Returns the index of the last label of a row of UNEVEN."""
-    length, _ = UNEVEN[row]
-    return row, length - 1
-
-
+@pytest.mark.parametrize('label', [0, RARE], ids=['id of padding', 'in column 0'])
 @pytest.mark.parametrize('row', range(len(UNEVEN)))
-def test_id_of_padding_as_a_later_label(row):
-    """The first batch has padding with labels of -100, which are not labels 0."""
-    first = ragged_batch(UNEVEN)
-    later = copy.deepcopy(first)
-    later['labels'][last_label_of_row(row)] = 0
-    outcomes = measure_steps(NativeModel(without_padding_id), [first, first, later], 1)
-    assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
-
-
-@pytest.mark.parametrize('row', range(len(UNEVEN)))
-def test_label_that_did_not_count_before(row):
-    """In the first batch the rare label is only in column 0, where nothing predicts it."""
-
-    def without_rare_label(logits, labels):
-        return next_token_loss(logits, labels.masked_fill(labels == RARE, -100))
-
+def test_label_that_did_not_count_before(row, label):
+    """The labels of padding are -100, not 0. The rare label is only in column 0, where nothing predicts it."""
     first = ragged_batch(UNEVEN)
     first['labels'][first['labels'] == RARE] = 5
     later = copy.deepcopy(first)
     first['labels'][:, 0] = RARE
-    later['labels'][last_label_of_row(row)] = RARE
-    outcomes = measure_steps(NativeModel(without_rare_label), [first, first, later], 1)
+    length, _ = UNEVEN[row]
+    later['labels'][row, length - 1] = label
+    outcomes = measure_steps(without_label(label), [first, first, later], 1)
     assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
 
 
