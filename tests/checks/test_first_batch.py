@@ -9,11 +9,19 @@ import logging
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
-from tests.support.text import RAGGED, VOCABULARY, named_batch, ragged_batch, text_model
+from tests.support.text import (
+    RAGGED,
+    VOCABULARY,
+    ColumnCounter,
+    column_counter,
+    gpt2,
+    named_batch,
+    ragged_batch,
+    text_model,
+)
 from tests.support.training import (
     TOLERANCE,
     assert_exact,
@@ -28,46 +36,22 @@ from tests.support.training import (
 WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
-def gpt2(model_class=GPT2LMHeadModel):
-    torch.manual_seed(0)
-    sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
-    return model_class(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
-
-
-class WithoutPositionIds(GPT2LMHeadModel):
-    """Takes no ``position_ids``, as some models with their own code."""
-
-    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
-
-
-def gpt2_without_position_ids():
-    return gpt2(WithoutPositionIds)
-
-
 def rules_after_exact_steps(model, *batches):
     recorder = assert_exact(model, *batches)
     return recorder.trainer._train_data_spec.split_batch.__self__._split.rules
 
 
 @pytest.mark.parametrize(
-    ('make', 'rule'),
+    ('make', 'side', 'rules'),
     [
-        pytest.param(text_model, 'trim', id='cut off'),
-        pytest.param(gpt2, 'shift', id='positions are written'),
-        pytest.param(gpt2_without_position_ids, 'keep', id='positions would move'),
+        pytest.param(text_model, 'right', CutRules(right='trim', right_width=14), id='right'),
+        pytest.param(text_model, 'left', CutRules(left='trim', left_width=14), id='cut off'),
+        pytest.param(gpt2, 'left', CutRules(left='shift', left_width=14), id='positions are written'),
+        pytest.param(column_counter, 'left', CutRules(left='keep', left_width=14), id='positions would move'),
     ],
 )
-def test_left_padding_is_cut_if_exact(make, rule):
-    batch = ragged_batch(side='left')
-    assert rules_after_exact_steps(make(), batch) == CutRules(left=rule, left_width=14)
-
-
-def test_right_padding_is_cut(caplog):
-    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        rules = rules_after_exact_steps(text_model(), ragged_batch())
-    assert rules == CutRules(right='trim', right_width=14)
-    assert 'The first-batch check took' in caplog.text
+def test_padding_is_cut_if_exact(make, side, rules):
+    assert rules_after_exact_steps(make(), ragged_batch(side=side)) == rules
 
 
 def test_cuts_that_failed_are_logged(caplog):
@@ -77,6 +61,7 @@ def test_cuts_that_failed_are_logged(caplog):
     [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
     assert "left='trim'" in failed_cut
     assert 'position' in failed_cut
+    assert 'The first-batch check took' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -89,13 +74,13 @@ def test_later_padding_is_proven_first(side, rules):
     assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
-class NeedsWideRows(GPT2LMHeadModel):
+class NeedsWideRows(ColumnCounter):
     """Computes no rows of less than 6 tokens, as models that pool or convolve along the text (Funnel)."""
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
         if input_ids.shape[1] < 6:
             raise RuntimeError('output with shape [1] does not match the broadcast shape [2]')
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+        return super().forward(input_ids, attention_mask, labels)
 
 
 def test_rows_stay_wide_if_the_model_needs_it():
@@ -113,11 +98,11 @@ class RecordsHoles(NeedsWideRows):
         super().__init__(config)
         self.checked_widths = []
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
         has_hole = attention_mask.diff(dim=1).eq(1).any()
         if len(input_ids) == 1 and has_hole and not torch.is_grad_enabled():
             self.checked_widths.append(input_ids.shape[1])
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache)
+        return super().forward(input_ids, attention_mask, labels)
 
 
 def test_new_rules_are_proven_on_every_kind_of_row():
@@ -134,12 +119,12 @@ def test_new_rules_are_proven_on_every_kind_of_row():
     assert set(model.checked_widths) == {11, 14}
 
 
-class WritesIntoBatch(GPT2LMHeadModel):
+class WritesIntoBatch(ColumnCounter):
     """Writes into its inputs, as models that normalise images in place do."""
 
-    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
         input_ids.add_(1).remainder_(VOCABULARY)
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+        return super().forward(input_ids, attention_mask, labels)
 
 
 def write_into(microbatch):

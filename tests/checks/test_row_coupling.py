@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.support.text import VOCABULARY, collate, next_token_loss, ragged_batch, text_model, text_rows
+from tests.support.text import collate, gpt2, next_token_loss, ragged_batch, text_model, text_rows
 from tests.support.training import fit, hugging_face
 
 
@@ -40,49 +40,43 @@ def test_batch_norm_is_accepted_on_request():
     assert fit(model, ragged_batch(), loss_tokens='causal', check_loss=False).gradients
 
 
-@pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
-def test_terms_that_couple_rows_refuse_regrouping(unit):
+def with_term(term_of):
+    """Returns a model with a second term ``term_of(model, outputs, batch)``. None: the microbatch leaves it out."""
     model = hugging_face(text_model())
     plain_loss = model.loss
-    model.loss = lambda outputs, batch: {'lm': plain_loss(outputs, batch), 'pairs': outputs['logits'].mean()}
+
+    def loss(outputs, batch):
+        terms = {'lm': plain_loss(outputs, batch), 'pairs': term_of(model, outputs, batch)}
+        return {name: term for name, term in terms.items() if term is not None}
+
+    model.loss = loss
+    return model
+
+
+@pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
+def test_terms_that_couple_rows_refuse_regrouping(unit):
+    model = with_term(lambda model, outputs, batch: outputs['logits'].mean())
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
         fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': unit})
 
 
-def test_term_that_needs_two_rows():
+def of_two_rows(model, outputs, batch):
     """A row by itself leaves out the term, so its gradient depends on the cut."""
-    model = hugging_face(text_model())
-    plain_loss = model.loss
-
-    def loss(outputs, batch):
-        terms = {'lm': plain_loss(outputs, batch)}
-        states = outputs['logits'].float()[:, 0]
-        if len(states) > 1:
-            terms['pairs'] = (states @ states.T).mean()
-        return terms
-
-    model.loss = loss
-    with pytest.raises(RuntimeError, match=r"'samples' must be means over samples"):
-        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
+    states = outputs['logits'].float()[:, 0]
+    return (states @ states.T).mean() if len(states) > 1 else None
 
 
-def test_term_divided_by_rows_that_have_it():
+def of_long_rows(model, outputs, batch):
     """It is not made of the last layers, so only its value shows that it is divided by some of the rows."""
-    model = hugging_face(text_model())
-    plain_loss = model.loss
-    embedding = model.model.get_input_embeddings()
+    has_term = batch['attention_mask'].sum(dim=1) > 5
+    states = model.model.get_input_embeddings()(batch['input_ids'][has_term, :1])
+    return 100 * states.square().mean() if has_term.any() else None
 
-    def loss(outputs, batch):
-        terms = {'lm': plain_loss(outputs, batch)}
-        has_term = batch['attention_mask'].sum(dim=1) > 5
-        if has_term.any():
-            states = embedding(batch['input_ids'][has_term, :1])
-            terms['boxes'] = 100 * states.square().mean()
-        return terms
 
-    model.loss = loss
+@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows])
+def test_term_that_some_microbatches_lack(term_of):
     with pytest.raises(RuntimeError, match=r"'samples' must be means over samples"):
-        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'boxes': 'samples'})
+        fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
 
 
 class CoupledDocuments(LlamaForCausalLM):
@@ -136,9 +130,7 @@ def test_longest_row_has_no_label(packing):
 
 def test_leak_beside_biases_of_a_fresh_model():
     """The probe varies biases that are all 0. A leak in the attention of a fresh model is small beside them."""
-    torch.manual_seed(0)
-    no_dropout = {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, **no_dropout))
+    model = gpt2()
 
     def center(module, args, output):
         states, *others = output

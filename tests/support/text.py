@@ -50,10 +50,14 @@ class ColumnCounter(GPT2LMHeadModel):
         )
 
 
-def column_counter() -> ColumnCounter:
+def gpt2(model_class: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> Any:
     torch.manual_seed(0)
     sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
-    return ColumnCounter(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
+    return model_class(GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes))
+
+
+def column_counter() -> ColumnCounter:
+    return gpt2(ColumnCounter)
 
 
 def whisper_model() -> WhisperForConditionalGeneration:
