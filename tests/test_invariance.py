@@ -51,14 +51,24 @@ def test_mean_of_means_is_off():
     assert 'over tolerance; most of all, ' in str(report)
 
 
+def changed_step(change, model=None):
+    """Returns a right step whose gradients are changed: ``change(gradient, name, microbatches)``. None: it is lost."""
+    right_gradients = step_mean(model or text_model())
+
+    def gradients_of(microbatches):
+        gradients = {}
+        for name, gradient in right_gradients(microbatches).items():
+            changed = change(gradient, name, microbatches)
+            if changed is not None:
+                gradients[name] = changed
+        return gradients
+
+    return gradients_of
+
+
 def test_undivided_sum_shows_its_factor():
-    right_gradients = step_mean(text_model())
-
-    def undivided_gradients(microbatches):
-        gradients = right_gradients(microbatches)
-        return {name: len(microbatches) * gradient for name, gradient in gradients.items()}
-
-    report = verify_invariance(undivided_gradients, text_rows(ROWS), microbatch_sizes=[1])
+    undivided = changed_step(lambda gradient, name, microbatches: len(microbatches) * gradient)
+    report = verify_invariance(undivided, text_rows(ROWS), microbatch_sizes=[1])
     factors = [case.factor for case in report.cases if case.microbatch_size == 1 and case.cut != 'uneven']
     assert factors == pytest.approx([5.0] * 4)
 
@@ -88,19 +98,16 @@ def test_trainer_that_writes_into_batches():
 def test_factor_on_every_step_needs_reference():
     """A trainer that halves every gradient is the same for every cut. Only a reference shows the mistake."""
     model = text_model()
-    right_gradients = step_mean(model)
-
-    def halved_gradients(microbatches):
-        return {name: gradient / 2 for name, gradient in right_gradients(microbatches).items()}
+    halved = changed_step(lambda gradient, name, microbatches: gradient / 2, model)
 
     def reference(batch):
         gradients, _ = reference_gradients(model, batch)
         return {name.removeprefix('model.'): gradient for name, gradient in gradients.items()}
 
-    assert verify_invariance(halved_gradients, text_rows(ROWS)).is_exact
-    report = verify_invariance(halved_gradients, text_rows(ROWS), reference=reference)
+    assert verify_invariance(halved, text_rows(ROWS)).is_exact
+    report = verify_invariance(halved, text_rows(ROWS), reference=reference)
     assert report.worst.error == pytest.approx(0.5, rel=1e-4)
-    assert verify_invariance(right_gradients, text_rows(ROWS), reference=reference).is_exact
+    assert verify_invariance(step_mean(model), text_rows(ROWS), reference=reference).is_exact
 
 
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3'])
@@ -114,40 +121,28 @@ def test_rows_keep_their_images(family):
 
 
 def test_lost_or_nan_gradient_is_off():
-    model = text_model()
-    right_gradients = step_mean(model)
-    first_name, _ = next(model.named_parameters())
+    changed_name = 'lm_head.weight'
 
-    def without_first(microbatches):
-        gradients = right_gradients(microbatches)
-        if len(microbatches) > 1:
-            del gradients[first_name]
-        return gradients
+    def without_head(gradient, name, microbatches):
+        return None if name == changed_name and len(microbatches) > 1 else gradient
 
-    def with_nan(microbatches):
-        gradients = right_gradients(microbatches)
-        if len(microbatches) > 1:
-            gradients[first_name] = gradients[first_name] * float('nan')
-        return gradients
+    def nan_in_cuts(gradient, name, microbatches):
+        return gradient * math.nan if len(microbatches) > 1 else gradient
 
-    report = verify_invariance(without_first, text_rows(ROWS))
-    assert report.worst.reason == f'most of all, {first_name} has no gradient'
-    assert verify_invariance(with_nan, text_rows(ROWS)).worst.error == float('inf')
+    report = verify_invariance(changed_step(without_head), text_rows(ROWS))
+    assert report.worst.reason == f'most of all, {changed_name} has no gradient'
+    assert verify_invariance(changed_step(nan_in_cuts), text_rows(ROWS)).worst.error == float('inf')
 
 
 def test_infinite_reference_is_refused():
     """The error would be infinity divided by infinity, which is no larger than any tolerance."""
-    model = text_model()
-    right_gradients = step_mean(model)
 
-    def infinite_if_padded_left(microbatches):
-        gradients = right_gradients(microbatches)
-        if not microbatches[0]['attention_mask'][:, 0].all():
-            gradients = {name: torch.full_like(gradient, math.inf) for name, gradient in gradients.items()}
-        return gradients
+    def infinite_if_padded_left(gradient, name, microbatches):
+        is_padded_left = not microbatches[0]['attention_mask'][:, 0].all()
+        return torch.full_like(gradient, math.inf) if is_padded_left else gradient
 
     with pytest.raises(ValueError, match=r'reference gradient must be .* finite'):
-        verify_invariance(infinite_if_padded_left, text_rows(ROWS))
+        verify_invariance(changed_step(infinite_if_padded_left), text_rows(ROWS))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.layout import BatchLayout
+from tests.checks.test_written_state import Cache, Statistic, with_layers
 from tests.support.text import next_token_loss, ragged_batch, text_model, text_row
 from tests.support.training import weights_unchanged
 
@@ -323,30 +324,28 @@ def test_layer_of_torchscript():
     assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
 
 
-def test_failed_forward_leaves_weights_alone():
-    model = text_model()
-    probe = probe_of(causal, model=model)
-    attributes = [sorted(vars(module)) for module in model.modules()]
-    with pytest.raises(IndexError):
-        probe.run({**text_row(12, 6), 'input_ids': torch.full((1, 12), 10**6)})
-    assert [sorted(vars(module)) for module in model.modules()] == attributes
+def traces_in(model):
+    """Returns what a probe could leave behind: random numbers, modes, attributes, hooks and gradients."""
+    traces = [torch.get_rng_state().tolist()]
     for module in model.modules():
         assert not module._forward_pre_hooks
         assert not module._forward_hooks
-
-
-def test_probe_leaves_mode_alone():
-    model = text_model(attention_dropout=0.5).train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    state = torch.get_rng_state()
-    probe = probe_of(causal, model=model)
-    row = text_row(12, 6)
-    assert probe.run(row).losses == probe.run(row).losses
-    probe.run(row, rounded=True)
-    assert [module.training for module in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    for module in model.modules():
-        assert not module._forward_hooks
+        traces.append((module.training, sorted(vars(module))))
     for parameter in model.parameters():
         assert parameter.grad is None
+    return traces
+
+
+def test_probe_leaves_no_trace():
+    """The model has state that is judged, and parts in evaluation. The last forward fails."""
+    model = with_layers(Statistic(), Cache())
+    model.model.layers[0].eval()
+    row = text_row(12, 6)
+    traces = traces_in(model)
+    probe = Probe.from_model(model)
+    assert probe.run(row).losses == probe.run(row).losses
+    assert probe.harmless_states
+    probe.run(row, rounded=True)
+    with pytest.raises(IndexError):
+        probe.run({**row, 'input_ids': torch.full((1, 12), 10**6)})
+    assert traces_in(model) == traces

@@ -143,14 +143,13 @@ def test_as_many_images_as_rows():
     assert kinds_of_steps(AddsImages(), batches, layout=LAYOUT_OF_IMAGES) == ['exact'] * 3
 
 
-class SeesImagesOfOtherRows(AddsMemory):
+class SeesImagesOfOtherRows(AddsImages):
     """Adds the mean of all images of a microbatch to each row that has one."""
 
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
-        if 'pixel_values' not in batch:
-            return torch.zeros(len(batch['input_ids']), 32)
-        has_image = torch.tensor(batch['num_images'])[:, None] > 0
-        return has_image * batch['pixel_values'].mean(dim=0)
+        images_of_rows = super().vectors_of_rows(batch)
+        has_image = images_of_rows.any(dim=1, keepdim=True)
+        return has_image * images_of_rows.sum(dim=0) / has_image.sum().clamp(min=1)
 
 
 def batch_with_images(num_images: list[int]) -> dict[str, Any]:
@@ -162,19 +161,20 @@ def batch_with_images(num_images: list[int]) -> dict[str, Any]:
     return batch
 
 
-def test_few_rows_with_images_of_one_size():
-    """One row with an image does not show that a model mixes the images of several rows."""
-    batch = batch_with_images([0, 0, 1, 0, 1, 0, 0, 0])
-    assert kinds_of_steps(SeesImagesOfOtherRows(), [batch], layout=LAYOUT_OF_IMAGES) == ['refused']
-
-
-def test_first_images_without_labels():
-    """Rows that lost their labels to truncation are checked too, if no other rows have images."""
-    num_images = [0, 1, 1, 1, 0, 0, 0, 0]
-    with_labels = batch_with_images(num_images)
-    without_labels = batch_with_images(num_images)
-    without_labels['labels'][torch.tensor(num_images) > 0] = -100
-    batches = [without_labels, with_labels]
+@pytest.mark.parametrize(
+    ('num_images', 'have_labels'),
+    [
+        # One row with an image does not show that a model mixes the images of several rows.
+        pytest.param([0, 0, 1, 0, 1, 0, 0, 0], True, id='few rows'),
+        # Rows that lost their labels to truncation are checked too, if no other rows have images.
+        pytest.param([0, 1, 1, 1, 0, 0, 0, 0], False, id='without labels'),
+    ],
+)
+def test_rows_with_images_of_one_size(num_images, have_labels):
+    first = batch_with_images(num_images)
+    if not have_labels:
+        first['labels'][torch.tensor(num_images) > 0] = -100
+    batches = [first, batch_with_images(num_images)]
     assert kinds_of_steps(SeesImagesOfOtherRows(), batches, layout=LAYOUT_OF_IMAGES) == ['refused']
 
 
