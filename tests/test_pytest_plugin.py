@@ -115,145 +115,109 @@ def losses(model):
         yield cross_entropy(logits, ids[0, 1:]) * share
 
 
-def right(model, optimizer):
-    optimizer.zero_grad()
-    for loss in losses(model):
-        loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
+class Loop:
+    """What a loop may do in one step. Each loss is that of the next row, times its share."""
 
+    def __init__(self, model, learning_rate):
+        self.weight = model.weight
+        self.optimizer = torch.optim.SGD([model.weight], lr=learning_rate)
+        self.zero_grad = self.optimizer.zero_grad
+        self.step = self.optimizer.step
+        self.model = model
+        self.losses = losses(model)
+        self.average = None
 
-def right_at_once(model, optimizer):
-    sum(losses(model)).backward()
-    optimizer.step()
+    def backward(self):
+        next(self.losses).backward()
 
+    def backward_of_both(self):
+        sum(self.losses).backward()
 
-def right_in_closure(model, optimizer):
-    def closure():
-        optimizer.zero_grad()
-        for loss in losses(model):
-            loss.backward()
-        return loss
+    def backward_of_negative(self):
+        (-next(self.losses)).backward()
 
-    optimizer.step(closure)
+    def backward_of_zero(self):
+        (next(self.losses) * 0).backward()
 
+    def backward_without_row(self):
+        (self.weight * 0).sum().backward()
 
-def right_with_average(model, optimizer):
-    average = copy.deepcopy(model)
-    for loss in losses(model):
-        loss.backward()
+    def forward(self):
+        next(self.losses)
+
+    def add_gradient(self):
+        [gradient] = torch.autograd.grad(next(self.losses), [self.weight])
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+
+    def keep_stale_gradient(self):
+        self.weight.grad = torch.ones_like(self.weight)
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_([self.weight], 0.1)
+
+    def move_weight(self):
+        self.weight.data -= 0.1 * self.weight.grad
+
+    def step_with_closure(self):
+        def closure():
+            self.zero_grad()
+            for loss in self.losses:
+                loss.backward()
+            return loss
+
+        self.step(closure)
+
+    def update_average(self):
+        self.average = self.average or copy.deepcopy(self.model)
         with torch.no_grad():
-            average(ROWS[0])
-        average.weight.data.lerp_(model.weight.data, 0.1)
-    optimizer.step()
+            self.average(ROWS[0])
+        self.average.weight.data.lerp_(self.weight.data, 0.1)
 
 
-def right_by_hand(model, optimizer):
-    for loss in losses(model):
-        [gradient] = torch.autograd.grad(loss, [model.weight])
-        model.weight.grad = gradient if model.weight.grad is None else model.weight.grad + gradient
-    optimizer.step()
-
-
-def other_sign(model, optimizer):
-    first, second = losses(model)
-    first.backward()
-    (-second).backward()
-
-
-def times_zero(model, optimizer):
-    first, second = losses(model)
-    first.backward()
-    (second * 0).backward()
-
-
-def without_backward(model, optimizer):
-    first, _ = losses(model)
-    first.backward()
-
-
-def zero_grad_inside(model, optimizer):
-    for loss in losses(model):
-        optimizer.zero_grad()
-        loss.backward()
-    optimizer.step()
-
-
-def zero_grad_after_zero(model, optimizer):
-    first, second = losses(model)
-    first.backward()
-    (model.weight * 0).sum().backward()
-    optimizer.zero_grad()
-    second.backward()
-    optimizer.step()
-
-
-def step_inside(model, optimizer):
-    for loss in losses(model):
-        loss.backward()
-        optimizer.step()
-
-
-def step_by_hand(model, optimizer):
-    for loss in losses(model):
-        loss.backward()
-        model.weight.data -= 0.1 * model.weight.grad
-
-
-def clip_inside(model, optimizer):
-    for loss in losses(model):
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
-def zero_before_step(model, optimizer):
-    for loss in losses(model):
-        loss.backward()
-    optimizer.zero_grad()
-    optimizer.step()
-
-
-def stale_gradient(model, optimizer):
-    model.weight.grad = torch.ones_like(model.weight)
-    for loss in losses(model):
-        loss.backward()
-
-
-RIGHT_LOOPS = [right, right_at_once, right_in_closure, right_with_average, right_by_hand]
+RIGHT_LOOPS = [
+    'zero_grad backward backward clip step zero_grad',
+    'backward_of_both step',
+    'step_with_closure',
+    'update_average backward update_average backward update_average step',
+    'add_gradient add_gradient step',
+]
 FAULTS = {
-    other_sign: 'must weigh the same, got: positive and negative weights',
-    times_zero: 'Forward 2 of 2 adds nothing to the gradient: its gradient is 0',
-    without_backward: 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits',
-    zero_grad_inside: 'Gradients changed between backward 1 and 2: `weight`',
-    zero_grad_after_zero: 'Gradients changed between backward 2 and 3: `weight`',
-    step_inside: 'An optimizer made a step between backward 1 and 2',
-    step_by_hand: 'Parameters changed between backward 1 and 2: `weight`',
-    clip_inside: 'Gradients changed between backward 1 and 2: `weight`',
-    zero_before_step: 'Gradients were set to 0 between the last backward and the step of the optimizer',
-    stale_gradient: 'Gradients were not 0 before the first backward: `weight`',
+    'backward backward_of_negative': 'must weigh the same, got: positive and negative weights',
+    'backward backward_of_zero': 'Forward 2 of 2 adds nothing to the gradient: its gradient is 0',
+    'backward forward': 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits',
+    'zero_grad backward zero_grad backward step': 'Gradients changed between backward 1 and 2: `weight`',
+    'backward backward_without_row zero_grad backward step': 'Gradients changed between backward 2 and 3: `weight`',
+    'backward step backward step': 'An optimizer made a step between backward 1 and 2',
+    'backward move_weight backward move_weight': 'Parameters changed between backward 1 and 2: `weight`',
+    'backward clip backward clip step': 'Gradients changed between backward 1 and 2: `weight`',
+    'backward backward zero_grad step': 'Gradients were set to 0 between the last backward and the step',
+    'keep_stale_gradient backward backward': 'Gradients were not 0 before the first backward: `weight`',
 }
 
 
 @pytest.mark.parametrize('learning_rate', [0.0, 0.1])
-@pytest.mark.parametrize('loop', [*RIGHT_LOOPS, *FAULTS])
-def test_whole_gradient_of_step(loop, learning_rate):
+@pytest.mark.parametrize('actions', [*RIGHT_LOOPS, *FAULTS])
+def test_whole_gradient_of_step(actions, learning_rate):
     """Tokens weigh the same at the logits in all of these loops. In most of them the gradient is not their mean."""
     model = torch.nn.Embedding(9, 9).double()  # the update is a difference of weights
     before = model.weight.detach().clone()
     [expected] = torch.autograd.grad(sum(losses(model)), [model.weight])
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    message = faults_of(model, lambda: loop(model, optimizer))
-    assert FAULTS.get(loop, '') in message
-    assert bool(message) == (loop in FAULTS)
+
+    def step():
+        loop = Loop(model, learning_rate)
+        for action in actions.split():
+            getattr(loop, action)()
+
+    message = faults_of(model, step)
+    assert FAULTS.get(actions, '') in message
+    assert bool(message) == (actions in FAULTS)
     if learning_rate:
         update = before - model.weight.detach()
         if not update.any() and model.weight.grad is not None:
             update = model.weight.grad
         # Clipping may change the length.
         error = update / update.norm().clamp(min=1e-9) - expected / expected.norm()
-        assert (error.norm() < 1e-6) == (loop in RIGHT_LOOPS)
+        assert (error.norm() < 1e-6) == (actions in RIGHT_LOOPS)
 
 
 # Healthy steps of a Llama: an empty microbatch, forwards that run again, an evaluation, and parts of parameters.

@@ -21,6 +21,8 @@ from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
+from tests.matrix.test_losses import of_reference, over_rows, over_tokens
+from tests.matrix.test_losses import z_loss as squared_partition
 from tests.support.text import VOCABULARY, next_token_loss, ragged_batch, text_model
 from tests.support.training import GradientRecorder, Gradients, On, fit, relative_error
 
@@ -110,23 +112,21 @@ def label_smoothing(outputs):
     return outputs.next_token_loss(label_smoothing=0.1 * outputs.has_changed)
 
 
+def with_later_term(outputs, weight, term, over):
+    values = term(outputs.logits, outputs.labels)
+    return outputs.next_token_loss() + weight * outputs.has_changed * over(values, outputs.labels)
+
+
 def z_loss(outputs):
-    squares = outputs.logits[:, :-1][outputs.has_loss].logsumexp(dim=-1).square()
-    return outputs.next_token_loss() + 1e-2 * outputs.has_changed * squares.mean()
+    return with_later_term(outputs, 1e-2, squared_partition, over_tokens)
 
 
 def z_loss_of_rows(outputs):
-    squares = outputs.logits[:, :-1].logsumexp(dim=-1).square() * outputs.has_loss
-    means = squares.sum(dim=1) / outputs.has_loss.sum(dim=1).clamp(min=1)
-    return outputs.next_token_loss() + 1e-2 * outputs.has_changed * means.mean()
+    return with_later_term(outputs, 1e-2, squared_partition, over_rows)
 
 
 def distillation(outputs):
-    generator = torch.Generator().manual_seed(1)
-    teacher = torch.randn(VOCABULARY, generator=generator).log_softmax(dim=0)
-    student = outputs.logits[:, :-1][outputs.has_loss].log_softmax(dim=-1)
-    divergences = F.kl_div(student, teacher[None], log_target=True, reduction='none').sum(dim=-1)
-    return outputs.next_token_loss() + 0.5 * outputs.has_changed * divergences.mean()
+    return with_later_term(outputs, 0.5, of_reference, over_tokens)
 
 
 def multi_token_prediction(outputs):

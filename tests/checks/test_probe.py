@@ -35,18 +35,17 @@ def smoothed(logits, batch):
     return next_token_loss(logits, batch['labels'], label_smoothing=0.1)
 
 
-def over_all_positions(logits, batch):
-    return summed(logits, batch) / batch['labels'][:, 1:].numel()
-
-
 def summed(logits, batch):
     return next_token_loss(logits, batch['labels'], reduction='sum')
 
 
 def truncated(logits, batch):
-    labels = batch['labels'].clone()
-    labels[:, -2:] = -100
-    return causal(logits, {'labels': labels})
+    return next_token_loss(logits[:, :-2], batch['labels'][:, :-2])
+
+
+def with_squares(factor):
+    """Returns a loss with a term over all positions. If the factor is large, most of the gradient is without labels."""
+    return lambda logits, batch: causal(logits, batch) + factor * logits.square().mean()
 
 
 def probe_of(loss, *, with_logits: bool = True, model=None):
@@ -91,31 +90,15 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
-def not_a_number(logits, batch):
-    return causal(logits, batch) * torch.nan
-
-
-def without_gradient(logits, batch):
-    return causal(logits, batch).detach()
-
-
-def with_large_squares(logits, batch):
-    """Most of the gradient is at positions without a label."""
-    return causal(logits, batch) + 100 * logits.square().mean()
-
-
-def with_small_squares(logits, batch):
-    return causal(logits, batch) + logits.square().mean()
-
-
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
-        (not_a_number, r"must be a number, got: nan \(sample 'first'\)"),
-        (without_gradient, r'a gradient at the positions \[\] for labels at \[0, '),
-        (with_large_squares, 'no rule explains'),
+        (lambda *inputs: causal(*inputs) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
+        (lambda *inputs: causal(*inputs).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
+        (with_squares(100), 'no rule explains'),
         (truncated, r'no rule explains\. The model changes labels inside forward'),
     ],
+    ids=['nan', 'no gradient', 'large squares', 'truncated'],
 )
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
@@ -123,7 +106,7 @@ def test_loss_without_a_rule(loss, message):
 
 
 def test_little_gradient_elsewhere():
-    assert find_loss_rule(probe_of(with_small_squares), row_for_rule()) == 'causal'
+    assert find_loss_rule(probe_of(with_squares(1)), row_for_rule()) == 'causal'
 
 
 def test_nearest_gradient_decides():
@@ -143,7 +126,13 @@ def test_nearest_gradient_decides():
 
 
 @pytest.mark.parametrize('with_logits', [True, False])
-@pytest.mark.parametrize('loss', [over_all_positions, summed])
+@pytest.mark.parametrize(
+    'loss',
+    [
+        pytest.param(lambda logits, batch: summed(logits, batch) / batch['labels'].numel(), id='over all positions'),
+        summed,
+    ],
+)
 def test_loss_that_is_not_a_mean(loss, with_logits):
     with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .* times as much'):
         prove(loss, with_logits=with_logits)
@@ -155,17 +144,17 @@ def test_right_rule_is_named(with_logits):
         prove(unshifted, with_logits=with_logits, loss_tokens='causal')
 
 
-def seven_times(logits, batch):
-    return 7 * causal(logits, batch)
-
-
-@pytest.mark.parametrize(('loss', 'scale'), [(causal, 1.0), (attended, 1.0), (seven_times, 7.0)])
+@pytest.mark.parametrize(
+    ('loss', 'scale'),
+    [
+        (causal, 1.0),
+        (attended, 1.0),
+        pytest.param(lambda *inputs: 7 * causal(*inputs), 7.0, id='seven times'),
+        (smoothed, None),
+    ],
+)
 def test_scale_of_tokens(loss, scale):
     assert prove(loss).token_scale == pytest.approx(scale, rel=1e-5)
-
-
-def test_smoothed_loss_has_no_scale():
-    assert prove(smoothed).token_scale is None
 
 
 @pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
