@@ -150,11 +150,14 @@ def test_right_rule_is_named(with_logits):
         (causal, 1.0),
         (attended, 1.0),
         pytest.param(lambda *inputs: 7 * causal(*inputs), 7.0, id='seven times'),
-        (smoothed, None),
     ],
 )
 def test_scale_of_tokens(loss, scale):
     assert prove(loss).token_scale == pytest.approx(scale, rel=1e-5)
+
+
+def test_smoothed_loss_has_no_scale():
+    assert prove(smoothed).token_scale is None
 
 
 @pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
