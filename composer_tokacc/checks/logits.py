@@ -67,6 +67,16 @@ class MeasuredTokens(NamedTuple):
         """The part of the gradient's norm, over all positions, that no cross-entropy explains, ``()``."""
         return self.residual_norms.norm() / self.norms.norm().clamp(min=TINY)
 
+    def deviations(self, unit: float, expected: Tensor | float) -> Tensor:
+        """Returns how far the gradient at each position is from the expected one, as a multiple of ``unit``.
+
+        Args:
+            unit: The weight of a plain token in the loss.
+            expected: The weight that a token should have, as a multiple of ``unit``.
+        """
+        explained = (self.weights / unit - expected) * self.plain_norms
+        return torch.hypot(explained, self.residual_norms / unit)
+
 
 # The outputs of a model.
 
@@ -162,54 +172,44 @@ def targets_of(batch: Batch, rule: str) -> Tensor:
 # Measurements.
 
 
-def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
-    """Measures the weight of each token in a loss, and reads which tokens they are off the gradient.
+def measure(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor | None = None,
+) -> MeasuredTokens:
+    """Measures the weight of each token in a loss.
 
     Args:
         logits: ``(rows, width, vocabulary)``.
         gradient: Of the loss by the logits.
+        targets: As returned by :func:`targets_of`. None: which tokens they are is read off the gradient.
     """
     tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
-    for _, (part_logits, part_gradient) in _float_parts(logits, gradient):
-        targets = _read_targets(part_gradient, tolerance=tolerance)
+    for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
+        if targets is None:
+            part_targets = _read_targets(part_gradient, tolerance=tolerance)
+        else:
+            part_targets = targets.flatten()[part]
         # Project the gradient on the gradient of a plain cross-entropy.
-        direction = _plain_gradient(part_logits, targets)
+        direction = _plain_gradient(part_logits, part_targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         products = torch.linalg.vecdot(part_gradient, direction)
         weights = products / square.clamp(min=TINY)
         remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
-        measured = MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1))
-        parts.append(measured)
+        parts.append(
+            MeasuredTokens(
+                weights,
+                part_targets,
+                plain_norms=square.sqrt(),
+                residual_norms=remainder.norm(dim=-1),
+            )
+        )
     fields = []
     for pieces in zip(*parts, strict=True):
         joined = torch.cat(pieces)
         fields.append(joined.view(logits.shape[:2]))
     return MeasuredTokens(*fields)
-
-
-def deviations(
-    unit: float,
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor,
-    weights: Tensor | None,
-) -> Tensor:
-    """Returns how far the gradient at each position is from the expected one, as a multiple of ``unit``.
-
-    ``unit`` is the weight of a plain token in the loss. A token is expected to have this weight, times its own entry of
-    ``weights`` if there are weights.
-    """
-    parts = []
-    for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
-        part_targets = targets.flatten()[part]
-        difference = _plain_gradient(part_logits, part_targets)
-        if weights is not None:
-            part_weights = weights.flatten()[part]
-            difference.mul_(part_weights[:, None])
-        difference.sub_(part_gradient, alpha=1 / unit)
-        parts.append(difference.norm(dim=-1))
-    return torch.cat(parts).view(targets.shape)
 
 
 def sketch(gradient: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
 from composer_tokacc.checks.logits import (
-    deviations,
+    measure,
     on_gradient,
     targets_of,
     tolerance_of,
@@ -162,7 +162,7 @@ class MicrobatchRecord:
         # Detached, because a graph whose hook holds its own logits is never freed.
         detached = logits.detach()
 
-        def measure(gradient: Tensor) -> None:
+        def measure_tokens(gradient: Tensor) -> None:
             self.was_reached = True
             if unit is not None:
                 self._measure(
@@ -174,7 +174,7 @@ class MicrobatchRecord:
                     is_whole=is_whole,
                 )
 
-        on_gradient(logits, measure)
+        on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
         """Notes the gradient of the scaled loss, which is the weight that Composer applied; a tensor hook."""
@@ -214,7 +214,8 @@ class MicrobatchRecord:
             targets = _at(self.positions, targets)
             if weights is not None:
                 weights = _at(self.positions, weights)
-        self.deviations = deviations(unit, logits, gradient, targets, weights).flatten()
+        measured = measure(logits, gradient, targets)
+        self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import logits as logits_module
 from composer_tokacc.checks.logits import (
-    deviations,
     measure,
     sketch,
     targets_of,
@@ -80,6 +79,10 @@ def test_residual_of_another_loss():
     assert 0 < measure(logits, gradient).residual <= z_gradient.norm() / gradient.norm()
 
 
+def deviations(unit, logits, gradient, targets):
+    return measure(logits, gradient, targets).deviations(unit, WEIGHTS)
+
+
 def deviations_in_hook(logits, gradient, rule):
     """Returns the deviation of each token by its position, as the hook of a microbatch measures it."""
     record = MicrobatchRecord(batch=BATCH, rows=count_rows(BATCH, rule))
@@ -97,7 +100,7 @@ for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('un
 def test_no_deviation_of_right_weights(rule, shift):
     logits = random_logits()
     gradient = 0.01 * gradient_by(logits, weighted_loss, WEIGHTS, shift)
-    assert deviations(0.01, logits, gradient, targets_of(BATCH, rule), WEIGHTS).max() < 1e-6
+    assert deviations(0.01, logits, gradient, targets_of(BATCH, rule)).max() < 1e-6
     assert max(deviations_in_hook(logits, gradient, rule).values()) < 1e-6
 
 
@@ -110,7 +113,7 @@ def test_deviation_of_a_wrong_weight(rule, shift):
     logits = random_logits()
     gradient = 0.01 * gradient_by(logits, weighted_loss, wrong_weights, shift)
     targets = targets_of(BATCH, rule)
-    assert int(deviations(0.01, logits, gradient, targets, WEIGHTS).argmax()) == wrong_position
+    assert int(deviations(0.01, logits, gradient, targets).argmax()) == wrong_position
 
     by_position = deviations_in_hook(logits, gradient, rule)
     has_target = targets.flatten() != -100
@@ -125,7 +128,7 @@ def test_deviation_of_a_wrong_weight(rule, shift):
 def test_round_off_is_within_tolerance(dtype):
     logits = random_logits(dtype)
     gradient = gradient_by(logits, weighted_loss)
-    assert deviations(1.0, logits, gradient, TARGETS, WEIGHTS).max() < tolerance_of(dtype) * 4
+    assert deviations(1.0, logits, gradient, TARGETS).max() < tolerance_of(dtype) * 4
 
 
 def test_weights_of_a_large_vocabulary():
