@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -294,15 +295,45 @@ def verify_invariance(
         raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
-    step = _StepInCuts(
-        gradients=gradients,
-        reference=reference,
-        layout=layout,
-        rows=rows_by_rank[get_global_rank()],
-        rows_of_all_ranks=_joined(rows_by_rank),
-        microbatch_sizes=microbatch_sizes or DEFAULT_SIZES,
-    )
-    return compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
+    rows_of_rank = rows_by_rank[get_global_rank()]
+
+    def copied(batch: Batch) -> BatchDict:
+        # Copies, because a trainer may write into its batches, and cuts share their tensors. Some models need an image,
+        # so a batch without one gets a dummy image.
+        return dict(layout.with_media(with_copied_tensors(batch)))
+
+    def all_rows(padding: str) -> BatchDict:
+        return layout.concat(_joined(rows_by_rank), padding_side=padding)
+
+    def reference_gradients(padding: str) -> Gradients:
+        batch = copied(all_rows(padding))
+        if reference is None:
+            return _cloned(gradients([batch]))
+        return _cloned(reference(batch))
+
+    def gradients_of(microbatches: Sequence[Batch]) -> Gradients:
+        return gradients([copied(microbatch) for microbatch in microbatches])
+
+    def cuts(padding: str) -> Iterator[StepCut]:
+        sizes = microbatch_sizes or DEFAULT_SIZES
+        once_again = ('again', len(rows_of_rank), [all_rows(padding)])
+        for name, size, microbatches in chain([once_again], _cuts(layout, rows_of_rank, padding, sizes)):
+            yield StepCut(
+                name=name,
+                padding=padding,
+                microbatch_size=size,
+                gradients=partial(gradients_of, microbatches),
+            )
+
+    return compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
+
+
+def _cloned(gradients: Gradients) -> Gradients:
+    """Returns copies, because the next step may write into the same tensors. Raises TypeError for anything else."""
+    is_mapping = isinstance(gradients, Mapping)
+    if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
+        raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.')
+    return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
 
 def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
@@ -366,80 +397,30 @@ def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
     return list(chain.from_iterable(rows_by_rank))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StepInCuts:
-    """A user's step, and the rows to put through it. The fields are arguments of :func:`.verify_invariance`."""
-
-    gradients: Callable[[list[BatchDict]], Gradients]
-    reference: Callable[[BatchDict], Gradients] | None
-    layout: BatchLayout
-    rows: SingleRows
-    """Single rows of this rank."""
-    rows_of_all_ranks: SingleRows
-    microbatch_sizes: Sequence[int]
-
-    def reference_gradients(self, padding: str) -> Gradients:
-        """Returns the gradients of one forward over the rows of all ranks."""
-        batch = self._copied(self._whole_batch(padding))
-        if self.reference is None:
-            gradients = self.gradients([batch])
-        else:
-            gradients = self.reference(batch)
-        is_mapping = isinstance(gradients, Mapping)
-        if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
-            raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.')
-        # Copies, because the next step may write into the same tensors.
-        return {name: gradient.detach().clone() for name, gradient in gradients.items()}
-
-    def cuts(self, padding: str) -> Iterator[StepCut]:
-        """Yields the cuts of this rank's rows, as many on every rank."""
-        num_rows = len(self.rows)
-        yield self._cut('again', padding, num_rows, [self._whole_batch(padding)])
-        batch = self.layout.concat(self.rows, padding_side=padding)
-        first_to_last = range(num_rows)
-        widths = [labels_of(row).shape[1] for row in self.rows]
-        longest_first = sorted(first_to_last, key=lambda row: -widths[row])
-        sizes = {min(size, num_rows) for size in self.microbatch_sizes}
-        for size in sorted(sizes):
-            in_order = self._split(batch, first_to_last, size)
-            yield self._cut('in order', padding, size, in_order)
-            by_length = self._split(batch, longest_first, size)
+def _cuts(
+    layout: BatchLayout,
+    rows: SingleRows,
+    padding: str,
+    sizes: Iterable[int],
+) -> Iterator[tuple[str, int, list[BatchDict]]]:
+    """Yields cuts of the rows: the name, the rows of a microbatch, and the microbatches."""
+    batch = layout.concat(rows, padding_side=padding)
+    num_rows = len(rows)
+    widths = [labels_of(row).shape[1] for row in rows]
+    longest_first = sorted(range(num_rows), key=lambda row: -widths[row])
+    for size in sorted({min(size, num_rows) for size in sizes}):
+        in_order = []
+        by_length = []
+        for start in range(0, num_rows, size):
+            end = min(start + size, num_rows)
+            in_order.append(layout.select(batch, range(start, end)))
+            microbatch = layout.select(batch, longest_first[start:end])
             if padding == 'right':
                 # Padding on the left may predict a first label, and trimming it would move positions.
-                by_length = [self.layout.trim(microbatch) for microbatch in by_length]
-            yield self._cut('by length', padding, size, by_length)
-        first_row = self.layout.select(batch, [0])
-        other_rows = self.layout.select(batch, range(1, num_rows))
-        yield self._cut('uneven', padding, 1, [first_row, other_rows])
-
-    def _split(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        size: int,
-    ) -> list[BatchDict]:
-        """Returns microbatches of `size` of these rows."""
-        starts = range(0, len(rows), size)
-        return [self.layout.select(batch, rows[start : start + size]) for start in starts]
-
-    def _cut(
-        self,
-        name: str,
-        padding: str,
-        size: int,
-        microbatches: Sequence[Batch],
-    ) -> StepCut:
-        def gradients() -> Gradients:
-            return self.gradients([self._copied(microbatch) for microbatch in microbatches])
-
-        return StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients)
-
-    def _whole_batch(self, padding: str) -> Batch:
-        return self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
-
-    def _copied(self, batch: Batch) -> BatchDict:
-        """Returns a copy, because a trainer may write into its batches, and cuts share their tensors.
-
-        Some models need an image. A batch without one gets a dummy image.
-        """
-        return dict(self.layout.with_media(with_copied_tensors(batch)))
+                microbatch = layout.trim(microbatch)
+            by_length.append(microbatch)
+        yield 'in order', size, in_order
+        yield 'by length', size, by_length
+    first_row = layout.select(batch, [0])
+    other_rows = layout.select(batch, range(1, num_rows))
+    yield 'uneven', 1, [first_row, other_rows]
