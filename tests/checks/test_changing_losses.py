@@ -144,29 +144,17 @@ def value_head(outputs):
     return loss
 
 
-LOSSES = [
+QUICK_LOSSES = [rare_label_weighted_by_number, value_head]
+SLOW_LOSSES = [
     rare_label_weighted,
-    rare_label_weighted_by_number,
     focal,
     label_smoothing,
     z_loss,
     z_loss_of_rows,
     distillation,
     multi_token_prediction,
-    value_head,
 ]
-QUICK_LOSSES = [rare_label_weighted_by_number, value_head]
-
-
-def cells():
-    """Returns every loss, changed from the start or later. Only two cells are quick."""
-    rows = []
-    for loss in LOSSES:
-        for first_changed in (0, FIRST_CHANGED):
-            is_quick = loss in QUICK_LOSSES and first_changed > 0
-            marks = () if is_quick else pytest.mark.slow
-            rows.append(pytest.param(loss, first_changed, marks=marks, id=f'{loss.__name__} from step {first_changed}'))
-    return rows
+LOSSES = QUICK_LOSSES + [pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW_LOSSES]
 
 
 def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
@@ -204,7 +192,8 @@ def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] =
     return recorder.steps
 
 
-@pytest.mark.parametrize(('loss', 'first_changed'), cells())
+@pytest.mark.parametrize('first_changed', [FIRST_CHANGED, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('loss', LOSSES)
 def test_every_step_is_exact_or_refused(loss, first_changed):
     model = ChangingModel(loss, first_changed)
     data = batches(first_changed)
