@@ -561,26 +561,21 @@ def _golden_numbers(
 @contextmanager
 def _without_tf32() -> Iterator[None]:
     """Lets GPUs multiply float32 in float32. In TF32, which Composer turns on, results have an error of 5e-4."""
-    settings: list[tuple[Any, str, object]] = [
-        (torch.backends.cuda.matmul, 'allow_tf32', False),
-        (torch.backends.cudnn, 'allow_tf32', False),
-    ]
+    cudnn: Any = torch.backends.cudnn
+    backends = [torch.backends.cuda.matmul, cudnn]
+    name = 'allow_tf32'
+    float32: object = False
+    if hasattr(torch.backends, 'fp32_precision'):  # new in torch 2.9
+        backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+        name = 'fp32_precision'
+        float32 = 'ieee'
+    saved = [getattr(backend, name) for backend in backends]
     try:
-        saved = [getattr(backend, name) for backend, name, _ in settings]
-    except RuntimeError:
-        # Someone has set the names that are new in torch 2.9, and torch refuses to mix them with those above.
-        settings = [
-            (torch.backends.cuda.matmul, 'fp32_precision', 'ieee'),
-            (torch.backends.cudnn.conv, 'fp32_precision', 'ieee'),  # pyright: ignore[reportAttributeAccessIssue]
-            (torch.backends.cudnn.rnn, 'fp32_precision', 'ieee'),  # pyright: ignore[reportAttributeAccessIssue]
-        ]
-        saved = [getattr(backend, name) for backend, name, _ in settings]
-    try:
-        for backend, name, value in settings:
-            setattr(backend, name, value)
+        for backend in backends:
+            setattr(backend, name, float32)
         yield
     finally:
-        for (backend, name, _), value in zip(settings, saved, strict=True):
+        for backend, value in zip(backends, saved, strict=True):
             setattr(backend, name, value)
 
 
