@@ -228,8 +228,9 @@ class FirstBatchCheck(Generic[RulesT]):
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
+                ids = _ids_of(shared.rows)
                 raise NotExactError(
-                    f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
+                    f'The model must take the batch, got: {error}, for {ids}. Labels must be -100 or ids of '
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
                     'to the model (docs/errors.md#counts).'
                 ) from error
@@ -526,19 +527,18 @@ def _columns(is_marked: Tensor) -> list[int]:
     return is_marked.nonzero()[:8, 1].tolist()
 
 
-def _ids_of(batch: Batch) -> str:
-    """Returns the ranges of the ids of a batch as text for a message."""
+def _ids_of(rows: BatchDict) -> str:
+    """Returns the ranges of the ids of some rows as text for a message."""
     ranges = []
     for key in ('labels', 'input_ids'):
-        parts = []
-        for microbatch in microbatches_of(batch):
-            ids = microbatch.get(key)
-            if ids is not None:
-                parts.append(ids[ids != IGNORE_INDEX])
-        if parts:
-            joined = torch.cat(parts)
-            if joined.numel():
-                ranges.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
+        values = rows.get(key)
+        if values is None:
+            continue
+        ids = values[values != IGNORE_INDEX]
+        if ids.numel():
+            smallest = int(ids.min())
+            largest = int(ids.max())
+            ranges.append(f'`{key}` of {smallest} to {largest}')
     return ' and '.join(ranges)
 
 
