@@ -291,4 +291,6 @@ def _written_names(before: Versions, after: Versions) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     """Returns the first three names, and the number of the others."""
     listed = ', '.join(f'`{name}`' for name in names[:3])
-    return f'{listed} and {len(names) - 3} others' if len(names) > 3 else listed
+    if len(names) > 3:
+        listed += f' and {len(names) - 3} others'
+    return listed
