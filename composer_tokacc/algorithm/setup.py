@@ -31,7 +31,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabu
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
-from composer_tokacc.collectives import get_world_size
+from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
@@ -182,6 +182,7 @@ class RunContext:
             model=model,
             precision=precision,
             terms=self.terms.probed,
+            gather=all_gather_object,
         )
         self.check = FirstBatchCheck(
             probe,

@@ -173,7 +173,7 @@ class RowComparison(Generic[RulesT]):
             changes = _relative_errors(rounded[point], expected)
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
-        return noise
+        return self._probe.gather(noise)[0]
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples that the terms of a unit are divided by.
@@ -454,7 +454,8 @@ class RowComparison(Generic[RulesT]):
                 row_gradients = unscaled
             errors = _relative_errors(row_gradients, expected, largest)
             worst = int(errors.argmax())
-            error = float(errors[worst])
+            # All ranks decide by the same numbers, because a difference takes further forwards.
+            error = max(self._probe.gather(float(errors[worst])))
             allowed = self._allowed(point, error)
             if error <= allowed:
                 continue
@@ -512,11 +513,14 @@ class RowComparison(Generic[RulesT]):
             )
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
-        if self.reference.is_same_loss(unit, mean):
+        """Returns whether another loss differs only by round-off, on all ranks."""
+        is_same = self.reference.is_same_loss(unit, mean)
+        if all(self._probe.gather(is_same)):
             return True
         # The noise takes one more forward, so it is measured only if it decides.
         noise = abs(self._rounded_result.losses[unit] - self.reference.losses[unit])
-        return self.reference.is_same_loss(unit, mean, noise=noise)
+        is_same = self.reference.is_same_loss(unit, mean, noise=noise)
+        return all(self._probe.gather(is_same))
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
         """Returns a message with the difference, its possible causes, and what to do."""

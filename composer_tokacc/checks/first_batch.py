@@ -40,7 +40,6 @@ from composer_tokacc.collectives import (
     all_gather_object,
     from_any_rank,
     get_global_rank,
-    get_world_size,
     max_over_ranks,
 )
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
@@ -288,8 +287,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self.check_loss,
         )
         comparison = compare()
-        # On one rank only: FSDP needs the same forwards on all ranks, and a weight may vary in the shards of some.
-        if get_world_size() == 1 and self.probe.has_varied_weights:
+        if any(self.probe.gather(self.probe.has_varied_weights)):
             comparison.at_own_weights = compare(varies_weights=False)
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)

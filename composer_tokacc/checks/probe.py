@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar('T')
 
 NOISE_FACTOR = 8
 """Tolerance in multiples of the measured round-off. Kernels for other shapes round every sum differently, but the
@@ -51,6 +53,18 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
+
+
+class Gather(Protocol):
+    """A collective, such as :func:`.all_gather_object`."""
+
+    def __call__(self, value: T, /) -> list[T]:
+        """Returns the values of all ranks."""
+        ...
+
+
+def _of_this_rank(value: T) -> list[T]:
+    return [value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +163,12 @@ class Probe:
         model: Module,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
+        gather: Gather = _of_this_rank,
     ) -> None:
         self.model = model
+        self.gather = gather
+        """Returns the values of all ranks. They share what they decide by, because FSDP hangs unless all ranks run the
+        same forwards. Alone they would decide differently: ranks round differently, and only some may have a state."""
         self._forward_model = forward
         self._loss = loss
         self._precision = precision
@@ -179,17 +197,17 @@ class Probe:
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
-    def from_model(cls, model: Any) -> Probe:
+    def from_model(cls, model: Any, gather: Gather = _of_this_rank) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
+            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model, gather=gather)
         names = inspect.signature(model.forward).parameters
 
         def forward(batch: Batch) -> Outputs:
             arguments = {key: value for key, value in batch.items() if key in names}
             return model(**arguments)
 
-        return cls(forward, lambda outputs, batch: outputs['loss'], model)
+        return cls(forward, lambda outputs, batch: outputs['loss'], model, gather=gather)
 
     def run(
         self,
@@ -261,7 +279,7 @@ class Probe:
         # This forward has a graph at the last layers, and another seed.
         second = self.run(batch)
         is_repeated = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
-        self.is_random = not all(is_repeated)
+        self.is_random = not all(self.gather(all(is_repeated)))
         self.judge_written_state(batch)
         # If the result depends on state that a forward writes, the loss changes for that reason, and is not random.
         if self.is_random and self.is_training and self.state_dependence is None:
@@ -308,13 +326,18 @@ class Probe:
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
         """
-        if not self._written or not self.is_training:
+        names = self._names_on_ranks(self._written)
+        if not names or not self.is_training:
             return
-        self._judged.update(self._written)
+        self._judged.update(names)
         written = list(self._written.values())
         self._written = {}
         with undisturbed(self.model):
             self._judge(written, batch)
+
+    def _names_on_ranks(self, states: Mapping[str, State]) -> list[str]:
+        """Returns the names of states of any rank."""
+        return sorted(set().union(*self.gather(list(states))))
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
         """Judges some states. They do not stay as they were."""
@@ -325,28 +348,28 @@ class Probe:
         result()  # fills the caches
         snapshot = StateSnapshot.of_states(states)
         expected = result()
-        rewritten = snapshot.written()
+        rewritten = {state.name: state for state in snapshot.written()}
         snapshot.restore()
-        if not rewritten:
+        names = self._names_on_ranks(rewritten)
+        if not names:
             return
         # On a GPU two forwards of the same rows may differ by round-off.
         tolerance = max(NOISE_FACTOR * expected.distance(result()), STATE_TOLERANCE)
         snapshot.restore()
 
-        def changes_result(states: Sequence[State]) -> bool:
-            snapshot.perturb(states)
+        def changes_result(names: Sequence[str]) -> bool:
+            snapshot.perturb([rewritten[name] for name in names if name in rewritten])
             distance = expected.distance(result())
             snapshot.restore()
-            return distance > tolerance
+            return any(self.gather(distance > tolerance))
 
         # First all states at once, because in most models the result depends on none of them.
-        if not changes_result(rewritten):
-            self.harmless_states += [state.name for state in rewritten]
+        if not changes_result(names):
+            self.harmless_states += names
             return
         # Then one by one. If only several states together change the result, the first one is named.
-        changing_states = (state for state in rewritten if changes_result([state]))
-        decisive = next(changing_states, rewritten[0])
-        self.state_dependence = decisive.name
+        changing_states = (name for name in names if changes_result([name]))
+        self.state_dependence = next(changing_states, names[0])
 
     def _forward(
         self,

@@ -14,6 +14,7 @@ from composer.core import DataSpec
 from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
@@ -141,7 +142,7 @@ class CountingDataSpec(DataSpec):
         if self._first_batch is None:
             split.start(model, split.users_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
-                Probe.from_model(model),
+                Probe.from_model(model, all_gather_object),
                 layout,
                 self._on_models_device,
                 cutter=split,

@@ -58,6 +58,16 @@ def test_fsdp2_on_two_ranks():
 
 
 @pytest.mark.slow
+def test_all_ranks_decide_alike():
+    """Also if only the first rank has a state that forwards write."""
+    results = launch_json('tests/ranks/coupled_rows.py', ranks=2)
+    for name in ('ddp', 'fsdp'):
+        assert all('rows beside it' in message for message in results[f'{name} leak'])
+        assert all('num_calls' in message for message in results[f'{name} decisive state'])
+        assert max(results[f'{name} harmless state']) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_warning_of_one_fsdp_unit():
     """If the user adds the line of the warning, also the blocks of the model are units."""
     results = launch_json('tests/ranks/fsdp_units.py', ranks=2)
