@@ -122,8 +122,6 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
         record: The record of this rank.
     """
     world_size = get_world_size()
-    if world_size == 1:
-        return
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
     # Two samplers for the same rank, and none for another, show in this sum.

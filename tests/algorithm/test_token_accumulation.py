@@ -214,6 +214,13 @@ def test_images_leave_the_device_after_their_microbatch(model, batch):
 # Repeated samples, empty microbatches and steps.
 
 
+@pytest.fixture
+def as_second_rank(monkeypatch):
+    """Lets this process stand for the second of two ranks. Otherwise its sampler is refused."""
+    monkeypatch.setattr('composer_tokacc.algorithm.token_accumulation.check_plans', lambda sums, plan: None)
+
+
+@pytest.mark.usefixtures('as_second_rank')
 @pytest.mark.parametrize('microbatch_size', [1, 3])
 def test_repeated_sample_counts_nothing(model, microbatch_size):
     """Five samples for two ranks: the second one gets samples 1 and 3, and again sample 0 of the first rank."""
@@ -223,6 +230,7 @@ def test_repeated_sample_counts_nothing(model, microbatch_size):
     assert_exact(model, data, batch=collate([rows[1], rows[3]]), microbatch_size=microbatch_size)
 
 
+@pytest.mark.usefixtures('as_second_rank')
 def test_repeated_sample_in_joined_row(model, caplog):
     """A collator makes one row of three samples, so the last row is not the repeated sample."""
     rows = text_rows(RAGGED[:5])
@@ -230,6 +238,14 @@ def test_repeated_sample_in_joined_row(model, caplog):
     data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=packed_row))
     assert_exact(model, data, batch=packed_row([rows[1], rows[3], rows[0]]), microbatch_size=1)
     assert 'counts twice' in caplog.text
+
+
+def test_sampler_for_more_ranks_than_launched(model):
+    """Half of the samples would never be trained."""
+    rows = text_rows(RAGGED)
+    sampler = DistributedSampler(rows, num_replicas=2, rank=0)
+    with pytest.raises(RuntimeError, match='rank 0 of 2'):
+        fit(model, token_data_spec(DataLoader(rows, batch_size=2, sampler=sampler, collate_fn=collate)))
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])
