@@ -101,6 +101,17 @@ class _LossPart:
     losses: Mapping[str, float]  # by unit
 
 
+@dataclass(frozen=True)
+class _Change:
+    """The largest change of a row's gradient at a point."""
+
+    point: Point
+    row: int  # number of the row
+    error: float  # size of the change, relative to the expected gradient
+    factor: float  # the part of the change that is a factor on the whole gradient
+    error_without_factor: float  # the rest of the change
+
+
 class RowComparison(Generic[RulesT]):
     """Compares every cut of some rows with all of them together, as the loader padded them.
 
@@ -436,11 +447,36 @@ class RowComparison(Generic[RulesT]):
         cut_kind: CutKind,
     ) -> None:
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
+        changes = self._largest_changes(gradients, rows)
+        # All ranks decide by the same numbers, because a change above the tolerance takes one more forward.
+        errors_of_ranks = self._probe.gather([change.error for change in changes])
+        for change, *errors in zip(changes, *errors_of_ranks, strict=True):
+            error = max(errors)
+            allowed = self._allowed(change.point, error)
+            if error <= allowed:
+                continue
+            name = sample_name(self._rows, change.row)
+            if change.point[0] == 'samples':
+                raise CutFailure(
+                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
+                    'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
+                )
+            # If the change almost vanishes without the factor, the row only has another weight.
+            if change.error_without_factor < LARGEST_FACTOR_ERROR * error:
+                raise CutFailure(
+                    f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
+                    f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
+                )
+            difference = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            raise CutFailure(self._explained(f'{name}: {difference}', cut_kind))
+
+    def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
+        """Returns the row whose gradient differs most from the expected one, for each point."""
         # A microbatch may leave out a term. Then it adds nothing to the gradient of this term.
         zero = torch.zeros(len(self._all_rows), self._width, 1)
         zero_of_rows = zero[rows]
-        points = {**self._expected, **gradients}
-        for point in points:
+        changes = []
+        for point in {**self._expected, **gradients}:
             all_expected = self._expected.get(point, zero)
             row_gradients = gradients.get(point, zero_of_rows)
             norms = all_expected.flatten(1).norm(dim=1)
@@ -454,26 +490,10 @@ class RowComparison(Generic[RulesT]):
                 row_gradients = unscaled
             errors = _relative_errors(row_gradients, expected, largest)
             worst = int(errors.argmax())
-            # All ranks decide by the same numbers, because a difference takes further forwards.
-            error = max(self._probe.gather(float(errors[worst])))
-            allowed = self._allowed(point, error)
-            if error <= allowed:
-                continue
-            name = sample_name(self._rows, rows[worst])
-            # If the change almost vanishes without the factor, the row only has another weight.
-            unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
-            if point[0] == 'samples':
-                raise CutFailure(
-                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
-                    'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
-                )
-            if unscaled_error < LARGEST_FACTOR_ERROR * error:
-                raise CutFailure(
-                    f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {cut_kind} as with '
-                    f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
-                )
-            change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
-            raise CutFailure(self._explained(f'{name}: {change}', cut_kind))
+            unscaled_error = _relative_errors(unscaled[worst][None], expected[worst][None])
+            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(unscaled_error))
+            changes.append(change)
+        return changes
 
     def _allowed(self, point: Point, error: float) -> float:
         """Returns the largest change of a row's gradient that round-off explains.
