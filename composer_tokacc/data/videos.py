@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from operator import attrgetter
 from os import PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
@@ -423,16 +422,6 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 # Videos.
 
 
-class KeyFrame(NamedTuple):
-    """A frame at which decoding may start."""
-
-    stamp: int
-    """Time at which it is shown, in units of the stream's time base (FFmpeg's pts)."""
-    decoding_stamp: int
-    """Time at which it is decoded (FFmpeg's dts). It may be earlier, because frames that are shown before the key frame
-    may refer to it."""
-
-
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
@@ -477,7 +466,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     With ``shapes_only``, only the first of them is decoded, and stands for all. That is enough to measure lengths.
     """
     with _open_stream(file, 'video') as (container, stream):
-        stamps, key_frames = _read_stamps(container, stream)
+        stamps, key_stamps = _read_stamps(container, stream)
         times = [float((stamp - stamps[0]) * stream.time_base) for stamp in stamps]
         # Not the rate in the header, which may belong to another stream, or be the tick rate of a clock.
         if times[-1] > 0:
@@ -490,10 +479,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     # `_read_stamps` has read all packets to the end. So the file is opened again to decode frames.
     chosen_stamps = sorted({stamps[index] for index in chosen})
     if shapes_only:
-        first_frame = _decode_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
+        first_frame = _decode_frames(file, chosen_stamps[:1], key_stamps)[chosen_stamps[0]]
         frame_of_stamp = dict.fromkeys(chosen_stamps, first_frame)
     else:
-        frame_of_stamp = _decode_frames(file, chosen_stamps, key_frames)
+        frame_of_stamp = _decode_frames(file, chosen_stamps, key_stamps)
     chosen_frames = [frame_of_stamp[stamps[index]] for index in chosen]
     unit = _unit_of_frame_numbers(times, step)
     frame_numbers = [round(times[index] / unit) for index in chosen]
@@ -526,10 +515,10 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
         )
 
 
-def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
-    """Returns the stamps of all frames, and the key frames, both sorted. Reads all packets, and decodes none."""
+def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
+    """Returns the stamps of all frames, and those of the key frames, both sorted. Reads all packets, decodes none."""
     stamps = []
-    key_frames = []
+    key_stamps = []
     end = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
@@ -542,31 +531,41 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
             continue
         stamps.append(stamp)
         if packet.is_keyframe:
-            decoding_stamp = stamp if packet.dts is None else packet.dts
-            key_frames.append(KeyFrame(stamp, decoding_stamp))
+            key_stamps.append(stamp)
     if not stamps:
         raise InvalidInputError('it holds no frames that have a time')
     _check_end(container, end)
-    return sorted(stamps), sorted(key_frames)
+    return sorted(stamps), sorted(key_stamps)
 
 
-def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
+def _decode_frames(file: MediaFile, stamps: Sequence[int], key_stamps: Sequence[int]) -> dict[int, np.ndarray]:
     """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each and upright.
 
     Args:
         file: The file, which is opened here.
         stamps: The stamps, sorted.
-        key_frames: All key frames of the video, sorted.
+        key_stamps: Stamps of the key frames, sorted. Decoding jumps to the last one before each frame.
     """
+    stamps_after_key: dict[int, list[int]] = {}
+    for stamp in stamps:
+        num_before = bisect_right(key_stamps, stamp)
+        # A stamp before the first key frame belongs to it, too. Without key frames, decoding begins at the start.
+        key_stamp = key_stamps[max(num_before - 1, 0)] if key_stamps else stamps[0]
+        stamps_after_key.setdefault(key_stamp, []).append(stamp)
+    frame_of_stamp: dict[int, VideoFrame] = {}
     with _open_stream(file, 'video') as (container, stream):
-        frame_of_stamp = _jump_to_all(container, stream, stamps, key_frames)
-    if not _has_frames_of(frame_of_stamp, stamps):
+        for key_stamp, stamps_after in stamps_after_key.items():
+            if key_stamps and key_stamp != key_stamps[0]:  # the first key frame needs no jump
+                container.seek(key_stamp, stream=stream)
+            frame_of_stamp |= _take_frames(container.decode(stream), stamps_after, key_stamp)
+        stamps_of_frames = [frame.pts for frame in frame_of_stamp.values()]
+        is_exact = stamps_of_frames == list(stamps)
+        if not key_stamps and len(frame_of_stamp) < len(stamps):
+            missing = float(stamps[len(frame_of_stamp)] * stream.time_base)
+            raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
+    if key_stamps and not is_exact:
         # A jump went past a frame, because the container has no index, or a wrong one. So the whole video is decoded.
-        with _open_stream(file, 'video') as (container, stream):
-            frame_of_stamp = _take_frames(container.decode(stream), stamps, stamps[0])
-            if len(frame_of_stamp) < len(stamps):
-                missing = float(stamps[len(frame_of_stamp)] * stream.time_base)
-                raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
+        return _decode_frames(file, stamps, ())
     first_frame = frame_of_stamp[stamps[0]]
     upright = {}
     for stamp, frame in frame_of_stamp.items():
@@ -578,54 +577,6 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
         display_matrix = frame.side_data.get('DISPLAYMATRIX')
         upright[stamp] = _turn_upright(resized.to_ndarray(), display_matrix)
     return upright
-
-
-def _jump_to_all(
-    container: InputContainer,
-    stream: VideoStream,
-    stamps: Sequence[int],
-    key_frames: Sequence[KeyFrame],
-) -> dict[int, VideoFrame]:
-    """Returns the frames of some stamps. Jumps to the last key frame before each, to skip the frames in between."""
-    stamps_after_key_frame: dict[int, list[int]] = {}
-    for stamp in stamps:
-        num_before = bisect_right(key_frames, stamp, key=attrgetter('stamp'))
-        index = max(num_before - 1, 0)  # a stamp before the first key frame belongs to it, too
-        stamps_after_key_frame.setdefault(index, []).append(stamp)
-    frame_of_stamp: dict[int, VideoFrame] = {}
-    for index, stamps_after in stamps_after_key_frame.items():
-        if index == 0:  # decoding begins at the first key frame or before it, so no jump is needed
-            start = key_frames[0].stamp if key_frames else stamps[0]
-            frame_of_stamp |= _take_frames(container.decode(stream), stamps_after, start)
-        else:
-            frame_of_stamp |= _jump_to_frames(container, stream, key_frames[index], stamps_after)
-    return frame_of_stamp
-
-
-def _has_frames_of(frame_of_stamp: dict[int, VideoFrame], stamps: Sequence[int]) -> bool:
-    """Tells whether each stamp has its own frame. If a jump went past that frame, a stamp has a later one, or none."""
-    stamps_of_frames = [frame.pts for frame in frame_of_stamp.values()]
-    return stamps_of_frames == list(stamps)
-
-
-def _jump_to_frames(
-    container: InputContainer,
-    stream: VideoStream,
-    key_frame: KeyFrame,
-    stamps: Sequence[int],
-) -> dict[int, VideoFrame]:
-    """Jumps to a key frame and returns the frames of some stamps after it, as :func:`_take_frames` does.
-
-    Tries the time at which the key frame is shown, and then the one at which it is decoded, because some containers
-    seek by the first and others by the second. If both jumps go past a frame, the result does not have it.
-    """
-    frame_of_stamp: dict[int, VideoFrame] = {}
-    for time in (key_frame.stamp, key_frame.decoding_stamp):
-        container.seek(time, stream=stream)
-        frame_of_stamp = _take_frames(container.decode(stream), stamps, key_frame.stamp)
-        if _has_frames_of(frame_of_stamp, stamps):
-            break
-    return frame_of_stamp
 
 
 def _take_frames(

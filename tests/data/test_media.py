@@ -233,20 +233,6 @@ def test_frames_outside_the_edit_list(tmp_path):
     assert video.metadata['duration'] == pytest.approx(0.5)
 
 
-def test_place_behind_the_frame(tmp_path):
-    """A key frame whose place leads behind a frame: the frame is then found from the file's start."""
-    path = write_film(tmp_path, 'mpeg4_b.avi')
-    with videos._open_stream(path, 'video') as (container, stream):
-        stamps, keys = videos._read_stamps(container, stream)
-    # This container is searched by the time of decoding, which differs from the stamp.
-    wrong_keys = [videos.KeyFrame(stamp, stamp) for stamp, _ in keys]
-    assert wrong_keys != keys
-    stamp = stamps[5]
-    frames = videos._decode_frames(path, [stamp], wrong_keys)
-    expected = videos._decode_frames(path, [stamp], [])
-    assert (frames[stamp] == expected[stamp]).all()
-
-
 def test_one_frame(tmp_path):
     path = write_video(tmp_path / 'one.mp4', [90])
     video = read('video', path)
@@ -566,7 +552,7 @@ def overwritten_memory():
 def test_time_of_missing_frame_is_told(tmp_path, overwritten_memory):
     path = write_video(tmp_path / 'a.mp4')
     with videos._open_stream(path, 'video') as (container, stream):
-        stamps, key_frames = videos._read_stamps(container, stream)
+        stamps, key_stamps = videos._read_stamps(container, stream)
         stamps.append(2 * stamps[-1])
     with pytest.raises(ValueError, match=r'its frame at 1\.80 s cannot be decoded'):
-        videos._decode_frames(path, stamps, key_frames)
+        videos._decode_frames(path, stamps, key_stamps)
