@@ -4,9 +4,9 @@
 """Measures samples: from the tensors of a processor, or from their text and the headers of their images.
 
 Headers are much faster, because no image is decoded. They are enough if the tokens and patches that images add to a
-sample depend only on the sizes of the images, and not on the text. `ImageExpansion` checks that. Then the processor
-runs once for each distinct list of sizes, with black images, and a fast tokenizer counts the tokens of all texts. A
-sample that cannot be measured in this way must be read.
+sample depend only on the sizes of the images, and not on the text: `lengths.py` reads some samples to check that. The
+processor runs once for each distinct list of sizes, with black images, and a fast tokenizer counts the tokens of all
+texts. A sample that cannot be measured in this way must be read.
 """
 
 from __future__ import annotations
@@ -282,18 +282,13 @@ class RowSizes:
             # With this processor every image adds the same row. So all images are treated as images of one size.
             one_size = PROBE_SIZES[:1]
             texts = [(row, one_size * len(sizes)) for row, sizes in texts]
-        lists_of_sizes: set[ImageSizes] = set()
-        for _, sizes in texts:
-            lists_of_sizes.add(sizes)
-            for size in sizes:
-                lists_of_sizes.add((size,))  # `_add_images` looks up each image by itself, too
         # The expensive part: one call of the processor for each distinct list of sizes.
-        distinct_sizes = sorted(lists_of_sizes)
+        distinct_sizes = sorted({sizes for _, sizes in texts})
         added_rows = map_samples(expansion, distinct_sizes, FEWEST_SIZES)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in texts:
-            rows.append(self._add_images(row, sizes, additions))
+            rows.append(self._add_images(row, additions[sizes]))
         # The shapes of a video are known when one frame is decoded.
         for place, row in map_samples.map_missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
             rows[place] = row
@@ -314,28 +309,12 @@ class RowSizes:
                 texts.append((row, sizes))
         return texts
 
-    def _add_images(
-        self,
-        row: TableRow | None,
-        sizes: ImageSizes,
-        additions: Mapping[ImageSizes, AddedRow | None],
-    ) -> TableRow | None:
-        """Returns the row of a text with its images. None if the sample must be read.
-
-        Args:
-            row: Row of the text. None if the sample must be read.
-            sizes: Sizes of its images.
-            additions: The rows that images add, by their sizes. It has the whole list, and each image by itself.
-        """
-        if row is None:
+    def _add_images(self, row: TableRow | None, added: AddedRow | None) -> TableRow | None:
+        """Returns the row of a text with its images. None if the sample must be read."""
+        if row is None or added is None:
             return None
-        for size in sizes:
-            if additions[(size,)] is None:
-                return None
-        added = additions[sizes]
-        # If the numbers differ, the user has written a placeholder token into the text.
-        if added is None or row.image_tokens != added.num_placeholders:
-            return None
+        if row.image_tokens != added.num_placeholders:
+            return None  # the user has written a placeholder token into the text
         total = row.plus(added.row)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
             return None  # the sample is bad, and reading it raises the error
@@ -377,11 +356,6 @@ class ImageExpansion:
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
             return None
-        # For several images this need not be checked, because `_add_images` also looks up each of them by itself.
-        if len(sizes) == 1:
-            is_separate = self._is_separate(text['input_ids'][0], sample['input_ids'][0])
-            if not is_separate:
-                return None
         text_row = self._measure(text)
         added = self._measure(sample).minus(text_row)
         if added.loss_tokens:  # the processor has changed the answer, because images carry no loss
@@ -403,35 +377,3 @@ class ImageExpansion:
             images = [Image.new('RGB', size) for size in sizes]
             return self._encoder(conversation, images)
         return None
-
-    def _is_separate(self, text: torch.Tensor, expanded: torch.Tensor) -> bool:
-        """Tells whether the tokens of an image begin and end with tokens that never merge with the text around them.
-
-        Only then an image adds the same number of tokens to every text. Gemma 3, for example, puts line breaks around
-        an image. The tokenizer merges them with line breaks of the text.
-
-        Args:
-            text: Ids of a text with one image whose placeholder is not expanded.
-            expanded: Ids of the same text after the processor has expanded the placeholder.
-        """
-        # The ids before and after the image are the same in both.
-        num_before = _num_equal(text, expanded)
-        text_backwards = text[num_before:].flip(0)
-        expanded_backwards = expanded[num_before:].flip(0)
-        num_after = _num_equal(text_backwards, expanded_backwards)
-        placeholder = text[num_before : len(text) - num_after].tolist()
-        image = expanded[num_before : len(expanded) - num_after].tolist()
-        # Added tokens are found before all others, so they never merge, unless they strip the spaces around them.
-        added_tokens = self._encoder.tokenizer.added_tokens_decoder
-        for token_id in {*placeholder, *image[:1], *image[-1:]}:
-            token = added_tokens.get(token_id)
-            if token is None or token.lstrip or token.rstrip:
-                return False
-        return True
-
-
-def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Returns the number of tokens at the start that are equal in both."""
-    size = min(len(first), len(second))
-    is_equal = first[:size] == second[:size]
-    return int(is_equal.cumprod(0).sum())  # the product is 0 from the first difference on
