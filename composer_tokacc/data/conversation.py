@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -160,16 +161,15 @@ class ConversationEncoder:
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         rendered = self.render(checked_messages)
-        add_special_tokens = self._adds_special_tokens(rendered.text)
-        encoded = self._encode(rendered.text, media, add_special_tokens)
-        self._check_ends_of_audios(encoded, rendered.text, media, add_special_tokens)
+        encoded = self._encode(rendered.text, media)
+        self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
             self._check_query_tokens(encoded)
             instruction = rendered.text
             if rendered.answers:
                 instruction = rendered.text[: rendered.answers[0].start]
             encoded = self._hide_answers_from_qformer(encoded, instruction)
-        spans = self._find_token_spans(rendered, encoded['input_ids'][0], add_special_tokens)
+        spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
             **self.control.spell(encoded),
@@ -251,29 +251,31 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        # Conversations to which the tokenizer must add special tokens (True), and the others (False).
-        groups: dict[bool, list[tuple[int, Rendered]]] = {True: [], False: []}
+        rendered_conversations: dict[int, Rendered] = {}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
-                rendered = self.render(messages)
-                add_special_tokens = self._adds_special_tokens(rendered.text)
-                groups[add_special_tokens].append((index, rendered))
+                rendered_conversations[index] = self.render(messages)
+        texts = [rendered.text for rendered in rendered_conversations.values()]
+        encodings = self._tokenize(texts)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
-        # At most two calls of the tokenizer: it is much faster for many texts at once.
-        for add_special_tokens, group in groups.items():
-            if not group:
-                continue
-            texts = [rendered.text for _, rendered in group]
-            tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
-            for (index, rendered), encoding in zip(group, tokens.encodings, strict=True):
-                input_ids = torch.tensor([encoding.ids])
-                spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
-                sample = {
-                    'input_ids': input_ids,
-                    'labels': _labels_of(input_ids, spans),
-                }
-                samples[index] = self.control.spell(sample)
+        for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
+            input_ids = torch.tensor([encoding.ids])
+            spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
+            sample = {
+                'input_ids': input_ids,
+                'labels': _labels_of(input_ids, spans),
+            }
+            samples[index] = self.control.spell(sample)
         return samples
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
+        """Returns the tokens of rendered texts. Placeholders are not expanded."""
+        encodings: list[Encoding] = []
+        # The tokenizer is much faster for many texts at once. Nearly always, all texts are one group.
+        for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
+            tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
+            encodings.extend(tokens.encodings)
+        return encodings
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
         """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
@@ -325,7 +327,6 @@ class ConversationEncoder:
         encoded: Mapping[str, torch.Tensor],
         text: str,
         media: DecodedMedia,
-        add_special_tokens: bool,
     ) -> None:
         """Refuses an audio whose end the processor cuts off silently.
 
@@ -345,7 +346,7 @@ class ConversationEncoder:
             noise = np.random.default_rng(0).standard_normal(length - end_of_windows, dtype=np.float32)
             changed_audio = np.concatenate([audio[:end_of_windows], noise])
             changed_audios = [*audios[:number], changed_audio, *audios[number + 1 :]]
-            changed = self._encode(text, {**media, 'audio': changed_audios}, add_special_tokens)
+            changed = self._encode(text, {**media, 'audio': changed_audios})
             if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
                 raise InvalidInputError(
@@ -374,19 +375,20 @@ class ConversationEncoder:
         bos = self.tokenizer.bos_token
         return bool(self.parts) and not (bos and text.startswith(bos))
 
-    def _encode(self, text: str, media: DecodedMedia, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+    def _encode(self, text: str, media: DecodedMedia) -> dict[str, torch.Tensor]:
         """Runs the processor on the text and media of one conversation."""
-        options: dict[str, Any] = {
+        arguments: dict[str, Any] = {
+            'text': [text],
             'return_tensors': 'pt',
-            'add_special_tokens': add_special_tokens,
+            'add_special_tokens': self._adds_special_tokens(text),
         }
         if not self.parts:
-            return dict(self.tokenizer([text], **options))
+            return dict(self.tokenizer(**arguments))
         for name, values in self.media_options.items():
-            options[name] = dict(values)
-        arguments = self._arguments_of_processor(media, options)
+            arguments[name] = dict(values)
+        self._add_media(arguments, media)
         try:
-            encoded = dict(self.processor(text=[text], **arguments, **options))
+            encoded = dict(self.processor(**arguments))
         except (ValueError, ArithmeticError) as error:
             # The message names the processor: 'math domain error' alone would seem to be about the sample.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
@@ -395,31 +397,25 @@ class ConversationEncoder:
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
 
-    def _arguments_of_processor(self, media: DecodedMedia, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the media as arguments for the processor, and adds their settings to ``options``."""
-        arguments: dict[str, Any] = {}
+    def _add_media(self, arguments: dict[str, Any], media: DecodedMedia) -> None:
+        """Adds the media and their settings to the arguments of the processor."""
         if self._has_query_tokens:  # BLIP's processors take images and videos in one list
             images = list(media['image'])
             images.extend(video.frames for video in media['video'])
             if images:
                 arguments['images'] = images
-            return arguments
+            return
         if media['image']:
             # One list, because there is one text: OneVision cuts an image into tiles only if it is alone in its text.
             arguments['images'] = [list(media['image'])]
         if media['video']:
-            arguments['videos'] = []
-            metadata = []
-            for video in media['video']:
-                arguments['videos'].append(video.frames)
-                metadata.append(dict(video.metadata))
-            videos_kwargs = options.setdefault('videos_kwargs', {})
-            videos_kwargs['video_metadata'] = metadata
+            arguments['videos'] = [video.frames for video in media['video']]
+            videos_kwargs = arguments.setdefault('videos_kwargs', {})
+            videos_kwargs['video_metadata'] = [dict(video.metadata) for video in media['video']]
             videos_kwargs['do_sample_frames'] = False  # `VideoSampling` has chosen the frames
         if media['audio']:
             arguments['audio'] = list(media['audio'])
-            options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
-        return arguments
+            arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
 
     def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
         """Refuses a video with an image or another video, if the processor joins them into one tensor (SmolVLM)."""
@@ -495,12 +491,7 @@ class ConversationEncoder:
             changed[f'qformer_{key}'] = instruction_tokens[key]
         return changed
 
-    def _find_token_spans(
-        self,
-        rendered: Rendered,
-        input_ids: torch.Tensor,
-        add_special_tokens: bool,
-    ) -> list[tuple[int, int]]:
+    def _find_token_spans(self, rendered: Rendered, input_ids: torch.Tensor) -> list[tuple[int, int]]:
         """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
 
         In ``input_ids`` the placeholders are expanded, and the tokenizer cannot tell which characters a token has. It
@@ -513,11 +504,11 @@ class ConversationEncoder:
         Raises:
             ValueError: If an answer is not found.
         """
-        tokens = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, **_ONLY_IDS)
-        text_ids = torch.tensor(tokens['input_ids'])
+        (encoding,) = self._tokenize([rendered.text])
+        text_ids = torch.tensor(encoding.ids)
         spans = []
         for answer in rendered.answers:
-            start, end = _tokens_of(tokens.encodings[0], answer)
+            start, end = _tokens_of(encoding, answer)
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]

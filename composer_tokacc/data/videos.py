@@ -383,8 +383,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     """
     is_steady = container.format.name in STEADY_CONTAINERS
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
-    starts = []  # of the packets of the audio
-    ends = []
+    packet_times = []  # starts and ends of the packets of the audio
     decoded_seconds = 0.0
     end = None  # of the last frame
     for packet in container.demux():
@@ -393,8 +392,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             continue
         stamp = _stamp_of(packet)
         if stamp is not None:
-            starts.append(float(stamp * packet.time_base))
-            ends.append(_end_of(packet))
+            packet_times += [float(stamp * packet.time_base), _end_of(packet)]
         for frame in stream.decode(packet):
             seconds = frame.samples / frame.sample_rate
             start = frame.time
@@ -411,7 +409,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     if stream.duration is not None and stream.time_base is not None:
         duration = float(stream.duration * stream.time_base)
     else:  # some containers do not have a duration for each stream
-        duration = max(ends, default=0.0) - min(starts, default=0.0)
+        duration = max(packet_times, default=0.0) - min(packet_times, default=0.0)
     if decoded_seconds < _shortest(duration, container):
         raise InvalidInputError(
             f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
@@ -477,13 +475,11 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         chosen = sampling.choose(times, duration)
         _check_pixels(len(chosen), stream.width, stream.height)
     # `_read_stamps` has read all packets to the end. So the file is opened again to decode frames.
-    chosen_stamps = sorted({stamps[index] for index in chosen})
+    chosen_stamps = [stamps[index] for index in chosen]
     if shapes_only:
-        first_frame = _decode_frames(file, chosen_stamps[:1], key_stamps)[chosen_stamps[0]]
-        frame_of_stamp = dict.fromkeys(chosen_stamps, first_frame)
-    else:
-        frame_of_stamp = _decode_frames(file, chosen_stamps, key_stamps)
-    chosen_frames = [frame_of_stamp[stamps[index]] for index in chosen]
+        chosen_stamps = chosen_stamps[:1] * len(chosen)
+    frame_of_stamp = _decode_frames(file, sorted(set(chosen_stamps)), key_stamps)
+    chosen_frames = [frame_of_stamp[stamp] for stamp in chosen_stamps]
     unit = _unit_of_frame_numbers(times, step)
     frame_numbers = [round(times[index] / unit) for index in chosen]
     num_frames = round(duration / unit)
