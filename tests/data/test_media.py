@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,19 +89,13 @@ def test_frames_are_those_that_were_filmed(tmp_path, name):
     assert metadata['frames_indices'] == list(range(10))
     assert metadata['total_num_frames'] == 10
     assert metadata['duration'] == pytest.approx(10 / rate, rel=1e-3)
-
-
-@pytest.mark.parametrize('name', FILMS)
-def test_some_frames_are_those_of_all(tmp_path, name):
-    """Decoding starts at key frames. The frames that it skips must not shift the numbers of the others."""
-    path = write_film(tmp_path, name)
-    all_frames = read_video(path, num_frames=10).frames
+    # Decoding jumps to key frames (in the AVI past some frames). This must not change the frames.
     for count in (1, 2, 3, 4, 7):
-        video = read_video(path, num_frames=count)
+        some_frames = read_video(path, num_frames=count)
         # The sampling of transformers' own processors.
         expected = (np.arange(count) * 10 // count).tolist()
-        assert video.metadata['frames_indices'] == expected
-        assert (video.frames == all_frames[expected]).all()
+        assert some_frames.metadata['frames_indices'] == expected
+        assert (some_frames.frames == video.frames[expected]).all()
 
 
 @pytest.mark.parametrize(
@@ -334,28 +326,12 @@ def head_of_matroska(path):
     path.write_bytes(content[: content.index(SEGMENT_ID) + len(SEGMENT_ID)])
 
 
-def head_of_video(path):
-    cut(write_video(path), 0.02)
-
-
 def video_without_frames(path):
     write_video(path, [])
 
 
-def picture(path):
-    Image.new('L', (9, 9)).save(path, 'PNG')
-
-
-def empty_file(path):
-    path.write_bytes(b'')
-
-
 def text_file(path):
     path.write_bytes(b'film ' * 99)
-
-
-def sound(path):
-    write_sound(path, sine(0.1))
 
 
 def cut_sound(path):
@@ -380,20 +356,14 @@ BAD_FILES = [
     (cut_video, 'a.mkv', 'video', 'its end is missing'),
     (cut_video, 'a.avi', 'video', 'it ends after|middle of a frame'),
     (head_of_matroska, 'a.mkv', 'video', 'its end is missing'),
-    (picture, 'a.mp4', 'video', 'not supported'),
-    (head_of_video, 'a.mp4', 'video', 'Invalid data'),
     (video_without_frames, 'a.avi', 'video', 'it holds no frames that have a time'),
-    (empty_file, 'a.mp4', 'video', 'Invalid data|End of file'),
     (text_file, 'a.mp4', 'video', 'Invalid data'),
-    (sound, 'a.wav', 'video', 'it holds no video'),
     (write_video, 'a.mp4', 'audio', 'it holds no audio'),
     (write_video, 'a.mp4', 'image', 'no image of a known format.*pip install pillow-heif'),
     (cut_sound, 'a.wav', 'audio', 'its end is missing'),
     (cut_aiff, 'a.aiff', 'audio', 'its end is missing'),
     (sound_without_samples, 'a.wav', 'audio', 'it holds no audio'),
     (sound_of_nan, 'a.wav', 'audio', 'not finite'),
-    (Path.mkdir, 'a', 'video', 'it is no regular file'),
-    (os.mkfifo, 'a.mp4', 'video', 'it is no regular file'),
 ]
 
 

@@ -11,7 +11,6 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from PIL import Image
 
@@ -48,7 +47,15 @@ IMAGES_AND_VIDEOS = (
     ('video',),
     ('image',),
 )
-ALL_MODALITIES = ((), ('video',), ('image', 'video'), ('audio',), ('audio', 'image', 'video'), (), ('image',))
+ALL_MODALITIES = (
+    (),
+    ('video',),
+    ('image', 'video'),
+    ('audio',),
+    ('audio', 'image', 'video'),
+    (),
+    ('image',),
+)
 SOUNDS = ((), ('audio',), ('audio', 'audio'), (), ('audio',))
 # SmolVLM's processor cannot join the pixels of two videos, or of a video and an image.
 ONE_VIDEO_AT_MOST = ((), ('video',), ('image',), (), ('image', 'image'), ('video',))
@@ -89,30 +96,24 @@ def open_family(name, folder):
     return case, LlavaDataset(path, case.processor, video=sampling)
 
 
-# Padding side -> microbatch sizes, and whether rows are regrouped. The whole batch fits a microbatch of 8.
-CUTS = {'right': [(2, True), (3, False)], 'left': [(2, True)]}
-OTHER_CUTS = {
-    'right': [(2, False), (3, True), (1, True), (1, False), (8, True), (8, False)],
-    'left': [(2, False)],
-}
-QUICK = ('qwen2_5_omni', 'llava_onevision')  # all modalities; a video as patches, and as frames
+QUICK = ('qwen2_5_omni', 'llava_onevision')
+"""All modalities; a video as patches, and as frames."""
 GRADIENTS = []
 for family in FAMILIES:
     marks = [] if family in QUICK else [pytest.mark.slow]
-    GRADIENTS.append(pytest.param(family, CUTS, marks=marks, id=f'{family}-some cuts'))
-    GRADIENTS.append(pytest.param(family, OTHER_CUTS, marks=pytest.mark.slow, id=f'{family}-other cuts'))
+    GRADIENTS.append(pytest.param(family, marks=marks))
 
 
-@pytest.mark.parametrize(('name', 'cuts'), GRADIENTS)
-def test_gradient_is_that_of_one_forward(tmp_path, name, cuts):
+@pytest.mark.parametrize('name', GRADIENTS)
+def test_gradient_is_that_of_one_forward(tmp_path, name):
     case, dataset = open_family(name, tmp_path)
     samples = list(dataset)
     collate = VisionLanguageCollator(case.processor, layout=BatchLayout.for_model(case.model))
-    for side, cuts_of_side in cuts.items():
+    for side in ('left', 'right'):
         case.processor.tokenizer.padding_side = side
         batch = collate(samples)
-        for microbatch_size, regroup in cuts_of_side:
-            assert_exact(case.model, batch, microbatch_size=microbatch_size, regroup=regroup)
+        for regroup in (True, False):
+            assert_exact(case.model, batch, microbatch_size=2, regroup=regroup)
 
 
 @pytest.mark.parametrize('name', FAMILIES)
@@ -193,18 +194,6 @@ def test_model_gets_seconds_per_pair(uneven_video, name, key):
     assert float(sample[key]) == pytest.approx(2 * 5.444 / 4, rel=1e-3)
 
 
-@pytest.mark.parametrize('name', ['qwen2_vl', 'qwen3_vl', 'llava_next_video', 'internvl'])
-def test_one_frame_and_gif(tmp_path, name):
-    write_video(tmp_path / 'one.mp4', [90])
-    write_video(tmp_path / 'many.gif', codec='gif', pixels='rgb8')
-    case = MEDIA[name]()
-    for file in ('one.mp4', 'many.gif'):
-        path = write_question(tmp_path, 'video', file)
-        sample = LlavaDataset(path, case.processor)[0]
-        assert sample['num_videos'] == [1]
-        assert torch.isfinite(case.loss(sample))
-
-
 def test_bad_media_are_skipped_and_counted(tmp_path):
     write_video(tmp_path / 'good.mp4')
     write_sound(tmp_path / 'sound.mp4', sine(0.5))
@@ -233,14 +222,6 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     assert dataset.skip_report().startswith('skipped 4 of 5 samples')
 
 
-def test_audio_that_is_too_long(tmp_path):
-    write_sound(tmp_path / 'long.wav', sine(1.2, rate=8000), rate=8000)
-    path = write_question(tmp_path, 'audio', 'long.wav')
-    dataset = LlavaDataset(path, MEDIA['qwen2_audio']().processor)
-    with pytest.raises(BadSampleError, match=r'sample "a" .*an audio .* window is 1\.0 s, .* got: 1\.2 s'):
-        dataset[0]
-
-
 @pytest.mark.parametrize('name', ['fingerprint', 'identity'])
 @pytest.mark.parametrize(('modality', 'num_different'), [('video', 3), ('image', 1)])
 def test_video_sampling_changes_the_fingerprint(tmp_path, name, modality, num_different):
@@ -257,15 +238,13 @@ def test_video_sampling_changes_the_fingerprint(tmp_path, name, modality, num_di
 
 
 def test_joined_frames_come_in_pairs():
-    encoder = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(fps=1))
+    processor = MEDIA['qwen3_vl']().processor
+    encoder = ConversationEncoder(processor, video=VideoSampling(fps=1))
     assert encoder.video == VideoSampling(fps=1, min_frames=2)
-    one_frame = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(num_frames=1))
+    one_frame = ConversationEncoder(processor, video=VideoSampling(num_frames=1))
     assert one_frame.video.count(10, 1.0) == 2
-
-
-def test_too_few_frames_for_a_patch():
     with pytest.raises(ValueError, match='`max_frames` must be at least 2'):
-        ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(max_frames=1))
+        ConversationEncoder(processor, video=VideoSampling(max_frames=1))
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_audio'])
@@ -313,14 +292,11 @@ def test_list_of_images_as_a_video(tmp_path):
         Image.new('L', (32, 32), 60 * index).save(tmp_path / name)
     processor = MEDIA['qwen2_vl']().processor
     path = write_question(tmp_path, 'video', names)
-    sample = LlavaDataset(path, processor)[0]
-    assert sample['video_grid_thw'][0, 0] == 2
+    dataset = LlavaDataset(path, processor)
+    assert dataset[0]['video_grid_thw'][0, 0] == 2
     (tmp_path / '1.png').write_bytes(b'no picture')
-    with pytest.raises(BadSampleError, match=r'sample "a" .*video file .*0\.png, .*1\.png, .* cannot be read'):
-        LlavaDataset(path, processor)[0]
-    (tmp_path / '3.png').unlink()
-    with pytest.raises(BadSampleError, match=r'video file .*3\.png does not exist'):
-        LlavaDataset(path, processor)
+    with pytest.raises(BadSampleError, match=r'video file .*0\.png, .*1\.png, .* cannot be read: image 2 of 4'):
+        dataset[0]
 
 
 @pytest.mark.parametrize('modalities', [('video', 'video'), ('video', 'image')])
