@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The collator pads on the tokenizer's side and joins the lists and the images of the rows."""
+"""The collator pads on the tokenizer's side. Lists and images of the rows: see `test_llava.py`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data.processor import train_tokenizer
 
 
-def sample(ids, labels, num_images=0, sample_id='s'):
-    tensors = {
+def sample(ids, labels):
+    return {
         'input_ids': torch.tensor([ids]),
         'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
         'labels': torch.tensor([labels]),
-        'sample_ids': [sample_id],
-        'num_images': [num_images],
     }
-    if num_images:
-        tensors['pixel_values'] = torch.full((num_images, 3, 2, 2), float(ids[0]))
-    return tensors
 
 
 def make_tokenizer(padding_side='right'):
@@ -33,9 +28,9 @@ def make_tokenizer(padding_side='right'):
 
 
 ROWS = [
-    sample([5, 6, 7], [-100, 6, 7], sample_id='text'),
-    sample([8, 9, 10, 11, 12], [8, -100, -100, -100, 12], num_images=2, sample_id='two'),
-    sample([13], [13], num_images=1, sample_id='one'),
+    sample([5, 6, 7], [-100, 6, 7]),
+    sample([8, 9, 10, 11, 12], [8, -100, -100, -100, 12]),
+    sample([13], [13]),
 ]
 
 
@@ -50,20 +45,9 @@ def test_rows_are_padded(side):
             padding = [fill] * (5 - len(entries))
             expected = padding + entries if side == 'left' else entries + padding
             assert padded == expected, key
-
-
-def test_left_padding_adds_a_loss_token():
-    batch = VisionLanguageCollator(make_tokenizer('left'))(ROWS)
-    # Padding moves the first label of a row away from position 0 of the batch, so the model does predict it.
-    assert count_tokens(batch).loss_generating == (2, 1, 1)
-
-
-def test_lists_travel_with_the_rows():
-    batch = VisionLanguageCollator(make_tokenizer())(ROWS)
-    assert next(iter(batch)) == 'input_ids'
-    assert batch['sample_ids'] == ['text', 'two', 'one']
-    assert batch['num_images'] == [0, 2, 1]
-    assert batch['pixel_values'][:, 0, 0, 0].tolist() == [8, 8, 13]
+    # Padding on the left moves the label of the last row away from column 0, so the model does predict it.
+    num_of_last_row = 1 if side == 'left' else 0
+    assert count_tokens(batch).loss_generating == (2, 1, num_of_last_row)
 
 
 def test_tokenizer_without_pad_token_is_refused():

@@ -89,7 +89,7 @@ def test_text_alone_with_a_tokenizer(folder):
         open_dataset(folder, [one_image('a')], processor=tokenizer)
 
 
-def test_several_files_beside_their_images(folder):
+def test_several_files_with_their_images(folder):
     array = folder / 'images' / 'a.json'
     array.write_text(json.dumps([one_image('of array')]))
     lines = folder / 'images' / 'b.jsonl'
@@ -97,16 +97,12 @@ def test_several_files_beside_their_images(folder):
     assert sample_ids(LlavaDataset([array, lines], small())) == ['of array', 'of lines']
 
 
-@pytest.mark.parametrize(
-    ('images', 'message'),
-    [
-        ('none.png', r'image file .*none\.png does not exist'),
-        (['red.png', 'green.jpg'], 'got: 2 images and 1 placeholders'),
-    ],
-)
-def test_bad_record_is_named_or_skipped(folder, images, message):
-    records = [one_image('good'), one_image('bad', images), one_image('fine', 'green.jpg')]
-    with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, entry 2\): .*{message}') as raised:
+@pytest.mark.parametrize('name', ['none.png', 'a/' * 3000 + 'none.png', '字' * 200 + '/none.png'])
+def test_missing_image_is_named_or_skipped(folder, name):
+    """Some names are longer than file systems allow."""
+    records = [one_image('good'), one_image('bad', name), one_image('fine', 'green.jpg')]
+    message = r'sample "bad" \(.*data\.json, entry 2\): image file .*none\.png does not exist'
+    with pytest.raises(BadSampleError, match=message) as raised:
         open_dataset(folder, records)
     assert '\n' not in str(raised.value)
     dataset = open_dataset(folder, records, on_error='skip')
@@ -147,12 +143,6 @@ def test_small_processor_of_the_files_texts(folder):
     assert len(tokenizer('the painter')['input_ids']) == 2
 
 
-@pytest.mark.parametrize('name', ['a/' * 3000 + 'red.png', '字' * 200 + '/red.png'], ids=['path', 'folder'])
-def test_name_longer_than_file_systems_allow(folder, name):
-    with pytest.raises(BadSampleError, match=r'sample "a" .*red\.png does not exist'):
-        open_dataset(folder, [one_image('a', image=name)])
-
-
 @pytest.fixture
 def folder_with_links(folder):
     """Adds a private file, links to it, and a link that stays inside the folder of images."""
@@ -182,8 +172,7 @@ def test_names_outside_the_image_folder(folder_with_links, name):
     assert dataset[0]['num_images'] == [1]
 
 
-@pytest.mark.parametrize('name', ['sub/../red.png', '{folder}/images/red.png', 'inside.png'])
-def test_names_inside_the_image_folder(folder_with_links, name):
-    record = one_image('a', image=name.format(folder=folder_with_links))
-    dataset = open_dataset(folder_with_links, [record])
-    assert dataset[0]['num_images'] == [1]
+def test_names_inside_the_image_folder(folder_with_links):
+    names = ['sub/../red.png', f'{folder_with_links}/images/red.png', 'inside.png']
+    dataset = open_dataset(folder_with_links, [one_image('a', image=name) for name in names])
+    assert [sample['num_images'] for sample in dataset] == [[1]] * 3

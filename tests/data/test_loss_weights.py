@@ -32,10 +32,6 @@ def records_with(*weights):
     return records
 
 
-def save_json(folder, records):
-    return write_json(folder, records)
-
-
 def save_parquet(folder, records):
     datasets = pytest.importorskip('datasets')
     datasets.Dataset.from_list(records).to_parquet(folder / 'data.parquet')
@@ -56,7 +52,7 @@ def collated(path):
     return VisionLanguageCollator(processor)(list(LlavaDataset(path, processor)))
 
 
-@pytest.mark.parametrize('save', [save_json, save_parquet, save_described])
+@pytest.mark.parametrize('save', [write_json, save_parquet, save_described])
 def test_weight_of_a_samples_tokens(tmp_path, save):
     batch = collated(save(tmp_path, records_with(*WEIGHTS)))
     weights = token_weights_of(batch, 'column')
