@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from tokenizers import Tokenizer
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.processor import small_llava_processor, train_tokenizer
-from tests.model_types.processors import small_processor
-from tests.support.family_processors import QWEN_TOKENS
+from tests.support.family_processors import build_processor
 
 TEXTS = ['What is this? A red square. And now? Blue, I think: <b>7</b> of them.'] * 4
 
@@ -62,7 +62,7 @@ def _trained() -> str:
     return train_tokenizer(TEXTS, vocab_size=512).backend_tokenizer.to_str()
 
 
-def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **role_tokens: Any) -> Any:
+def tokenizer(*special: str, class_name: str = '', **role_tokens: Any) -> Any:
     """Returns a byte-level BPE tokenizer with further special tokens.
 
     Args:
@@ -70,25 +70,24 @@ def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **role
         class_name: The class that the processor insists on up to transformers 4.
         role_tokens: Tokens that have a role, such as ``eos_token``.
     """
-    is_old = transformers.__version__.startswith('4.')
-    tokenizer_class = getattr(transformers, class_name if is_old else 'PreTrainedTokenizerFast')
+    tokenizer_class = transformers.PreTrainedTokenizerFast
+    if class_name and transformers.__version__.startswith('4.'):
+        tokenizer_class = getattr(transformers, class_name)
     options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **role_tokens}
     wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **options)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
     return wrapped
 
 
-def _llama_tokenizer() -> Any:
-    return tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>')
-
-
-def _of(name: str, template: str, tokenizer: Any, *, videos: str = '', **parts: Any) -> Any:
-    """Returns a processor of these parts. ``videos`` names the class of its video processor, new in 4.53."""
-    if videos and hasattr(transformers, f'{videos}VideoProcessor'):
-        parts['video_processor'] = getattr(transformers, f'{videos}VideoProcessor')()
-    processor = getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
+def chat_processor(name: str, template: str, make_tokenizer: Callable[..., Any], **options: Any) -> Any:
+    """Returns the processor of a family with this chat template."""
+    processor = build_processor(name, make_tokenizer, **options)
     processor.chat_template = template
     return processor
+
+
+LLAMA_TOKENIZER = partial(tokenizer, '<s>', '</s>', bos_token='<s>', eos_token='</s>')
+QWEN_TOKENIZER = partial(tokenizer, '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
 
 
 def small() -> Any:
@@ -96,50 +95,27 @@ def small() -> Any:
 
 
 def llava() -> Any:
-    processor = small_llava_processor(_llama_tokenizer(), image_size=16, patch_size=8)
+    processor = small_llava_processor(LLAMA_TOKENIZER(), image_size=16, patch_size=8)
     processor.chat_template = VICUNA
     return processor
 
 
 def llava_next() -> Any:
-    return _of(
-        'LlavaNext',
-        MISTRAL,
-        _llama_tokenizer(),
-        image_processor=small_processor('llava_next', 'image'),
-        patch_size=4,
-        vision_feature_select_strategy='default',
-        num_additional_image_tokens=1,
-    )
+    return chat_processor('llava_next', MISTRAL, LLAMA_TOKENIZER)
 
 
 def llava_onevision() -> Any:
     template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<image>')
-    words = tokenizer('<video>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
-    return _of(
-        'LlavaOnevision',
-        template,
-        words,
-        image_processor=small_processor('llava_onevision', 'image'),
-        num_image_tokens=16,
-        vision_feature_select_strategy='full',
-        videos='LlavaOnevision',
-    )
+    return chat_processor('llava_onevision', template, QWEN_TOKENIZER)
 
 
-def qwen2_vl(name: str = 'Qwen2VL') -> Any:
-    special = (*QWEN_TOKENS, '<|im_start|>', '<|im_end|>')
-    words = tokenizer(*special, class_name='Qwen2TokenizerFast', eos_token='<|im_end|>')
-    return _of(name, QWEN, words, image_processor=small_processor('qwen2_vl', 'image'), videos='Qwen2VL')
+def qwen2_vl(name: str = 'qwen2_vl') -> Any:
+    return chat_processor(name, QWEN, QWEN_TOKENIZER)
 
 
 def idefics3() -> Any:
-    special = ['<fake_token_around_image>', '<global-img>', '<end_of_utterance>', '<|im_start|>']
-    for row in range(1, 4):
-        special += [f'<row_{row}_col_{column}>' for column in range(1, 4)]
-    words = tokenizer(*special, bos_token='<|im_start|>', eos_token='<end_of_utterance>')
-    images = small_processor('idefics3', 'image', max_image_size={'longest_edge': 16})
-    return _of('Idefics3', SMOLVLM, words, image_processor=images, image_seq_len=4)
+    make_tokenizer = partial(tokenizer, '<|im_start|>', bos_token='<|im_start|>', eos_token='<end_of_utterance>')
+    return chat_processor('idefics3', SMOLVLM, make_tokenizer)
 
 
 # Processors of query transformers write the placeholders themselves, so the template writes nothing for an image.
@@ -148,36 +124,15 @@ WITHOUT_IMAGES = VICUNA.replace("{{ '<image>\\n' }}", '')
 
 
 def blip2(**options: Any) -> Any:
-    return _of(
-        'Blip2',
-        WITHOUT_IMAGES,
-        _llama_tokenizer(),
-        image_processor=small_processor('blip-2', 'image'),
-        **{'num_query_tokens': 4, **options},
-    )
+    return chat_processor('blip2', WITHOUT_IMAGES, LLAMA_TOKENIZER, **options)
 
 
-def instructblip(**options: Any) -> Any:
-    return _of(
-        'InstructBlip',
-        WITHOUT_IMAGES,
-        _llama_tokenizer(),
-        image_processor=small_processor('blip-2', 'image'),
-        qformer_tokenizer=tokenizer(),
-        **{'num_query_tokens': 4, **options},
-    )
+def instructblip(name: str = 'instructblip', **options: Any) -> Any:
+    return chat_processor(name, WITHOUT_IMAGES, LLAMA_TOKENIZER, qformer_tokenizer=tokenizer(), **options)
 
 
 def instructblipvideo() -> Any:
-    clips = small_processor('instructblipvideo', 'video')
-    return _of(
-        'InstructBlipVideo',
-        WITHOUT_IMAGES,
-        _llama_tokenizer(),
-        video_processor=clips,
-        qformer_tokenizer=tokenizer(),
-        num_query_tokens=4,
-    )
+    return instructblip('instructblipvideo')
 
 
 # Processor and the token that ends an answer.

@@ -40,7 +40,7 @@ def gemma3():
 
 
 PROCESSORS = {name: make for name, (make, _) in chat_processors.PROCESSORS.items()}
-PROCESSORS['qwen2_5_vl'] = lambda: chat_processors.qwen2_vl('Qwen2_5_VL')
+PROCESSORS['qwen2_5_vl'] = lambda: chat_processors.qwen2_vl('qwen2_5_vl')
 PROCESSORS['gemma3'] = gemma3
 PROCESSORS['tokenizer'] = lambda: chat_processors.small().tokenizer
 

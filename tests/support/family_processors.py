@@ -19,7 +19,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from tests.model_types.processors import small_processor
 from tests.model_types.tiny import IMAGE, PATCH
 
-__all__ = ['PROCESSORS', 'QWEN3_WORDS', 'QWEN_TOKENS', 'QWEN_VIDEO', 'WORDS', 'word_tokenizer']
+__all__ = ['PROCESSORS', 'QWEN3_WORDS', 'QWEN_TOKENS', 'QWEN_VIDEO', 'WORDS', 'build_processor', 'word_tokenizer']
 
 WORDS = tuple(f'{first}{second}' for first in 'bdfgklmnprst' for second in 'aeiou')
 QWEN_TOKENS = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
@@ -88,6 +88,7 @@ VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
 QWEN_VIDEO: dict[str, Any] = {'do_sample_frames': False, 'size': VIDEO_SIZES}
 QWEN: dict[str, Any] = {'tokens': QWEN_TOKENS, 'tokenizer': 'Qwen2TokenizerFast', 'video': QWEN_VIDEO}
 TILES = [f'<row_{row}_col_{column}>' for row in range(1, 7) for column in range(1, 7)]
+QUERIES: dict[str, Any] = {'num_query_tokens': 4}
 IDEFICS_TOKENS = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
 LONGEST_EDGE = {'longest_edge': IMAGE}
 TILE = {'max_image_size': LONGEST_EDGE}
@@ -157,6 +158,9 @@ _RECIPES = {
         tokens=['[IMG]', '[IMG_BREAK]', '[IMG_END]'],
         options={'patch_size': PATCH, 'spatial_merge_size': 1},
     ),
+    'blip2': _Recipe(model_type='blip-2', tokens=['<image>'], options=QUERIES),
+    'instructblip': _Recipe(tokens=['<image>'], options=QUERIES),
+    'instructblipvideo': _Recipe(tokens=['<image>'], options=QUERIES),
     'smolvlm_video': _Recipe(
         model_type='smolvlm',
         tokens=(*IDEFICS_TOKENS, '<video>', *SMOLVLM_WORDS),
@@ -167,11 +171,12 @@ _RECIPES = {
 }
 
 
-def _processor(name: str) -> Any:
+def build_processor(name: str, make_tokenizer: Callable[..., Any] = word_tokenizer, **options: Any) -> Any:
+    """Returns the processor of a family, with further arguments. ``make_tokenizer`` takes those of `word_tokenizer`."""
     recipe = _RECIPES[name]
     model_type = recipe.model_type or name
     attributes = {f'{attribute}_token': token for attribute, token in recipe.attributes.items()}
-    tokenizer = word_tokenizer(*recipe.tokens, class_name=recipe.tokenizer, **attributes)
+    tokenizer = make_tokenizer(*recipe.tokens, class_name=recipe.tokenizer, **attributes)
     processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
     arguments = inspect.signature(processor_class).parameters
     parts: dict[str, Any] = {}
@@ -182,7 +187,7 @@ def _processor(name: str) -> Any:
         parts['video_processor'] = small_processor(model_type, 'video', **recipe.video)
     if 'feature_extractor' in arguments:
         parts['feature_extractor'] = small_processor(model_type, 'audio')
-    processor = processor_class(tokenizer=tokenizer, **parts, **recipe.options)
+    processor = processor_class(tokenizer=tokenizer, **parts, **{**recipe.options, **options})
     if name == 'qwen2_5_omni':  # its own sizes replace those of its video processor
         processor.videos_kwargs = {'size': VIDEO_SIZES}
     if name == 'smolvlm_video':
@@ -191,4 +196,4 @@ def _processor(name: str) -> Any:
 
 
 PROCESSORS: dict[str, Callable[[], Any]] = {'llama': word_tokenizer}
-PROCESSORS |= {name: functools.partial(_processor, name) for name in _RECIPES}
+PROCESSORS |= {name: functools.partial(build_processor, name) for name in _RECIPES}
