@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from composer_tokacc.data import BadSampleError
-from tests.data.test_formats import FORMATS, MEDIA, REFUSED
+from tests.data.test_formats import FORMATS, REFUSED, lines_of
 from tests.support.conversations import parse
 
 __all__ = ['page']
@@ -30,8 +30,6 @@ def page() -> str:
     lines = [HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|']
     for name, example in FORMATS.items():
         lines.append(_read_row(name, example.record))
-    for name, example in MEDIA.items():
-        lines.append(_read_row(f'{name}, videos and audio', example.record))
     lines += [
         '',
         '## Refused',
@@ -45,14 +43,7 @@ def page() -> str:
 
 
 def _read_row(name: str, data: Any) -> str:
-    record = parse(data)
-    lines = []
-    for turn in record.turns:
-        suffix = '' if turn.carries_loss else ' (no loss)'
-        lines.append(f'{turn.role}: {turn.text}{suffix}')
-    for medium in record.media:
-        lines.append(f'{medium.modality} {", ".join(medium.names)}')
-    cells = [_cell(_short(line)) for line in lines]
+    cells = [_cell(_short(line)) for line in lines_of(parse(data))]
     return f'| {name} | {_code(data)} | {"<br>".join(cells)} |'
 
 

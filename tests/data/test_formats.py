@@ -40,12 +40,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def roles_and_texts(record):
-    return [(turn.role, turn.text) for turn in record.turns]
-
-
-def modalities_and_names(record):
-    return [(medium.modality, medium.names) for medium in record.media]
+def lines_of(record):
+    """Returns a line for each turn and each medium of a record."""
+    lines = []
+    for turn in record.turns:
+        suffix = '' if turn.carries_loss else ' (no loss)'
+        lines.append(f'{turn.role}: {turn.text}{suffix}')
+    for medium in record.media:
+        lines.append(f'{medium.modality} {", ".join(medium.names)}')
+    return lines
 
 
 def image_colours(record):
@@ -90,22 +93,27 @@ ANSWER = assistant_turn('Red.')
 TEXT = part('text', text='Which colour?')
 RED_PART = part('image', image='red.png')
 RED_AS_BYTES = {'bytes': RED, 'path': None}
-PLAIN_TURNS = (('user', '<image>Which colour?'), ('assistant', 'Red.'))
+PLAIN_TURNS = ('user: <image>Which colour?', 'assistant: Red.')
+LINES_ABOUT_RED = [*PLAIN_TURNS, 'image red.png']
 
 
 @dataclass(frozen=True)
-class ImageFormat:
-    """A record as a project documents it, and how it is read. Most are the plain question about the red image."""
+class Example:
+    """A record as a project documents it, and how it is read. Many are the plain question about the red image."""
 
     record: dict[str, Any]
-    turns: Sequence[tuple[str, str]] = PLAIN_TURNS
-    colours: Sequence[str] = ('red',)
+    lines: Sequence[str]
+
+
+def example_about_red(record, *, name='red.png'):
+    """Returns an example that is read as the plain question. ``name`` is the name of the image in messages."""
+    return Example(record, [*PLAIN_TURNS, f'image {name}'])
 
 
 # Keys are named as in each project's own documentation.
 FORMATS = {
-    'VILA': ImageFormat({'id': '1', 'image': 'red.png', 'conversations': turns('<image>Which colour?', 'Red.')}),
-    'LLaMA-Factory alpaca': ImageFormat(
+    'VILA': example_about_red({'id': '1', 'image': 'red.png', 'conversations': turns('<image>Which colour?', 'Red.')}),
+    'LLaMA-Factory alpaca': Example(
         {
             'instruction': 'Which colour?',
             'input': '<image>',
@@ -114,22 +122,22 @@ FORMATS = {
             'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
             'images': ['red.png'],
         },
-        turns=[
-            ('system', 'Be brief.'),
-            ('user', 'Hello?'),
-            ('assistant', 'Hi.'),
-            ('user', 'Ready?'),
-            ('assistant', 'Yes.'),
-            ('user', 'Which colour?\n<image>'),
-            ('assistant', 'Red.'),
+        [
+            'system: Be brief.',
+            'user: Hello?',
+            'assistant: Hi.',
+            'user: Ready?',
+            'assistant: Yes.',
+            'user: Which colour?\n<image>',
+            'assistant: Red.',
+            'image red.png',
         ],
     ),
-    'alpaca without input': ImageFormat(
+    'alpaca without input': Example(
         {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
-        turns=[('user', 'Which colour has blood?'), ('assistant', 'Red.')],
-        colours=[],
+        ['user: Which colour has blood?', 'assistant: Red.'],
     ),
-    'LLaMA-Factory ShareGPT with an observation': ImageFormat(
+    'LLaMA-Factory ShareGPT with an observation': Example(
         {
             'conversations': [
                 {'from': 'human', 'value': 'Weather?'},
@@ -139,10 +147,9 @@ FORMATS = {
             ],
             'system': '',
         },
-        turns=[('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
-        colours=[],
+        ['user: Weather?', 'assistant: Let me look.', 'tool: sunny', 'assistant: Sunny.'],
     ),
-    'OpenAI image_url': ImageFormat(
+    'OpenAI image_url': Example(
         {
             'messages': [
                 {'role': 'developer', 'content': 'Be brief.'},
@@ -150,38 +157,55 @@ FORMATS = {
                 ANSWER,
             ]
         },
-        turns=[('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
+        [
+            'system: Be brief.',
+            'user: Which colour?<image>',
+            'assistant: Red.',
+            'image data:image/png',
+        ],
     ),
-    'OpenAI input_image': ImageFormat(
-        ask(part('input_image', image_url=RED_URI), part('input_text', text='Which colour?'))
+    'OpenAI input_image': example_about_red(
+        ask(part('input_image', image_url=RED_URI), part('input_text', text='Which colour?')),
+        name='data:image/png',
     ),
-    'Qwen2-VL': ImageFormat(ask(RED_PART, TEXT)),
-    'Qwen2-VL base64': ImageFormat(ask(part('image', image=f'data:image;base64,{RED_TEXT}'), TEXT)),
-    'transformers': ImageFormat(ask(part('image', base64=RED_TEXT), TEXT)),
-    'TRL messages': ImageFormat({'images': ['red.png'], **ask(part('image'), TEXT)}),
-    'TRL messages of a table': ImageFormat(
-        {'images': [RED_AS_BYTES], **ask(part('image', text=None, index=0), {**TEXT, 'index': None})}
+    'Qwen2-VL': example_about_red(ask(RED_PART, TEXT)),
+    'Qwen2-VL base64': example_about_red(
+        ask(part('image', image=f'data:image;base64,{RED_TEXT}'), TEXT),
+        name='data:image',
     ),
-    'TRL prompt and completion': ImageFormat(
+    'transformers': example_about_red(
+        ask(part('image', base64=RED_TEXT), TEXT),
+        name='data:image',
+    ),
+    'TRL messages': example_about_red({'images': ['red.png'], **ask(part('image'), TEXT)}),
+    'TRL messages of a table': example_about_red(
+        {'images': [RED_AS_BYTES], **ask(part('image', text=None, index=0), {**TEXT, 'index': None})},
+        name='in the record',
+    ),
+    'TRL prompt and completion': Example(
         {
             'images': ['red.png', 'blue.png'],
             'prompt': [user_turn('Which colour?'), assistant_turn('Red?'), user_turn('And?')],
             'completion': [assistant_turn('Blue.')],
         },
-        turns=[
-            ('user', '<image><image>Which colour?'),
-            ('assistant', 'Red?'),
-            ('user', 'And?'),
-            ('assistant', 'Blue.'),
+        [
+            'user: <image><image>Which colour?',
+            'assistant: Red? (no loss)',
+            'user: And?',
+            'assistant: Blue.',
+            'image red.png',
+            'image blue.png',
         ],
-        colours=['red', 'blue'],
     ),
-    'ms-swift': ImageFormat({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}),
-    'ms-swift bytes': ImageFormat({'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]}),
-    'ms-swift query': ImageFormat(
+    'ms-swift': example_about_red({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}),
+    'ms-swift bytes': example_about_red(
+        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
+        name='data:image',
+    ),
+    'ms-swift query': example_about_red(
         {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}
     ),
-    'Monkey beside a list': ImageFormat(
+    'Monkey beside a list': Example(
         {
             'image': 'blue.png',
             'conversations': [
@@ -189,10 +213,14 @@ FORMATS = {
                 {'from': 'assistant', 'value': 'Red, blue.'},
             ],
         },
-        turns=[('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
-        colours=['red', 'blue'],
+        [
+            'user: <image><image>Which colours?',
+            'assistant: Red, blue.',
+            'image red.png',
+            'image blue.png',
+        ],
     ),
-    'The Cauldron': ImageFormat(
+    'The Cauldron': Example(
         {
             'images': [RED_AS_BYTES],
             'texts': [
@@ -200,18 +228,19 @@ FORMATS = {
                 {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
             ],
         },
-        turns=[*PLAIN_TURNS, ('user', 'Sure?'), ('assistant', 'Yes.')],
+        [*PLAIN_TURNS, 'user: Sure?', 'assistant: Yes.', 'image in the record'],
     ),
-    'FineVision': ImageFormat(
+    'FineVision': example_about_red(
         {
             'images': [RED_AS_BYTES],
             'source': 'vqav2',
             'relevance_ratings': [5],
             'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}],
-        }
+        },
+        name='in the record',
     ),
-    'VideoChat2 image': ImageFormat({'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}),
-    'image of a tool': ImageFormat(
+    'VideoChat2 image': example_about_red({'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}),
+    'image of a tool': Example(
         {
             'images': ['red.png', 'blue.png'],
             'messages': [
@@ -221,46 +250,39 @@ FORMATS = {
                 assistant_turn('Blue.'),
             ],
         },
-        turns=[*PLAIN_TURNS, ('tool', '<image>found'), ('assistant', 'Blue.')],
-        colours=['red', 'blue'],
+        [
+            *PLAIN_TURNS,
+            'tool: <image>found',
+            'assistant: Blue.',
+            'image red.png',
+            'image blue.png',
+        ],
     ),
-    'data URI in capitals, image and images the same': ImageFormat(
-        {'image': LOUD_RED_URI, 'images': [LOUD_RED_URI], 'messages': [QUESTION, ANSWER]}
+    'data URI in capitals, image and images the same': example_about_red(
+        about_red(image=LOUD_RED_URI, images=[LOUD_RED_URI]),
+        name='DATA:image/png',
     ),
-}
-
-VIDEO = ('video', ['a.mp4'])
-VIDEO_OF_FRAMES = ('video', ['f1.png', 'f2.png'])
-AUDIO = ('audio', ['a.wav'])
-EMBEDDED_AUDIO = ('audio', ['data:audio'])
-
-
-@dataclass(frozen=True)
-class MediaFormat:
-    """A record with videos or audio, the text of its first question, and the modality and files of each medium."""
-
-    record: dict[str, Any]
-    question: str
-    media: list[tuple[str, list[str]]]
-
-
-MEDIA = {
-    'LLaMA-Factory ShareGPT': MediaFormat(
+    'LLaMA-Factory ShareGPT, videos and audio': Example(
         ask_text(
             '<image><video>What<audio>?<video>',
-            images=['a.png'],
+            images=['red.png'],
             videos=['a.mp4', ['f1.png', 'f2.png']],
             audios=['a.wav'],
         ),
-        question='<image><video>What<audio>?<video>',
-        media=[('image', ['a.png']), VIDEO, AUDIO, VIDEO_OF_FRAMES],
+        [
+            'user: <image><video>What<audio>?<video>',
+            'assistant: Red.',
+            'image red.png',
+            'video a.mp4',
+            'audio a.wav',
+            'video f1.png, f2.png',
+        ],
     ),
-    'Video-LLaVA': MediaFormat(
-        {'video': 'a.mp4', **ask_text('<video>\nWhat?')},
-        question='<video>\nWhat?',
-        media=[VIDEO],
+    'Video-LLaVA': Example(
+        ask_text('<video>\nWhat?', video='a.mp4'),
+        ['user: <video>\nWhat?', 'assistant: Red.', 'video a.mp4'],
     ),
-    'VideoChat2': MediaFormat(
+    'VideoChat2': Example(
         {
             'video': 'a.mp4',
             'QA': [
@@ -268,87 +290,72 @@ MEDIA = {
                 {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'},
             ],
         },
-        question='<video>What happens?',
-        media=[VIDEO],
+        [
+            'system: Look at the video.',
+            'user: <video>What happens?',
+            'assistant: Red.',
+            'user: And then?',
+            'assistant: Blue.',
+            'video a.mp4',
+        ],
     ),
-    'VideoChat2 caption': MediaFormat(
+    'VideoChat2 caption': Example(
         {'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]},
-        question='<video>',
-        media=[VIDEO],
+        ['system: Describe it.', 'user: <video>', 'assistant: Red.', 'video a.mp4'],
     ),
-    'LLaVA-Video': MediaFormat(
-        {'video': 'a.mp4', **ask_text('<image>\nWhat?')},
-        question='<video>\nWhat?',
-        media=[VIDEO],
+    'LLaVA-Video': Example(
+        ask_text('<image>\nWhat?', video='a.mp4'),
+        ['user: <video>\nWhat?', 'assistant: Red.', 'video a.mp4'],
     ),
-    'VILA': MediaFormat(
-        {'video': 'a.mp4', 'sound': 'a.wav', **ask_text('<vila/video><sound>What?')},
-        question='<video><audio>What?',
-        media=[VIDEO, AUDIO],
+    'VILA, videos and audio': Example(
+        ask_text('<vila/video><sound>What?', video='a.mp4', sound='a.wav'),
+        ['user: <video><audio>What?', 'assistant: Red.', 'video a.mp4', 'audio a.wav'],
     ),
-    'Qwen2-VL': MediaFormat(
+    'Qwen2-VL, videos': Example(
         ask(part('video', video='file:///tmp/a.mp4'), part('video', video=['f1.png', 'f2.png'])),
-        question='<video><video>',
-        media=[('video', ['/tmp/a.mp4']), VIDEO_OF_FRAMES],
+        ['user: <video><video>', 'assistant: Red.', 'video /tmp/a.mp4', 'video f1.png, f2.png'],
     ),
-    'Qwen2-Audio': MediaFormat(
+    'Qwen2-Audio': Example(
         ask(part('audio', audio_url='a.wav'), TEXT),
-        question='<audio>Which colour?',
-        media=[AUDIO],
+        ['user: <audio>Which colour?', 'assistant: Red.', 'audio a.wav'],
     ),
-    'transformers': MediaFormat(
+    'transformers, videos and audio': Example(
         ask(part('video', path='a.mp4'), part('audio', path='a.wav'), TEXT),
-        question='<video><audio>Which colour?',
-        media=[VIDEO, AUDIO],
+        ['user: <video><audio>Which colour?', 'assistant: Red.', 'video a.mp4', 'audio a.wav'],
     ),
-    'OpenAI input_audio': MediaFormat(
+    'OpenAI input_audio': Example(
         ask(part('input_audio', input_audio={'data': WAV_TEXT, 'format': 'wav'}), TEXT),
-        question='<audio>Which colour?',
-        media=[EMBEDDED_AUDIO],
+        ['user: <audio>Which colour?', 'assistant: Red.', 'audio data:audio'],
     ),
-    'vLLM': MediaFormat(
+    'vLLM': Example(
         ask(part('audio_url', audio_url={'url': WAV_URI}), part('video_url', video_url='a.mp4')),
-        question='<audio><video>',
-        media=[EMBEDDED_AUDIO, VIDEO],
+        ['user: <audio><video>', 'assistant: Red.', 'audio data:audio', 'video a.mp4'],
     ),
-    'TRL': MediaFormat(
+    'TRL, videos': Example(
         {'videos': ['a.mp4'], 'prompt': [user_turn('What?')], 'completion': [ANSWER]},
-        question='<video>What?',
-        media=[VIDEO],
+        ['user: <video>What?', 'assistant: Red.', 'video a.mp4'],
     ),
-    'ms-swift': MediaFormat(
+    'ms-swift, videos and audio': Example(
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
-        question='<video><audio>What?',
-        media=[VIDEO, AUDIO],
+        ['user: <video><audio>What?', 'assistant: Red.', 'video a.mp4', 'audio a.wav'],
     ),
 }
 
 
-@pytest.mark.parametrize('name', MEDIA)
-def test_videos_and_audio_of_each_project(name):
-    expected = MEDIA[name]
-    record = parse(expected.record)
-    questions = [turn.text for turn in record.turns if turn.role == 'user']
-    assert questions[0] == expected.question
-    assert modalities_and_names(record) == expected.media
-    asked = [message for message in record.messages() if message['role'] == 'user']
-    types = [item['type'] for item in asked[0]['content'] if item['type'] != 'text']
-    assert types == [modality for modality, _ in expected.media]
-    assert '<' not in ''.join(record.texts)
-
-
 @pytest.mark.parametrize('name', FORMATS)
 def test_record_is_what_its_project_means(folder, name):
-    expected = FORMATS[name]
-    record = parse(expected.record, folder)
-    assert roles_and_texts(record) == list(expected.turns)
-    assert image_colours(record) == list(expected.colours)
-
-
-def test_instruction_of_videochat2_is_system_turn():
-    instruction, _, *following = roles_and_texts(parse(MEDIA['VideoChat2'].record))
-    assert instruction == ('system', 'Look at the video.')
-    assert following == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
+    example = FORMATS[name]
+    record = parse(example.record, folder)
+    assert lines_of(record) == list(example.lines)
+    modalities = [medium.modality for medium in record.media]
+    types = []
+    for message in record.messages():
+        types += [item['type'] for item in message['content'] if item['type'] != 'text']
+    assert types == modalities
+    assert '<' not in ''.join(record.texts)
+    if set(modalities) == {'image'}:
+        colours = ['blue' if name == 'blue.png' else 'red' for medium in record.media for name in medium.names]
+        assert image_colours(record) == colours
 
 
 def test_line_breaks_around_placeholders():
@@ -488,11 +495,6 @@ def test_weight_0_of_an_answer(folder):
     assert learned_text(plain, tokenizer) == 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>'
 
 
-def test_trl_learns_the_completion_only():
-    record = parse(FORMATS['TRL prompt and completion'].record)
-    assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
-
-
 RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant_turn('Rød.')]) for index in range(3)]
 LINES = '\n'.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
 ENCODED = {
@@ -596,8 +598,7 @@ DESCRIBED = {
 def test_dataset_info_of_llama_factory(folder, entry, record):
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
     (parsed,) = LlavaDataset(path, small()).records
-    assert roles_and_texts(parsed) == list(PLAIN_TURNS)
-    assert image_colours(parsed) == ['red']
+    assert lines_of(parsed) == LINES_ABOUT_RED
     assert parsed.source == f'{folder}/own.json, entry 1'
 
 
@@ -618,7 +619,7 @@ def test_dataset_info_of_videos_and_audio(folder):
     record = {'dialogue': turns('<video><audio>?', 'Red.'), 'films': ['a.mp4'], 'sounds': ['a.wav']}
     path = describe(folder, entry, [record])
     (raw,) = read_raw_records(path)
-    assert modalities_and_names(parse_record(raw)) == [VIDEO, AUDIO]
+    assert lines_of(parse_record(raw)) == ['user: <video><audio>?', 'assistant: Red.', 'video a.mp4', 'audio a.wav']
 
 
 @pytest.mark.parametrize(
