@@ -150,6 +150,16 @@ def pcm_with(place: int, form: str, value: int, *, frames: int = 9600) -> Write:
     return write
 
 
+def pcm_without_frames(path: Path) -> None:
+    pcm(path, frames=0)
+
+
+def up_to_segment(content: bytes) -> bytes:
+    """Cuts a Matroska file behind the id of its segment, which holds everything."""
+    segment_id = b'\x18S\x80g'
+    return content[: content.index(segment_id) + len(segment_id)]
+
+
 def sound_of(value: float) -> Write:
     return lambda path: write_sound(path, np.full(9600, value, np.float32))
 
@@ -161,6 +171,7 @@ FLV = partial(write_video, codec='flv')
 OPUS = partial(write_encoded_sound, codec='libopus')
 MP3 = partial(write_encoded_sound, codec='libmp3lame')
 FLAC = partial(write_encoded_sound, codec='flac')
+AIFF = partial(write_encoded_sound, codec='pcm_s16be')
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
 NO_IMAGE = 'no image of a known format'
 NO_CONTAINER = 'container that is not supported'
@@ -216,7 +227,18 @@ MEDIA: dict[str, Reading] = {
     'a video that lost bytes': of_video('a.mkv', with_zeros(MPEG4), SAMPLE),
     'an FLV that lost bytes': of_video('a.flv', with_zeros(partial(FLV, size=(256, 256))), 'is damaged'),
     'a stream of H.264 without a container': of_video('a.h264', partial(MPEG4, codec='libx264'), NO_CONTAINER),
+    'a cut MKV': of_video('a.mkv', cut(MPEG4, 0.6), 'end is missing'),
+    'an MKV that is cut before its content': of_video('a.mkv', changed(MPEG4, up_to_segment), 'end is missing'),
+    'a cut AVI': of_video('a.avi', cut(MPEG4, 0.6), SAMPLE),
+    'a video without frames': of_video('a.avi', partial(MPEG4, shades=[]), 'no frames that have a time'),
+    'a text as a video': of_video('a.mp4', of_bytes(b'film ' * 99), 'cannot be read: '),
+    'a video as a picture': of_image('a.mp4', MPEG4, 'pip install pillow-heif'),
     # sounds
+    'a video as a sound': of_audio('a.mp4', MPEG4, 'it holds no audio'),
+    'half a WAV': of_audio('a.wav', half(long_wav), 'end is missing'),
+    'half an AIFF': of_audio('a.aiff', half(AIFF), 'end is missing'),
+    'a WAV without samples': of_audio('a.wav', pcm_without_frames, 'it holds no audio'),
+    'a sound of NaN': of_audio('a.wav', sound_of(float('nan')), 'finite'),
     'half an MP3': of_audio('a.mp3', half(MP3), 'it ends after'),
     'an Ogg Opus': of_audio('a.ogg', OPUS, WORKS),
     'an Ogg Opus without its last bytes': of_audio('a.ogg', cut(OPUS, 0.95), 'end is missing'),
