@@ -21,54 +21,70 @@ MP4_BASE64 = base64.b64encode(MP4_HEAD).decode()
 TURNS = turns('What is this?', 'A red square.')
 WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
-# Keys in addition to the conversation, the key that is refused, and the key that the message recommends.
+# The key that the message recommends -> records without their conversation. The last key of each is refused.
 UNREAD = {
-    'webdataset': ({'jpg': 'a.jpg'}, 'jpg', 'image'),
-    # The unread key is the cause, not the number of images.
-    'webdataset with a placeholder': ({'jpg': 'a.jpg', 'conversations': WITH_IMAGE}, 'jpg', 'image'),
-    'webdataset bytes': ({'jpg': PNG}, 'jpg', 'image'),
-    'webdataset base64': ({'png': BASE64}, 'png', 'image'),
-    'webdataset video': ({'mp4': 'a.mp4'}, 'mp4', 'video'),
-    'video named as an image': ({'image_2': 'a.mp4'}, 'image_2', 'video'),
-    'images named as a video': ({'frames': ['a.jpg']}, 'frames', 'videos'),
-    'picture': ({'picture': 'a.png'}, 'picture', 'image'),
-    'frames': ({'frames': ['1.jpg', '2.jpg']}, 'frames', 'videos'),
-    'media of strings': ({'media': ['a.png']}, 'media', 'images'),
-    'media of objects': ({'media': [{'type': 'image', 'path': 'a.png'}]}, 'media', 'images'),
-    'imagefolder': ({'file_name': 'a.png'}, 'file_name', 'image'),
-    'NeMo': ({'audio_filepath': 'a.wav'}, 'audio_filepath', 'audio'),
-    'Kaldi': ({'wav': 'a.flac'}, 'wav', 'audio'),
-    'image_path': ({'image_path': 'train/a.png'}, 'image_path', 'image'),
-    'img_path': ({'img_path': 'a'}, 'img_path', 'image'),
-    'imgs': ({'imgs': ['a.png', 'b.png']}, 'imgs', 'images'),
-    'MMMU': ({'image_1': {'bytes': PNG, 'path': None}, 'image_2': None}, 'image_1', 'image'),
-    'image_url on a network': ({'image_url': 'https://x/a.png?w=3'}, 'image_url', 'image'),
-    'url': ({'url': 'http://images.x/a.jpg'}, 'url', 'image'),
-    'image_b64': ({'image_b64': BASE64}, 'image_b64', 'image'),
-    'data URI': ({'screenshot': f'data:image/png;base64,{BASE64}'}, 'screenshot', 'image'),
-    'data URI in capitals': ({'screenshot': f'DATA:IMAGE/PNG;BASE64,{BASE64}'}, 'screenshot', 'image'),
-    'attachments': ({'attachments': [{'url': 'file:///tmp/a.webp'}]}, 'attachments', 'images'),
-    'ActivityNet': ({'video_id': 'v_abc'}, 'video_id', 'video'),
-    'COCO': ({'image_id': 139}, 'image_id', 'image'),
-    'clip': ({'clip': 'a.webm'}, 'clip', 'video'),
-    'video_path with an image': ({'image': 'a.png', 'video_path': 'b.mp4'}, 'video_path', 'video'),
-    'video_name without ending': ({'image': 'a.png', 'video_name': 'b'}, 'video_name', 'video'),
-    'second image': ({'image': 'a.png', 'image2': 'b.png'}, 'image2', 'image'),
-    'mask': ({'image': 'a.png', 'mask': 'masks/b.png'}, 'mask', 'image'),
-    'nested': ({'meta': {'files': {'left': 'a.HEIC'}}}, 'meta', 'image'),
-    'speech': ({'speech': ['a.mp3']}, 'speech', 'audios'),
-    'embedded table bytes': ({'thumbnail': b'\x00\x01'}, 'thumbnail', 'image'),
-    'JPEG as base64': ({'pic': JPEG_BASE64}, 'pic', 'image'),
-    'MP4 as base64': ({'clip': MP4_BASE64}, 'clip', 'video'),
-    'GIF as base64': ({'pic': GIF_BASE64}, 'pic', 'image'),
+    'image': [
+        {'jpg': 'a.jpg'},  # webdataset
+        {'conversations': WITH_IMAGE, 'jpg': 'a.jpg'},  # the unread key is the cause, not the number of images
+        {'jpg': PNG},
+        {'png': BASE64},
+        {'picture': 'a.png'},
+        {'file_name': 'a.png'},  # imagefolder
+        {'image_path': 'train/a.png'},
+        {'img_path': 'a'},
+        {'image_2': None, 'image_1': {'bytes': PNG, 'path': None}},  # MMMU
+        {'image_url': 'https://x/a.png?w=3'},
+        {'url': 'http://images.x/a.jpg'},
+        {'image_b64': BASE64},
+        {'screenshot': f'data:image/png;base64,{BASE64}'},
+        {'screenshot': f'DATA:IMAGE/PNG;BASE64,{BASE64}'},
+        {'image_id': 139},  # COCO
+        {'image': 'a.png', 'image2': 'b.png'},
+        {'image': 'a.png', 'mask': 'masks/b.png'},
+        {'meta': {'files': {'left': 'a.HEIC'}}},
+        {'thumbnail': b'\x00\x01'},
+        {'pic': JPEG_BASE64},
+        {'pic': GIF_BASE64},
+    ],
+    'images': [
+        {'media': ['a.png']},
+        {'media': [{'type': 'image', 'path': 'a.png'}]},
+        {'imgs': ['a.png', 'b.png']},
+        {'attachments': [{'url': 'file:///tmp/a.webp'}]},
+    ],
+    'video': [
+        {'mp4': 'a.mp4'},
+        {'image_2': 'a.mp4'},
+        {'video_id': 'v_abc'},  # ActivityNet
+        {'clip': 'a.webm'},
+        {'clip': MP4_BASE64},
+        {'image': 'a.png', 'video_path': 'b.mp4'},
+        {'image': 'a.png', 'video_name': 'b'},
+    ],
+    'videos': [
+        {'frames': ['a.jpg']},
+        {'frames': ['1.jpg', '2.jpg']},
+    ],
+    'audio': [
+        {'audio_filepath': 'a.wav'},  # NeMo
+        {'wav': 'a.flac'},  # Kaldi
+    ],
+    'audios': [
+        {'speech': ['a.mp3']},
+    ],
 }
+CASES = []
+for recommended_key, records in UNREAD.items():
+    for record in records:
+        CASES.append((recommended_key, record))
 
 
-@pytest.mark.parametrize(('keys', 'refused_key', 'recommended_key'), UNREAD.values(), ids=UNREAD.keys())
-def test_unread_medium_is_refused(keys, refused_key, recommended_key):
-    conversation = WITH_IMAGE if 'image' in keys else TURNS
+@pytest.mark.parametrize(('recommended_key', 'record'), CASES)
+def test_unread_medium_is_refused(recommended_key, record):
+    conversation = WITH_IMAGE if 'image' in record else TURNS
     with pytest.raises(BadSampleError) as raised:
-        parse({'id': 'a', 'conversations': conversation, **keys})
+        parse({'id': 'a', 'conversations': conversation, **record})
+    *_, refused_key = record
     message = str(raised.value)
     assert message.startswith(f'sample "a" (data.json, line 3): `{refused_key}` looks like ')
     assert f'Call it `{recommended_key}`, or take it out' in message

@@ -14,10 +14,8 @@ streaming = pytest.importorskip('streaming')
 
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator
 from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
-from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.data.to_mds import write_shards
-from tests.data.chat_processors import PROCESSORS, TEXTS, assert_same, learned_text, small
-from tests.data.length_tables import lengths_of
+from tests.data.chat_processors import PROCESSORS, assert_same, learned_text, small
 from tests.support.conversations import png, turns, write_json
 from tests.support.llava_folder import write_llava_folder
 
@@ -98,24 +96,6 @@ def test_streams_are_mixed_by_their_proportions(tmp_path):
     num_surely_large = sum(int(name.removeprefix('s')) >= 10 for name in names)
     assert num_surely_large <= 10, 'at most a quarter may come from the large stream'
     assert isinstance(dataset.streams[0], streaming.Stream)
-
-
-def test_sample_over_max_length_is_named(tmp_path):
-    _, local = write(tmp_path)
-    lengths = lengths_of(stream(local))
-    longest = max(lengths)
-    index = lengths.index(longest)
-    dataset = stream(local, max_length=longest - 1)
-    where = rf'sample "s{index}" \(.*data\.json, entry {index + 1}\)'
-    with pytest.raises(BadSampleError, match=f'{where}: `max_length` must be'):
-        list(dataset)
-
-
-def test_tokenizer_takes_no_images(tmp_path):
-    _, local = write(tmp_path)
-    dataset = stream(local, train_tokenizer(TEXTS, vocab_size=512))
-    with pytest.raises(BadSampleError, match=r'sample "s0" .*has images, but the processor takes none'):
-        dataset[0]
 
 
 def test_broken_image_in_shard_is_named(tmp_path):
