@@ -345,7 +345,8 @@ class ConversationEncoder:
             end_of_windows = (length - 1) // window * window
             noise = np.random.default_rng(0).standard_normal(length - end_of_windows, dtype=np.float32)
             changed_audio = np.concatenate([audio[:end_of_windows], noise])
-            changed_audios = [*audios[:number], changed_audio, *audios[number + 1 :]]
+            changed_audios = list(audios)
+            changed_audios[number] = changed_audio
             changed = self._encode(text, {**media, 'audio': changed_audios})
             if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
@@ -409,9 +410,14 @@ class ConversationEncoder:
             # One list, because there is one text: OneVision cuts an image into tiles only if it is alone in its text.
             arguments['images'] = [list(media['image'])]
         if media['video']:
-            arguments['videos'] = [video.frames for video in media['video']]
+            videos = []
+            metadata = []
+            for video in media['video']:
+                videos.append(video.frames)
+                metadata.append(dict(video.metadata))
+            arguments['videos'] = videos
             videos_kwargs = arguments.setdefault('videos_kwargs', {})
-            videos_kwargs['video_metadata'] = [dict(video.metadata) for video in media['video']]
+            videos_kwargs['video_metadata'] = metadata
             videos_kwargs['do_sample_frames'] = False  # `VideoSampling` has chosen the frames
         if media['audio']:
             arguments['audio'] = list(media['audio'])

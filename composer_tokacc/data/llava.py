@@ -265,15 +265,16 @@ class LlavaDataset(Dataset):
             return []
         _, table = self.measured
         changed_samples = []
-        for index in table.shrink_steps.nonzero()[0]:
+        for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
-            share = share_of(int(table.shrink_steps[index]))
+            steps = int(table.shrink_steps[index])
+            num_tokens = int(table.lengths[index])
             changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
-                    'tokens': int(table.lengths[index]),
-                    'share': round(share, 4),
+                    'tokens': num_tokens,
+                    'share': round(share_of(steps), 4),
                 }
             )
         return changed_samples
@@ -287,10 +288,12 @@ class LlavaDataset(Dataset):
             **options,
         )
         good_indices = []
-        for index in range(len(table)):
+        good_records = []
+        for index, record in enumerate(self.records):
             if index not in table.errors:
                 good_indices.append(index)
-        self.records = [self.records[index] for index in good_indices]
+                good_records.append(record)
+        self.records = good_records
         self.skipped.extend(table.errors.values())
         self.measured = patch_size, table.select(good_indices)
         if self.skipped:
@@ -301,7 +304,7 @@ class LlavaDataset(Dataset):
         """Warns if a sample's media were made smaller and its answers may hold pixel coordinates. Names the first."""
         assert self.measured is not None
         _, table = self.measured
-        for index in table.shrink_steps.nonzero()[0]:
+        for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
             answers = [turn.text for turn in record.turns if turn.role == 'assistant']
             coordinates = find_pixel_coordinates('\n'.join(answers))

@@ -392,7 +392,8 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             continue
         stamp = _stamp_of(packet)
         if stamp is not None:
-            packet_times += [float(stamp * packet.time_base), _end_of(packet)]
+            packet_times.append(float(stamp * packet.time_base))
+            packet_times.append(_end_of(packet))
         for frame in stream.decode(packet):
             seconds = frame.samples / frame.sample_rate
             start = frame.time
@@ -545,8 +546,9 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_stamps: Sequence[
     stamps_after_key: dict[int, list[int]] = {}
     for stamp in stamps:
         num_before = bisect_right(key_stamps, stamp)
-        # A stamp before the first key frame belongs to it, too. Without key frames, decoding begins at the start.
-        key_stamp = key_stamps[max(num_before - 1, 0)] if key_stamps else stamps[0]
+        key_stamp = stamps[0]  # without key frames, decoding begins at the start
+        if key_stamps:
+            key_stamp = key_stamps[max(num_before - 1, 0)]  # a stamp before the first key frame belongs to it, too
         stamps_after_key.setdefault(key_stamp, []).append(stamp)
     frame_of_stamp: dict[int, VideoFrame] = {}
     with _open_stream(file, 'video') as (container, stream):
