@@ -21,7 +21,7 @@ from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.media import decode_media, open_files
 from tests.data.chat_processors import learned_text, small
-from tests.support.conversations import parse, png, turns, write_json
+from tests.support.conversations import parse, png, turns, write_dataset_info, write_json
 
 RED = png()
 BLUE = png((0, 0, 255))
@@ -561,8 +561,7 @@ def test_entries_of_array_are_numbered(folder):
 def describe(folder, entry, records):
     """Writes the records and a `dataset_info.json` with this entry for them, and returns the entry's path."""
     (folder / 'own.json').write_text(json.dumps(records))
-    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, 'mine': entry}, indent=2))
-    return f'{folder}/dataset_info.json#mine'
+    return write_dataset_info(folder, entry)
 
 
 # Entry of `dataset_info.json`, and a record of its file.
@@ -643,16 +642,12 @@ def test_unsupported_dataset_info_is_refused(folder, entry, message):
         LlavaDataset(path, small())
 
 
-def test_missing_dataset_is_told_the_others(folder):
+def test_missing_dataset_and_broken_list(folder):
     path = describe(folder, {}, [])
     with pytest.raises(ValueError, match=r"got: 'yours'\. It has .*'mine'"):
         LlavaDataset(path.replace('#mine', '#yours'), small())
     with pytest.raises(BadSampleError, match=r'not valid JSON.*A file holds one array, or an object in each line'):
         LlavaDataset(path.replace('#mine', ''), small())
-
-
-def test_broken_dataset_info_is_named(folder):
-    path = describe(folder, {}, [])
     (folder / 'dataset_info.json').write_text('{"mine": {')
     with pytest.raises(ValueError, match=r'valid JSON file before the #, got: .*dataset_info\.json: Expecting'):
         LlavaDataset(path, small())

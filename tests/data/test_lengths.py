@@ -131,19 +131,11 @@ def test_patch_size_of_the_processor():
     assert (smaller == 4 * assumed).all()
 
 
-@pytest.mark.parametrize(
-    ('declared', 'expected'),
-    [
-        (16, 16),
-        ({'height': 16, 'width': 16}, 16),
-        ((16, 16), 16),
-        (None, 8),
-        ({}, 8),
-        ((), 8),
-    ],
-)
-def test_forms_of_a_patch_size(declared, expected):
-    assert patch_size_of(SimpleNamespace(patch_size=declared), 8) == expected
+def test_forms_of_a_patch_size():
+    for declared in (16, {'height': 16, 'width': 16}, (16, 16)):
+        assert patch_size_of(SimpleNamespace(patch_size=declared), 8) == 16
+    for missing in (None, {}, ()):
+        assert patch_size_of(SimpleNamespace(patch_size=missing), 8) == 8
 
 
 def test_run_counts_patches_of_its_model(tmp_path):

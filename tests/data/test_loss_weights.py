@@ -1,11 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""``loss_weights`` of samples: read from a JSON file, a table or a shard into the batch, or refused by the sample."""
+"""``loss_weights`` of samples: read from a JSON file or a shard into the batch, or refused by the sample."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -32,29 +30,14 @@ def records_with(*weights):
     return records
 
 
-def save_parquet(folder, records):
-    datasets = pytest.importorskip('datasets')
-    datasets.Dataset.from_list(records).to_parquet(folder / 'data.parquet')
-    return folder / 'data.parquet'
-
-
-def save_described(folder, records):
-    """Writes a file that LLaMA-Factory's list describes."""
-    write_json(folder, records)
-    description = {'mine': {'file_name': 'data.json', 'formatting': 'sharegpt'}}
-    (folder / 'dataset_info.json').write_text(json.dumps(description))
-    return f'{folder}/dataset_info.json#mine'
-
-
 def collated(path):
     """Returns the batch of all samples of a file."""
     processor = small()
     return VisionLanguageCollator(processor)(list(LlavaDataset(path, processor)))
 
 
-@pytest.mark.parametrize('save', [write_json, save_parquet, save_described])
-def test_weight_of_a_samples_tokens(tmp_path, save):
-    batch = collated(save(tmp_path, records_with(*WEIGHTS)))
+def test_weight_of_a_samples_tokens(tmp_path):
+    batch = collated(write_json(tmp_path, records_with(*WEIGHTS)))
     weights = token_weights_of(batch, 'column')
     counted = counted_tokens(batch, 'causal')
     for row, weight in enumerate(WEIGHTS):

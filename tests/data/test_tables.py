@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 
 import pytest
@@ -16,7 +15,7 @@ from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import EmbeddedFile
 from tests.data.chat_processors import assert_same, small
-from tests.support.conversations import IMAGE, assistant, png, turns, user, write_json
+from tests.support.conversations import IMAGE, assistant, png, turns, user, write_dataset_info, write_json
 
 datasets = pytest.importorskip('datasets')
 
@@ -29,9 +28,23 @@ def cache_of_datasets(tmp_path, monkeypatch):
 
 
 ROWS = [
-    {'id': 'a', 'images': ['red.png'], 'messages': [user(IMAGE, 'Which colour?'), assistant('Red.')]},
-    {'id': 'b', 'images': [], 'messages': [user('Which colour has blood?'), assistant('Red.')]},
-    {'id': 'c', 'images': ['blue.png', 'red.png'], 'messages': [user(IMAGE, IMAGE, 'And these?'), assistant('Red.')]},
+    {
+        'id': 'a',
+        'images': ['red.png'],
+        'messages': [user(IMAGE, 'Which colour?'), assistant('Red.')],
+        'loss_weights': 0.5,
+    },
+    {
+        'id': 'b',
+        'images': [],
+        'messages': [user('Which colour has blood?'), assistant('Red.')],
+        'loss_weights': 2.0,
+    },
+    {
+        'id': 'c',
+        'images': ['blue.png', 'red.png'],
+        'messages': [user(IMAGE, IMAGE, 'And these?'), assistant('Red.')],
+    },
 ]
 
 
@@ -81,8 +94,7 @@ def to_described(table, folder):
         'columns': {'messages': 'messages', 'images': 'pics'},
         'tags': {'role_tag': 'role', 'content_tag': 'content'},
     }
-    (folder / 'dataset_info.json').write_text(json.dumps({'mine': entry}))
-    return f'{folder}/dataset_info.json#mine'
+    return write_dataset_info(folder, entry)
 
 
 @pytest.mark.parametrize('make_table', [table_of_names, table_of_bytes, table_of_images])

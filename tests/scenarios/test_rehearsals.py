@@ -42,6 +42,10 @@ def result_of(folder: Path) -> dict:
     return json.loads((folder / 'result.json').read_text())
 
 
+def eval_loss_of(result: dict) -> float:
+    return result['eval']['LanguageCrossEntropy']
+
+
 def weights_of(folder: Path) -> dict:
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
 
@@ -73,9 +77,10 @@ def test_two_nodes_train_as_one_rank(one_rank, tmp_path):
     """And one rank goes on from their checkpoint. Each node has one rank, whose local number is not its global one."""
     screens = launch_nodes(['-m', 'composer_tokacc.train', *arguments(tmp_path, 2)], nodes=2, ranks=1)
     assert not any('Traceback' in screen for screen in screens)
-    many, one = result_of(tmp_path), result_of(one_rank[2])
-    assert many['samples'] == one['samples'] == 16
-    assert many['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
+    result = result_of(tmp_path)
+    expected = result_of(one_rank[2])
+    assert result['samples'] == expected['samples'] == 16
+    assert eval_loss_of(result) == pytest.approx(eval_loss_of(expected), rel=1e-5)
     torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[2]), rtol=0, atol=1e-6)
     assert main(arguments(tmp_path, 4)) == 0
     assert result_of(tmp_path)['first_step'] == 2
@@ -85,10 +90,10 @@ def test_two_nodes_train_as_one_rank(one_rank, tmp_path):
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_fsdp2_trains_as_one_rank(ranks, one_rank, two_sharded_ranks):
     """Of eight samples a step some ranks have text alone; the checkpoint is in parts."""
-    folder, found = two_sharded_ranks
+    folder, result = two_sharded_ranks
     if ranks == 4:
-        found = train_sharded(folder, steps=4, ranks=4)
-        assert found['first_step'] == 2
-    one = result_of(one_rank[ranks])  # after as many steps as ranks
-    assert found['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-5)
-    assert found['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-5)
+        result = train_sharded(folder, steps=4, ranks=4)
+        assert result['first_step'] == 2
+    expected = result_of(one_rank[ranks])  # after as many steps as ranks
+    assert result['loss']['last'] == pytest.approx(expected['loss']['last'], rel=1e-5)
+    assert eval_loss_of(result) == pytest.approx(eval_loss_of(expected), rel=1e-5)

@@ -62,3 +62,9 @@ def write_json(folder: Path, records: Sequence[Any]) -> Path:
     path = folder / 'data.json'
     path.write_text(json.dumps(records))
     return path
+
+
+def write_dataset_info(folder: Path, entry: dict[str, Any]) -> str:
+    """Writes a ``dataset_info.json`` of LLaMA-Factory, and returns the path of its dataset with this entry."""
+    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, 'mine': entry}, indent=2))
+    return f'{folder}/dataset_info.json#mine'
