@@ -24,7 +24,7 @@ from tests.data.chat_processors import learned_text, small
 from tests.support.conversations import parse, png, turns, write_dataset_info, write_json
 
 RED = png()
-BLUE = png((0, 0, 255))
+BLUE = png('blue')
 RED_TEXT = base64.b64encode(RED).decode()
 RED_URI = f'data:image/png;base64,{RED_TEXT}'
 LOUD_RED_URI = f'DATA:image/png;BASE64,{RED_TEXT}'

@@ -19,7 +19,7 @@ from tests.support.conversations import IMAGE, assistant, png, turns, user, writ
 
 datasets = pytest.importorskip('datasets')
 
-COLOURS = {'red.png': (255, 0, 0), 'blue.png': (0, 0, 255)}
+COLOURS = {'red.png': 'red', 'blue.png': 'blue'}
 
 
 @pytest.fixture(autouse=True)

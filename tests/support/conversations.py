@@ -18,7 +18,7 @@ from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import RawRecord, Record
 
 
-def png(colour: tuple[int, int, int] = (255, 0, 0)) -> bytes:
+def png(colour: str = 'red') -> bytes:
     """Returns the bytes of a small image of one colour."""
     stream = io.BytesIO()
     Image.new('RGB', (8, 8), colour).save(stream, 'PNG')
