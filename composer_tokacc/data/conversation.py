@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -260,7 +260,7 @@ class ConversationEncoder:
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
+            spans = _spans_of(encoding, rendered.answers)
             sample = {
                 'input_ids': input_ids,
                 'labels': _labels_of(input_ids, spans),
@@ -512,9 +512,9 @@ class ConversationEncoder:
         """
         (encoding,) = self._tokenize([rendered.text])
         text_ids = torch.tensor(encoding.ids)
+        spans_in_text = _spans_of(encoding, rendered.answers)
         spans = []
-        for answer in rendered.answers:
-            start, end = _tokens_of(encoding, answer)
+        for answer, (start, end) in zip(rendered.answers, spans_in_text, strict=True):
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
@@ -588,18 +588,14 @@ def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tor
     return labels
 
 
-def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
-    """Returns positions ``[start, end)`` of the tokens that hold the characters of an answer."""
-    characters = range(answer.start, answer.end)
-    first_token = _token_of_first(characters, encoding)
-    last_token = _token_of_first(reversed(characters), encoding)
-    return first_token, last_token + 1
-
-
-def _token_of_first(characters: Iterable[int], encoding: Encoding) -> int:
-    """Returns the token of the first of these characters that has one. Some tokenizers drop spaces."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return token
-    raise InvalidInputError('an answer must have tokens, but the tokenizer has none for its characters')
+def _spans_of(encoding: Encoding, answers: Sequence[AnswerSpan]) -> list[tuple[int, int]]:
+    """Returns positions ``[start, end)`` of all tokens that hold characters of an answer, for each answer."""
+    starts, ends = np.array(encoding.offsets).T
+    spans = []
+    for answer in answers:
+        has_characters = (starts < answer.end) & (ends > answer.start)
+        tokens = has_characters.nonzero()[0].tolist()
+        if not tokens:
+            raise InvalidInputError('an answer must have tokens, but the tokenizer has none for its characters')
+        spans.append((tokens[0], tokens[-1] + 1))
+    return spans

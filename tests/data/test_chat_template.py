@@ -147,10 +147,14 @@ def test_added_end_token_is_named_once(warnings):
 
 def test_text_stays_as_written(warnings):
     processor = llava()
-    sample = ConversationEncoder(processor, add_end_token=False)(PLAIN)
+    encode = ConversationEncoder(processor, add_end_token=False)
+    sample = encode(PLAIN)
     text = processor.apply_chat_template(in_parts(PLAIN), tokenize=False)
     assert sample['input_ids'][0].tolist() == processor.tokenizer(text)['input_ids']
     assert learned_text(sample, processor.tokenizer) == 'Red.Red.'
+    # The last character has several tokens, one for each byte.
+    smile = encode([{'role': 'user', 'content': 'What?'}, {'role': 'assistant', 'content': 'Red 🙂'}])
+    assert learned_text(smile, processor.tokenizer) == 'Red 🙂'
     assert not warnings.messages
 
 
