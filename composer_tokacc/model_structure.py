@@ -1,13 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts of a Transformers model, recognised by its modules, and their precision."""
+"""Parts of a Transformers model, recognised by its modules."""
 
 from __future__ import annotations
 
-from itertools import chain
-
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -69,30 +66,3 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, FSDPModule) or type(module).__name__ == 'FullyShardedDataParallel':
             units.append(module)
     return units
-
-
-def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model as ``model.to(dtype)`` does. It may have fake tensors, which have no data.
-
-    Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail if anything else refers to
-    them. Here the module gets new parameters, so call it before an optimizer holds the old ones.
-    """
-    new_tensors: dict[int, torch.Tensor] = {}  # by the identity of the old one: tied weights stay tied
-    for module in model.modules():
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        # A list, because the loop replaces members.
-        for name, tensor in list(chain(parameters, buffers)):
-            if not tensor.is_floating_point() or tensor.dtype == dtype:
-                continue
-            identity = id(tensor)
-            if identity not in new_tensors:
-                new_tensors[identity] = _cast(tensor, dtype)
-            setattr(module, name, new_tensors[identity])
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    converted = tensor.detach().to(dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(converted, tensor.requires_grad)
-    return converted

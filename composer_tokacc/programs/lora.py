@@ -19,7 +19,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from composer_tokacc.cache import fingerprint
-from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
@@ -106,7 +105,7 @@ def with_adapter(
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             # In float32, as peft does with its adapters: bfloat16 rounds the small steps of AdamW away.
-            cast_model(module.modules_to_save, torch.float32)
+            module.modules_to_save.to(torch.float32)
     for name, parameter in model.named_parameters():
         if name_in_base(name) in never_trained:
             parameter.requires_grad_(False)

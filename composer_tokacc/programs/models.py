@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, Pretraine
 from transformers.models.auto import modeling_auto as auto
 
 from composer_tokacc.compat import skip_embedding_resize
-from composer_tokacc.model_structure import cast_model, transformer_blocks
+from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
@@ -410,8 +410,7 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
     # The only possible option is `attn_implementation`. If it is given, it is more likely wrong than the config.
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
-    cast_model(model, dtype)
-    return model
+    return model.to(dtype)
 
 
 def set_cache(model: nn.Module, on: bool) -> None:

@@ -29,7 +29,6 @@ from composer_tokacc.compat import DataDependentOutputException, attention_of, l
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import cast_model
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
@@ -97,7 +96,7 @@ class TracedStep:
         check_choice('precision', precision, tuple(AUTOCAST))
         check_choice('strategy', strategy, ('ddp', 'fsdp'))
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
-        with self._mode, let_fake_weights_be_swapped():  # peft calls `Module.to`
+        with self._mode, let_fake_weights_be_swapped():
             model = build()
         self.model: Any = model
         if hasattr(model, 'shift_labels'):  # Composer's HuggingFaceModel
@@ -119,8 +118,8 @@ class TracedStep:
             # FSDP computes with a cast copy of the parameters. The optimizer works on the others, so its states were
             # counted before this cast.
             self._tracker.close()
-            with self._mode:
-                cast_model(self.model, self._dtype)
+            with self._mode, let_fake_weights_be_swapped():
+                self.model.to(self._dtype)
             self._warm_up(first_batch)
 
     def _warm_up(self, first_batch: Batch) -> None:

@@ -156,14 +156,9 @@ def test_recomputed_blocks_see_first_types() -> None:
     assert memory['vision'] > 0
 
 
-def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer versions of torch fail in ``.to()``, because they swap the tensors of fake parameters."""
+def test_fsdp_computes_with_cast_weights() -> None:
+    """Newer versions of torch swap the tensors of fake parameters, although gradients refer to them."""
     config = small_config(tie_word_embeddings=True)
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
-
-    monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
     sample = made_up_sample(config, 10)
     run = TracedStep(builder(config), sample, precision='amp_bf16', strategy='fsdp')
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
