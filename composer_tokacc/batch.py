@@ -215,13 +215,18 @@ def sample_name(batch: Batch, row: int) -> str:
     return f'row {row}'
 
 
-def with_copied_tensors(batch: Batch) -> dict[str, Any]:
+def with_copied_tensors(batch: Batch) -> BatchDict:
     """Returns the batch with copies of its tensors, so that a write into them changes no other batch."""
-    copied = dict(batch)
+    return map_tensors(batch, Tensor.clone)
+
+
+def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> BatchDict:
+    """Returns the batch with the results of calling a function with each of its tensors."""
+    changed = dict(batch)
     for key, value in batch.items():
         if isinstance(value, Tensor):
-            copied[key] = value.clone()
-    return copied
+            changed[key] = function(value)
+    return changed
 
 
 def real_positions(batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from composer.core import DataSpec
 
-from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids
+from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids, map_tensors
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
@@ -166,10 +166,7 @@ class CountingDataSpec(DataSpec):
         """Moves a microbatch to the device and transforms it there, as the trainer does."""
         assert self._model is not None
         device = next(self._model.parameters()).device
-        on_device = dict(batch)
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                on_device[key] = value.to(device)
+        on_device = map_tensors(batch, lambda tensor: tensor.to(device))
         return self._split.for_model(on_device)
 
     # On the device.

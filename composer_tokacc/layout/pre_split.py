@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, padding_side
+from composer_tokacc.batch import Batch, map_tensors, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -80,7 +80,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would turn the mapping into a plain dict."""
-        return self.map(_pinned)
+        return self.map(lambda microbatch: map_tensors(microbatch, torch.Tensor.pin_memory))
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the keys of all microbatches. Microbatches with images have more keys than others."""
@@ -130,24 +130,25 @@ class PreSplitBatch(Mapping[str, Any]):
     # On the way from a worker process.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
-        """Returns a deep copy. Without this method a copy would go through shared memory, by :meth:`__reduce__`."""
+        """Returns a deep copy. Without this method a copy would go through shared memory, by :meth:`__getstate__`."""
         return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """Puts all tensors into one piece of memory to send them.
 
         Torch opens a file for each tensor that it sends, and the open files of a process are limited.
         """
-        memory, places = _packed(self.microbatches)
-        return _unpacked, (memory, places, self.max_tokens, self.indices, self.plan)
+        memory, packed = _packed(self.microbatches)
+        return {**vars(self), 'microbatches': packed, '_joined': {}, 'memory': memory}
 
-
-def _pinned(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    pinned = dict(microbatch)
-    for key, value in microbatch.items():
-        if isinstance(value, torch.Tensor):
-            pinned[key] = value.pin_memory()
-    return pinned
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes the tensors from the memory that arrived, without a copy."""
+        memory = state.pop('memory')
+        vars(self).update(state)
+        for microbatch in self.microbatches:
+            for key, value in microbatch.items():
+                if isinstance(value, _Place):
+                    microbatch[key] = value.of(memory)
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
@@ -244,21 +245,3 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
     for place, value in tensors:
         place.of(memory).copy_(value)
     return memory, packed
-
-
-def _unpacked(
-    memory: torch.Tensor,
-    packed: list[dict[str, Any]],
-    max_tokens: int,
-    indices: list[list[int]] | None,
-    plan: PlanRecord | None,
-) -> PreSplitBatch:
-    """Returns the batch that :func:`_packed` packed. Its tensors use the memory that arrived, without a copy."""
-    microbatches = [dict(microbatch) for microbatch in packed]
-    for microbatch in microbatches:
-        for key, value in microbatch.items():
-            if isinstance(value, _Place):
-                microbatch[key] = value.of(memory)
-    batch = PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)
-    batch.plan = plan
-    return batch

@@ -105,7 +105,7 @@ def test_counting_joins_no_tensor(monkeypatch):
 
 
 def test_deep_copies_share_nothing(monkeypatch):
-    monkeypatch.setattr(PreSplitBatch, '__reduce__', lambda self: pytest.fail('copied through shared memory'))
+    monkeypatch.setattr(PreSplitBatch, '__getstate__', lambda self: pytest.fail('copied through shared memory'))
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
     copied = copy.deepcopy(batch)
     assert_same_microbatches(copied, batch)
