@@ -256,6 +256,13 @@ def attended_positions(batch: Batch) -> Tensor:
     return is_attended_by_any.expand_as(ids)
 
 
+def num_runs(positions: Tensor) -> Tensor:
+    """Returns how many runs without a gap the positions ``(rows, width)`` of each row form, int ``(rows,)``."""
+    starts_in_first_column = positions[:, 0].int()
+    starts_behind_gap = positions[:, 1:] & ~positions[:, :-1]
+    return starts_in_first_column + starts_behind_gap.sum(dim=1)
+
+
 def padding_side(batch: Batch) -> str:
     """Returns ``'left'`` if all rows end in the last column, and not all begin in the first. Otherwise ``'right'``."""
     return side_of(real_positions(batch))

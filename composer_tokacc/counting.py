@@ -167,19 +167,13 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask all positions are attended."""
     text = text_of(batch)
     mask = batch.get('attention_mask')
-    num_rows, width = text.shape
-    all_real = [width] * num_rows
-    if mask is None:
-        return all_real
-    if mask.shape == text.shape:
-        is_attended = mask != 0
-        return is_attended.sum(dim=1).tolist()
-    is_square = mask.dim() > 2 and mask.shape[-1] == width
-    if is_square:
-        is_attended = attended_positions(batch)
-        return is_attended.sum(dim=1).tolist()
     # The mask of another input, such as the frames of Whisper, says nothing about the text.
-    return all_real
+    is_attended = torch.ones_like(text, dtype=torch.bool)
+    if mask is not None and mask.shape == text.shape:
+        is_attended = mask != 0
+    elif mask is not None and mask.dim() > 2 and mask.shape[-1] == text.shape[1]:
+        is_attended = attended_positions(batch)
+    return is_attended.sum(dim=1).tolist()
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from composer_tokacc.batch import (
     Batch,
     BatchDict,
     attended_positions,
+    num_runs,
     real_positions,
     sample_name,
 )
@@ -94,15 +95,11 @@ def _check_rows(
     if batch.get('position_ids') is not None:
         raise InvalidInputError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     attended = attended_positions(batch)
-    attended_but_last = attended[:, :-1]
-    follows_attended = torch.nn.functional.pad(attended_but_last, (1, 0))
-    starts_run = attended & ~follows_attended
-    num_runs = starts_run.sum(dim=1)
     labelled_padding = real & ~attended
     if is_shifted:
         # The last token predicts a label right behind it. A label further on is predicted from padding.
-        labelled_padding &= ~follows_attended
-    is_wrong = (num_runs > 1) | labelled_padding.any(dim=1)
+        labelled_padding[:, 1:] &= ~attended[:, :-1]
+    is_wrong = (num_runs(attended) > 1) | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
         first_wrong_row = int(is_wrong.int().argmax())
         name = sample_name(batch, first_wrong_row)

@@ -538,9 +538,9 @@ def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
 
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row.
+    """Returns a microbatch without weight: a dummy row of each needed modality, else the start of the shortest row.
 
-    The part is at the end of the row without padding. A row with media is not cut, because it needs its placeholders.
+    A row with media is not cut, because it needs its placeholders.
     """
     if dummies:
         dummy_batches = [dummy.batch for dummy in dummies.values()]
@@ -550,11 +550,9 @@ def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchD
     shortest = facts.lengths.index(min(facts.lengths))
     row = layout.select(facts.batch, [shortest])
     empty = zero_weight(layout.trim(row))
-    width = layout.width(empty)
-    if facts.media[shortest] or empty.get('input_ids') is None or width <= FEW_TOKENS:
+    if facts.media[shortest] or not facts.has_ids:
         return empty
-    start = width - FEW_TOKENS if facts.side == 'left' else 0
-    return layout.narrow(empty, start, FEW_TOKENS)
+    return layout.narrow(empty, 0, min(FEW_TOKENS, layout.width(empty)))
 
 
 # Which split, and which layout, belongs to a loader.

@@ -19,6 +19,7 @@ from composer_tokacc.batch import (
     attended_positions,
     labels_at_text,
     lengths_of,
+    num_runs,
     real_positions,
     sample_name,
     side_of,
@@ -157,12 +158,7 @@ class RowFacts:
     @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models count such positions."""
-        attended = attended_positions(self.batch)
-        # A run of attended positions starts in the first column, or behind a position without attention.
-        starts_in_first_column = attended[:, 0]
-        starts_behind_gap = attended[:, 1:] & ~attended[:, :-1]
-        num_runs = starts_in_first_column + starts_behind_gap.sum(dim=1)
-        return (num_runs > 1).tolist()
+        return (num_runs(attended_positions(self.batch)) > 1).tolist()
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -218,9 +214,16 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     is_padded = not bool(real.all())
     if is_padded:
         for key in ZERO_ON_PADDING:
-            _check_zero_on_padding(batch, key, real)
-        _check_types_of_images(layout, batch)
+            if _has_shape_of(batch, key, real):
+                _check_zero_on_padding(batch, key, real)
+        if _has_shape_of(batch, 'mm_token_type_ids', real) and batch.get('input_ids') is not None:
+            _check_types_of_images(layout, batch)
     return RowFacts(dict(batch), layout, side, layout.width(batch), is_padded, real)
+
+
+def _has_shape_of(batch: Batch, key: str, text: torch.Tensor) -> bool:
+    value = batch.get(key)
+    return isinstance(value, torch.Tensor) and value.shape == text.shape
 
 
 def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
@@ -228,23 +231,13 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
 
     Otherwise the tensor may be padded on another side than the ids, and a trimmed microbatch would hide that.
     """
-    value = batch.get(key)
-    if not isinstance(value, torch.Tensor) or value.shape != real.shape:
-        return
-    is_wrong = (value != 0) & ~real
-    if not bool(is_wrong.any()):
-        return
     # A hole between real positions is not padding. There the collator may write any value.
     has_real_before = real.cumsum(dim=1) > 0
     num_real_from_here = real.flip(1).cumsum(dim=1).flip(1)
     has_real_after = num_real_from_here > 0
-    is_wrong &= ~(has_real_before & has_real_after)
-    if bool(is_wrong.any()):
-        row, column = is_wrong.nonzero()[0].tolist()
-        raise InvalidInputError(
-            f'`batch[{key!r}]` must be 0 where `attention_mask` is 0, got: {value[row, column].item()} in column '
-            f'{column} of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
-        )
+    is_padding = ~(has_real_before & has_real_after)
+    is_wrong = is_padding & (batch[key] != 0)
+    _refuse(batch, key, is_wrong, 'be 0 where `attention_mask` is 0')
 
 
 def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
@@ -252,23 +245,21 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
 
     Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
-    ids = batch.get('input_ids')
-    types = batch.get('mm_token_type_ids')
-    if not isinstance(ids, torch.Tensor) or not isinstance(types, torch.Tensor):
-        return
-    if types.shape != ids.shape:
-        return
-    is_image = has_any_id(ids, token_ids(layout.config, 'image'))
-    is_unmarked = is_image & (types == 0)
-    if not bool(is_unmarked.any()):
-        return
+    types: torch.Tensor = batch['mm_token_type_ids']
+    is_image = has_any_id(batch['input_ids'], token_ids(layout.config, 'image'))
     # Some processors mark nothing in a row. Then the model does not read the types.
-    is_unmarked &= (types != 0).any(dim=1, keepdim=True)
-    if bool(is_unmarked.any()):
-        row, column = is_unmarked.nonzero()[0].tolist()
+    has_marks = (types != 0).any(dim=1, keepdim=True)
+    is_unmarked = is_image & (types == 0) & has_marks
+    _refuse(batch, 'mm_token_type_ids', is_unmarked, 'mark the placeholders of images')
+
+
+def _refuse(batch: Batch, key: str, is_wrong: torch.Tensor, requirement: str) -> None:
+    """Raises ValueError with the first position, ``(rows, width)``, at which a tensor of the text is wrong."""
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
         raise InvalidInputError(
-            f'`mm_token_type_ids` must mark the placeholders of images, got: 0 at the placeholder in column {column} '
-            f'of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
+            f'`batch[{key!r}]` must {requirement}, got: {batch[key][row, column].item()} in column {column} of '
+            f'{sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
         )
 
 

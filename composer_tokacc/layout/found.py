@@ -73,13 +73,9 @@ def inferred_family(config: Any) -> Family:
 # The meaning of a key.
 
 
-def possible_readings(
-    batch: Batch,
-    key: str,
-    num_rows: int,
-    width: int,
-) -> tuple[Reading, ...]:
+def possible_readings(batch: Batch, key: str) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none."""
+    num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
     shape = tuple(value.shape)
     if not shape:

@@ -189,11 +189,10 @@ class BatchLayout:
     def readings_of(self, batch: Batch) -> Readings:
         """Returns the possible readings of each unregistered tensor of this batch."""
         readings = {}
-        num_rows, width = text_of(batch).shape[:2]
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = possible_readings(batch, key, num_rows, width)
+            possible = possible_readings(batch, key)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -208,26 +207,12 @@ class BatchLayout:
             ValueError: If the key is not registered, and its shape does not tell or contradicts earlier batches. Or if
                 the tensor has no dimension for its rows or images.
         """
-        num_rows, width = text_of(batch).shape[:2]
-        return self._entry_of(batch, key, num_rows, width)
-
-    def _entries_of(self, batch: Batch) -> dict[str, Entry]:
-        """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
-        num_rows, width = text_of(batch).shape[:2]
-        entries = {}
-        for key, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                entries[key] = self._entry_of(batch, key, num_rows, width)
-        return entries
-
-    def _entry_of(self, batch: Batch, key: str, num_rows: int, width: int) -> Entry:
-        """Returns how a tensor belongs to rows, where the text of the batch is ``(num_rows, width)``."""
         value: torch.Tensor = batch[key]
         entry = self._registered.get(key)
         if entry is None:
-            entry = self._inferred_entry(batch, key, num_rows, width)
+            entry = self._inferred_entry(batch, key)
         elif key not in self.extra:
-            entry = _entry_by_shape(key, value, entry, num_rows, width)
+            entry = _entry_by_shape(batch, key, entry)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
@@ -239,14 +224,22 @@ class BatchLayout:
         # `loss_weights` may have one weight per row.
         lies_along_text = True
         for dim in entry.seq_dims:
-            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
+            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == self.width(batch)
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
 
-    def _inferred_entry(self, batch: Batch, key: str, num_rows: int, width: int) -> Entry:
+    def _entries_of(self, batch: Batch) -> dict[str, Entry]:
+        """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
+        entries = {}
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                entries[key] = self.entry_of(batch, key)
+        return entries
+
+    def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns the entry of an unregistered key, by the most likely reading that all batches of the fit allow."""
-        possible = possible_readings(batch, key, num_rows, width)
+        possible = possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -593,8 +586,10 @@ class BatchLayout:
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = self._values_of_rows(key, batches)
+            elif any(value != values[0] for value in values):
+                joined[key] = self._values_of_rows(key, batches)
             else:
-                joined[key] = self._joined_plain_values(key, batches)
+                joined[key] = values[0] if values else None
         for modality in MODALITIES:
             key = f'num_{modality}s'
             if joined.get(key) is None:
@@ -605,16 +600,6 @@ class BatchLayout:
             for batch in batches:
                 joined[key] += self._carried_or_counted(batch, modality)
         return joined
-
-    def _joined_plain_values(self, key: str, batches: Sequence[Batch]) -> Any:
-        """Returns the value of a key that holds no tensors and no lists.
-
-        If the batches with this key have different values, it is a list with the value of each row.
-        """
-        values = [batch[key] for batch in batches if batch.get(key) is not None]
-        if all(value == values[0] for value in values):
-            return values[0] if values else None
-        return self._values_of_rows(key, batches)
 
     def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:
         """Returns the values of all rows: the entries of a list, or for each row of a batch its plain value."""
@@ -700,11 +685,13 @@ class BatchLayout:
         return values
 
 
-def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
+def _entry_by_shape(batch: Batch, key: str, entry: Entry) -> Entry:
     """Returns the entry of a known key. Masks and positions have another one in some shapes.
 
     The entry of a key that the user has registered is never changed.
     """
+    value: torch.Tensor = batch[key]
+    num_rows, width = text_of(batch).shape[:2]
     is_shared = num_rows > 1 and value.shape[:1] == (1,)
     unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
@@ -741,18 +728,8 @@ def _has_dim(value: torch.Tensor, dim: int) -> bool:
 
 
 def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
-    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key.
-
-    This is called for every microbatch. To save time it recognises text by its key.
-    """
-    entries = {}
-    for key, value in batch.items():
-        is_text = key in TEXT_ENTRIES and key not in layout.extra and key not in layout.family.entries
-        if isinstance(value, torch.Tensor) and not is_text:
-            entry = layout.entry_of(batch, key)
-            if entry.is_media:
-                entries[key] = entry
-    return entries
+    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key."""
+    return {key: entry for key, entry in layout._entries_of(batch).items() if entry.is_media}
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:

@@ -5,7 +5,8 @@
 
 The functions from :func:`equal` on are the ``sizes`` of :class:`.Media`:
 ``(batch, config, num_items, num_tokens) -> list[int]``. They return the number of placeholders of each item. The batch
-has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list means that the batch does not tell.
+has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list means that the batch does not tell. The
+config is only None if ``mm_token_type_ids`` tell the placeholders.
 """
 
 from __future__ import annotations
@@ -138,8 +139,6 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     sizes = batch.get('image_sizes')
     if sizes is None:
         return equal(batch, config, num_items, num_tokens)
-    if config is None:
-        return []
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
     grids = torch.as_tensor(sizes) // side
     return grids.prod(dim=-1).tolist()
@@ -147,8 +146,6 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """BLIP: a fixed number of query tokens per image."""
-    if config is None:
-        return []
     return [config.num_query_tokens] * num_items
 
 
@@ -180,8 +177,6 @@ def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[i
     LLaVA-OneVision shrinks all tiles together to the size of a largest number of tiles. It cuts an image into tiles
     only if its row has no other image.
     """
-    if config is None:
-        return []
     max_tiles = None
     aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # such as 'anyres_max_9'
     if aspect_ratio is not None:

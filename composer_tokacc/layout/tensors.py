@@ -102,12 +102,10 @@ def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
     start = index[0] if index else 0
     end = start + len(index)
-    if index and index == list(range(start, end)):
+    if index == list(range(start, end)) and _on_the_way_to_a_gpu(value):
         view = value.narrow(dim, start, len(index))
-        if view.is_contiguous() and _on_the_way_to_a_gpu(value):
+        if view.is_contiguous():
             return view
-        copied = _empty(view.shape, value)
-        return copied.copy_(view)
     shape = list(value.shape)
     shape[dim] = len(index)
     selected = _empty(shape, value)
