@@ -275,13 +275,6 @@ def side_of(real: Tensor) -> str:
     return 'left' if all_end_last and not all_begin_first else 'right'
 
 
-def side_and_lengths(batch: Batch) -> tuple[str, list[int]]:
-    """Returns the padding side, and the width of each row without its padding, at least 1."""
-    real = real_positions(batch)
-    side = side_of(real)
-    return side, lengths_of(real, side)
-
-
 def lengths_of(real: Tensor, side: str) -> list[int]:
     """Returns the width of each row without its padding, at least 1, from its real positions and padding side."""
     rows, width = real.shape

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows
+from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
@@ -311,12 +312,10 @@ class Piece:
     @property
     def width(self) -> int:
         """Width of the trimmed rows, rounded up to ``width_multiple``."""
-        return self._rounded_up(max(self.widths))
+        return int(self._padded_widths().max())
 
-    def _rounded_up(self, width: int) -> int:
-        multiple = self.options.width_multiple
-        num_multiples = -(-width // multiple)
-        return min(num_multiples * multiple, self.facts.width)
+    def _padded_widths(self) -> np.ndarray:
+        return padded_widths(np.array(self.widths), self.options.width_multiple, self.facts.width)
 
     @property
     def fits(self) -> bool:
@@ -350,8 +349,7 @@ class Piece:
         options = replace(self.options, packing=bool(self.rules.packing))
         widths = self.widths
         if not options.packing:
-            rounded_widths = [self._rounded_up(width) for width in widths]
-            widths = [width + self.facts.decoder_width for width in rounded_widths]
+            widths = self._padded_widths() + self.facts.decoder_width
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
             options = replace(options, width_multiple=1)
         groups = cut_rows(

@@ -17,7 +17,9 @@ import torch
 from composer_tokacc.batch import (
     MODALITIES,
     Batch,
-    side_and_lengths,
+    lengths_of,
+    real_positions,
+    side_of,
     text_of,
 )
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
@@ -521,9 +523,11 @@ class BatchLayout:
         # Frames of an audio that lies along the text would have to be trimmed with it.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
-        side, lengths = side_and_lengths(batch)
+        real = real_positions(batch)
+        side = side_of(real)
+        longest = max(lengths_of(real, side))
         width = self.width(batch)
-        num_multiples = -(-max(lengths) // width_multiple)  # rounded up
+        num_multiples = -(-longest // width_multiple)  # rounded up
         trimmed_width = min(num_multiples * width_multiple, width)
         start = width - trimmed_width if side == 'left' else 0
         return self.narrow(batch, start, trimmed_width)
