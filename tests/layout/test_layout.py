@@ -159,29 +159,6 @@ def test_square_masks_are_trimmed_twice(form, side):
     assert describe(TEXT_LAYOUT, joined).lengths == [3, 5]
 
 
-def joined_rows(case, layout):
-    return layout.concat(case.rows, pad_token_id=case.pad_token_id)
-
-
-def assert_parts_keep_the_loss(case, layout, batch):
-    """Compares the batch, its parts and the parts joined again with the rows computed one by one."""
-    parts = [trimmed_rows(layout, batch, rows) for rows in ([4, 0], [1, 5, 3], [2])]
-    rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
-    with torch.no_grad():
-        expected = sum(case.loss_sum(row) for row in case.rows)
-        for batches in ([batch], parts, [rejoined]):
-            loss = sum(case.loss_sum(part) for part in batches)
-            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-
-
-def test_additive_mask_keeps_the_loss():
-    case = CASES['llama']()
-    layout = BatchLayout.for_model(case.model)
-    batch = joined_rows(case, layout)
-    batch['attention_mask'] = additive(square_mask(batch))
-    assert_parts_keep_the_loss(case, layout, batch)
-
-
 # Entries along the text.
 
 
@@ -197,20 +174,6 @@ def test_rotary_positions_of_three_axes(side):
     torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
 
 
-def test_rotary_positions_keep_the_loss():
-    case = CASES['qwen2_vl']()
-    layout = BatchLayout.for_model(case.model)
-    batch = joined_rows(case, layout)
-    inner_model = getattr(case.model, 'model', case.model)
-    if not hasattr(inner_model, 'get_rope_index'):  # up to transformers 4.51 the outer model has it
-        inner_model = case.model
-    keys = {'input_ids', 'image_grid_thw', 'attention_mask', 'mm_token_type_ids'}
-    arguments = {key: batch[key] for key in keys & batch.keys()}
-    batch['position_ids'], _ = inner_model.get_rope_index(**arguments)
-    assert batch['position_ids'].shape == (3, 6, batch['input_ids'].shape[1])
-    assert_parts_keep_the_loss(case, layout, batch)
-
-
 @pytest.mark.parametrize(
     'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
 )
@@ -219,19 +182,6 @@ def test_token_wise_entries_are_selected(key):
     batch[key] = torch.arange(18).view(3, 6)
     part = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
     assert part[key].tolist() == [[12, 13, 14], [0, 1, 2]]
-
-
-@pytest.mark.parametrize('width', [4, 8])
-def test_encoder_decoder_labels_keep_their_width(width):
-    """8 is by chance also the width of the encoder's text."""
-    batch = three_rows(width=8)
-    batch['labels'] = torch.full((3, width), -100)
-    batch['labels'][:, 0] = 1
-    batch['decoder_input_ids'] = torch.ones(3, width).long()
-    part = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
-    assert part['input_ids'].shape == (2, 3)
-    assert part['labels'].shape == (2, width)
-    assert part['decoder_input_ids'].shape == (2, width)
 
 
 # Other entries.
@@ -460,29 +410,28 @@ def images_of(*rows, count, **entries):
     return BatchLayout(family=LLAVA, config=config).images_per_row(batch)
 
 
-def test_touching_images_of_equal_size():
-    assert images_of('1iiii2', '345678', 'ii1', count=3) == [2, 0, 1]
-
-
-def test_image_over_two_lines_is_one():
-    assert images_of('ii1ii1', 'ii1ii', count=2) == [1, 1]
-
-
-def test_sizes_tell_images_of_pixtral():
-    """By the mean size of 6 placeholders row 0 would have one image, row 1 two. The sizes 3, 3, 12 show the reverse."""
-    sizes = torch.tensor([[2, 6], [6, 2], [4, 12]])
-    assert images_of('iii1iii', 'iiiiiiiiiiii1', count=3, image_sizes=sizes) == [2, 1]
-
-
-def test_sizes_tell_touching_images_from_lines():
-    """Row 0 is one run of two images, row 1 has two runs of one image. A count of runs would give the reverse."""
-    sizes = torch.tensor([[2, 4], [2, 4], [4, 6]])
-    assert images_of('iiii111', 'iii1iii', count=3, image_sizes=sizes) == [2, 1]
-
-
-def test_tiles_of_an_image_are_counted():
-    """The processor has cut two images into four tiles. Each tile is an entry of ``pixel_values``."""
-    assert images_of('iii1', 'i123', count=4, num_images=[1, 1]) == [3, 1]
+@pytest.mark.parametrize(
+    ('rows', 'entries', 'expected'),
+    [
+        pytest.param(['1iiii2', '345678', 'ii1'], {}, [2, 0, 1], id='touching images of equal size'),
+        pytest.param(['ii1ii1', 'ii1ii'], {}, [1, 1], id='an image over two lines is one'),
+        pytest.param(
+            ['iii1iii', 'iiiiiiiiiiii1'],
+            {'image_sizes': torch.tensor([[2, 6], [6, 2], [4, 12]])},
+            [2, 1],
+            id='sizes of Pixtral, by the mean size it would be 1 and 2',
+        ),
+        pytest.param(
+            ['iiii111', 'iii1iii'],
+            {'image_sizes': torch.tensor([[2, 4], [2, 4], [4, 6]])},
+            [2, 1],
+            id='sizes tell touching images from lines, by runs it would be 1 and 2',
+        ),
+        pytest.param(['iii1', 'i123'], {'num_images': [1, 1]}, [3, 1], id='tiles of carried images'),
+    ],
+)
+def test_placeholders_tell_the_images(rows, entries, expected):
+    assert images_of(*rows, count=sum(expected), **entries) == expected
 
 
 @pytest.mark.parametrize('carried', [{}, {'num_images': [1, 1]}], ids=['nothing carried', 'wrong numbers carried'])
@@ -557,31 +506,16 @@ def test_videos_go_with_their_rows():
         QWEN_LAYOUT.select(batch, [1])
 
 
-def test_audio_goes_with_its_rows():
-    batch = three_rows(num_audios=[1, 0, 2], input_features=numbered(3, 4, 6), feature_attention_mask=torch.ones(3, 6))
-    layout = BatchLayout.infer(batch)
-    assert layout.media_per_row(batch) == [1, 0, 2]
-    part = layout.select(batch, [2, 1])
-    assert numbers_of(part['input_features']) == [1, 2]
-    assert len(part['feature_attention_mask']) == 2
-    del batch['num_audios']
-    with pytest.raises(ValueError, match=r'which of 3 audios .*Carry `num_audios`'):
-        layout.select(batch, [1])
-
-
-def test_list_of_media_is_refused():
-    """Two clips of unequal length cannot be told from a list with one entry for each row."""
-    batch = text_batch([3, 2], pixel_values=[torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)])
-    with pytest.raises(ValueError, match=r"batch\['pixel_values'\].* got: list of .* media"):
-        LLAVA_LAYOUT.select(batch, [1])
-
-
-@pytest.mark.parametrize('unit', ['image', 'box', 'shared'])
-def test_list_under_a_registered_key(unit):
+@pytest.mark.parametrize(
+    ('key', 'unit'),
+    [('pixel_values', 'image'), ('crops', 'image'), ('crops', 'box'), ('crops', 'shared')],
+)
+def test_list_of_media_is_refused(key, unit):
     """Two entries for two rows, but both may be of the first row: a list would give each row one of them."""
     layout = LLAVA_LAYOUT.with_entries(crops=Entry(unit=unit))
-    batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0], crops=[torch.zeros(2), torch.ones(2)])
-    with pytest.raises(ValueError, match=r"batch\['crops'\].* got: list of 2 (media|shared entries) for 2 rows"):
+    values = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)]
+    batch = text_batch([3, 2], num_images=[2, 0], num_boxs=[2, 0], **{key: values})
+    with pytest.raises(ValueError, match=rf"batch\['{key}'\].* got: list of 2 (media|shared entries) for 2 rows"):
         layout.select(batch, [0])
 
 
@@ -619,17 +553,6 @@ def test_rows_without_ids_keep_their_width(whisper_layout, whisper_batch):
     assert whisper_layout.trim(whisper_batch).keys() == whisper_batch.keys()
 
 
-def test_parts_without_ids_keep_the_loss(whisper, whisper_layout, whisper_batch):
-    def loss_sum(batch):
-        outputs = whisper(input_features=batch['input_features'], labels=batch['labels'])
-        return outputs.loss * (batch['labels'] != -100).sum()
-
-    parts = [whisper_layout.trim(part) for part in whisper_layout.split(whisper_batch, [[2, 0], [1]])]
-    assert parts[0]['sample_ids'] == ['c', 'a']
-    with torch.no_grad():
-        torch.testing.assert_close(sum(loss_sum(part) for part in parts), loss_sum(whisper_batch))
-
-
 def test_labels_without_ids_are_padded(whisper_layout, whisper_batch):
     wide, narrow = whisper_layout.split(whisper_batch, [[2, 0], [1]])
     narrow['labels'] = narrow['labels'][:, :2]
@@ -649,17 +572,6 @@ def test_batch_without_any_text():
 def image_batch():
     """Four rows with an image each."""
     return text_batch([3] * 4, num_images=[1] * 4, pixel_values=torch.rand(4, 3, 2, 2))
-
-
-def test_split_equals_select(image_batch):
-    groups = [[2, 0], [1], [0, 1, 2, 3], [3, 2]]
-    parts = LLAVA_LAYOUT.split(image_batch, groups)
-    for part, rows in zip(parts, groups, strict=True):
-        expected = LLAVA_LAYOUT.select(image_batch, rows)
-        assert part.keys() == expected.keys()
-        assert part['num_images'] == expected['num_images']
-        for key in ('pixel_values', 'input_ids'):
-            assert torch.equal(part[key], image_batch[key][rows])
 
 
 def test_split_needs_numbers_of_rows(image_batch):
@@ -683,11 +595,12 @@ def test_rows_are_counted_once(monkeypatch, image_batch):
 
 
 @pytest.mark.parametrize(
-    ('to_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
+    ('has_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
 )
-def test_consecutive_rows_are_a_view(monkeypatch, image_batch, to_gpu, rows, is_view):
-    """If the part moves to a GPU anyway."""
-    monkeypatch.setattr(tensors, '_on_the_way_to_a_gpu', lambda value: to_gpu)
+def test_consecutive_rows_are_a_view(monkeypatch, image_batch, has_gpu, rows, is_view):
+    """If they move to a GPU anyway. Composer deep-copies each microbatch, and with a view it would copy the batch."""
+    monkeypatch.setattr(tensors, '_has_gpu', lambda: has_gpu)
+    monkeypatch.setattr(tensors, '_is_page_locked', lambda value: False)
     image_batch['position_ids'] = torch.arange(36).view(3, 4, 3)
     part = trimmed_rows(LLAVA_LAYOUT, image_batch, rows)
     for key in ('pixel_values', 'input_ids'):
@@ -698,16 +611,6 @@ def test_consecutive_rows_are_a_view(monkeypatch, image_batch, to_gpu, rows, is_
         assert part[key].is_contiguous()
     assert torch.equal(part['position_ids'], image_batch['position_ids'][:, rows])
     assert part['position_ids'].is_contiguous()
-
-
-@pytest.mark.parametrize('has_gpu', [True, False])
-def test_microbatches_on_a_cpu_are_copies(monkeypatch, image_batch, has_gpu):
-    """Composer deep-copies each microbatch, and the copy of a view would hold the whole batch."""
-    monkeypatch.setattr(tensors, '_has_gpu', lambda: has_gpu)
-    monkeypatch.setattr(tensors, '_is_page_locked', lambda value: False)
-    part = LLAVA_LAYOUT.select(image_batch, [1, 2])
-    viewed = image_batch if has_gpu else part
-    assert part['pixel_values'].untyped_storage().nbytes() == viewed['pixel_values'].nbytes
 
 
 class PageLocks:
