@@ -115,23 +115,6 @@ def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None, *, t
     return config
 
 
-_SPELLINGS = {
-    'pad': ('<pad>',),
-    'bos': ('<s>',),
-    'eos': ('</s>',),
-    'image': ('<image>', '<|image_pad|>', '<|image|>', '<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
-    'video': ('<video>', '<|video_pad|>', '<|VIDEO|>'),
-    'audio': ('<|AUDIO|>',),
-    'vision_start': ('<|vision_start|>', '<|vision_bos|>'),
-    'vision_end': ('<|vision_end|>', '<|vision_eos|>'),
-    'audio_start': ('<|audio_bos|>',),
-    'audio_end': ('<|audio_eos|>',),
-    'boi': ('<start_of_image>', '<|boi|>'),
-    'eoi': ('<end_of_image>', '<|eoi|>'),
-}
-"""How tokenizers write the tokens that a config names, such as ``image_token_id``. Others are written ``<name>``."""
-
-
 def _set_token_ids(config: PretrainedConfig, tokenizer: Any) -> None:
     """Gives a config and its parts the vocabulary of a tokenizer, and the ids of its special tokens."""
     vocabulary = tokenizer.get_vocab()
