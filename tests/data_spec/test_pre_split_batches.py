@@ -200,11 +200,25 @@ def test_users_transforms_see_plain_mappings():
 # In training.
 
 
+def planned_loader(rows, collate_rows, *, max_tokens, **options):
+    """Returns a loader of one global batch of these rows, planned in microbatches of at most ``max_tokens``."""
+    lengths = [row['labels'].shape[1] for row in rows]
+    sampler = RegroupingBatchSampler(
+        rows, lengths=lengths, global_batch_size=len(rows), max_tokens=max_tokens, shuffle=False, **options
+    )
+    return RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_rows)
+
+
 def left_padded_loader(rows):
-    """One global batch of six rows, in two or more microbatches."""
-    lengths = [len(row['labels'][0]) for row in rows]
-    sampler = RegroupingBatchSampler(rows, lengths=lengths, global_batch_size=6, max_tokens=24, shuffle=False)
-    return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=partial(collate, side='left')))
+    return token_data_spec(planned_loader(rows, partial(collate, side='left'), max_tokens=24))
+
+
+def rows_without_padding(batch, lengths):
+    """Returns the rows of a batch that is padded on the right, each as a batch."""
+    rows = []
+    for row, length in enumerate(lengths):
+        rows.append({key: value[row : row + 1, :length] for key, value in batch.items()})
+    return rows
 
 
 def test_label_predicted_by_pad_is_refused():
@@ -219,19 +233,13 @@ def test_padding_without_masks_is_not_attended(width_multiple):
     """Rows of one length need no mask. If their microbatch is padded later, it gets one."""
     lengths = [9, 9, 5, 5]
     batch = masked_batch(lengths)
-    rows = []
-    for row, length in enumerate(lengths):
-        rows.append({key: batch[key][row : row + 1, :length] for key in ('input_ids', 'labels')})
+    rows = rows_without_padding(batch, lengths)
 
     def collate_rows(rows):
-        return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+        return {key: torch.cat([row[key] for row in rows]) for key in ('input_ids', 'labels')}
 
-    sampler = RegroupingBatchSampler(
-        rows, lengths=lengths, global_batch_size=4, max_tokens=32, width_multiple=width_multiple, shuffle=False
-    )
-    data = token_data_spec(
-        RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate_rows), width_multiple=width_multiple
-    )
+    dataloader = planned_loader(rows, collate_rows, max_tokens=32, width_multiple=width_multiple)
+    data = token_data_spec(dataloader, width_multiple=width_multiple)
     assert_exact(masked_model('bert'), data, batch=batch, microbatch_size=4)
 
 
@@ -246,10 +254,8 @@ def test_label_preceded_by_pad_counts():
     """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
     lengths = [9, 8, 5, 4, 4, 3]
     batch = masked_batch(lengths)
-    rows = []
-    for row, length in enumerate(lengths):
-        rows.append({key: value[row : row + 1, :length] for key, value in batch.items()})
-    assert_exact(masked_model('esm'), left_padded_loader(rows), batch=batch)
+    data = left_padded_loader(rows_without_padding(batch, lengths))
+    assert_exact(masked_model('esm'), data, batch=batch)
 
 
 def length_loader(dataset, **options):
@@ -326,15 +332,12 @@ def test_stale_lengths_may_only_warn(caplog):
 def test_pictures_go_with_their_rows(name):
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.model)
-    lengths = [row['input_ids'].shape[1] for row in case.rows]
-    sampler = RegroupingBatchSampler(
-        case.rows, lengths=lengths, global_batch_size=len(lengths), max_tokens=2 * max(lengths)
-    )
+    longest = max(layout.width(row) for row in case.rows)
     collate_rows = partial(layout.concat, pad_token_id=case.pad_token_id)
-    loader = RegroupingDataLoader(case.rows, batch_sampler=sampler, collate_fn=collate_rows)
+    loader = planned_loader(case.rows, collate_rows, max_tokens=2 * longest)
     assert len(next(iter(loader)).microbatches) > 1
     checked = On(Event.BATCH_END, lambda state: split_of(loader).checked)
-    data = token_data_spec(loader, slot_tokens=max(lengths))
+    data = token_data_spec(loader, slot_tokens=longest)
     assert_exact(case.model, data, batch=family_batch(case), callbacks=[checked])
     assert checked.values == [True]
 
@@ -346,15 +349,6 @@ def test_masks_of_images_as_wide_as_text(side, width_multiple):
     case = FAMILIES['mllama']()
     layout = BatchLayout.for_model(case.model)
     collate_rows = partial(layout.concat, padding_side=side, pad_token_id=case.pad_token_id)
-    lengths = [layout.width(row) for row in case.rows]
-    sampler = RegroupingBatchSampler(
-        case.rows,
-        lengths=lengths,
-        global_batch_size=len(lengths),
-        max_tokens=72,
-        width_multiple=width_multiple,
-        shuffle=False,
-    )
-    loader = RegroupingDataLoader(case.rows, batch_sampler=sampler, collate_fn=collate_rows)
+    loader = planned_loader(case.rows, collate_rows, max_tokens=72, width_multiple=width_multiple)
     data = token_data_spec(loader, width_multiple=width_multiple)
     assert_exact(case.model, data, batch=collate_rows(case.rows), microbatch_size=2)

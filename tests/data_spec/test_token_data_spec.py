@@ -295,6 +295,7 @@ def test_late_train_metrics_keep_labels(monkeypatch):
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer, got: 0'),
         ({'width_multiple': -8}, '`width_multiple` must be a positive integer, got: -8'),
         ({'slot_tokens': True}, '`slot_tokens` must be a positive integer, got: True'),
+        ({'max_image_tokens': 0}, '`max_image_tokens` must be a positive integer, got: 0'),
         ({'width_multiple': None}, '`width_multiple` must be a positive integer, got: None'),
         ({'equal_counts': 'always'}, "`equal_counts` must be True, False or 'auto'"),
         ({'regroup': 'no'}, "`regroup` must be True or False, got: 'no'"),
