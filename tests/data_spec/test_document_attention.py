@@ -22,9 +22,10 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.split import split_of
 from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
+from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.text import VOCABULARY, collate, ragged_batch, text_model, text_rows
+from tests.support.text import collate, ragged_batch, text_model, text_rows
 from tests.support.training import (
     On,
     assert_exact,
@@ -36,14 +37,6 @@ from tests.support.training import (
 )
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
-SIZES: dict[str, Any] = {
-    'vocab_size': VOCABULARY,
-    'hidden_size': 32,
-    'intermediate_size': 48,
-    'num_attention_heads': 4,
-    'num_key_value_heads': 2,
-    'pad_token_id': 0,
-}
 IS_V4 = transformers.__version__.startswith('4.')
 # One of a kind; the rest of tests/matrix/packed.py is in docs/packing.md.
 QUICK = [
@@ -72,6 +65,10 @@ def packed_of(model, batch):
     """
     attention = DocumentAttention(model)
     return pack_rows(BatchLayout.for_model(model), batch, attention), attention
+
+
+def causal_model(config):
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def logits_of(model, batch):
@@ -422,8 +419,7 @@ class LengthReads(TorchFunctionMode):
 @pytest.mark.skipif(IS_V4, reason='hybrids are refused')
 def test_lengths_are_read_once_a_forward():
     layer_types = ['conv', 'full_attention', 'conv', 'conv', 'full_attention']
-    config = transformers.Lfm2Config(**SIZES, num_hidden_layers=5, layer_types=layer_types)
-    model = transformers.Lfm2ForCausalLM(config)
+    model = float32_model(tiny_config('lfm2', {'num_hidden_layers': 5, 'layer_types': layer_types}))
     packed, _ = packed_of(model, ragged_batch(SHAPE))
     with LengthReads() as reads:
         logits_of(model, packed)
@@ -456,16 +452,8 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
 
 @pytest.mark.skipif(IS_V4, reason='names its settings otherwise')
 def test_attention_in_chunks_is_refused():
-    config = transformers.Llama4TextConfig(
-        **SIZES,
-        num_hidden_layers=2,
-        layer_types=['chunked_attention', 'full_attention'],
-        attention_chunk_size=4,
-        intermediate_size_mlp=32,
-        head_dim=16,
-        num_local_experts=2,
-    )
-    model = transformers.Llama4ForCausalLM(config)
+    layer_types = ['chunked_attention', 'full_attention']
+    model = float32_model(tiny_config('llama4_text', {'layer_types': layer_types}), model_class=causal_model)
     with pytest.raises(RuntimeError, match='chunks'):
         fit(model, ragged_batch(SHAPE), packing=True)
     assert model.config._attn_implementation == 'sdpa'
@@ -492,23 +480,7 @@ def test_convolution_over_documents_is_refused():
 
 def fresh_inkling():
     """A model with short convolutions inside and outside of its attention. Its fresh weights and logits are small."""
-    config = transformers.InklingTextConfig(
-        **SIZES,
-        num_hidden_layers=2,
-        head_dim=8,
-        swa_num_attention_heads=4,
-        swa_num_key_value_heads=2,
-        swa_head_dim=8,
-        sliding_window_size=64,
-        d_rel=4,
-        local_layer_ids=[1],
-        mlp_layer_types=['dense', 'dense'],
-        bos_token_id=1,
-        eos_token_id=1,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.InklingForCausalLM(config)
+    return float32_model(tiny_config('inkling_text'), std=None, model_class=causal_model)
 
 
 @pytest.mark.skipif(not hasattr(transformers, 'InklingForCausalLM'), reason='this release has no Inkling')
@@ -549,35 +521,19 @@ def test_auto_pads_if_packing_is_impossible():
     assert relative_error(recorder.gradients, expected) < 2e-6
 
 
-MAMBA = {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    'bamba': {**MAMBA, 'attn_layer_indices': [1]},
-    'granitemoehybrid': {
-        **MAMBA,
-        'layer_types': ['mamba', 'attention'],
-        'num_local_experts': 0,
-        'shared_intermediate_size': 32,
-    },
-    'mamba2': {'num_heads': 8, 'head_dim': 8, 'state_size': 8, 'n_groups': 2, 'chunk_size': 8},
-    'qwen3_5_text': {
-        'linear_num_value_heads': 4,
-        'linear_num_key_heads': 2,
-        'linear_key_head_dim': 8,
-        'linear_value_head_dim': 8,
-        'layer_types': ['linear_attention', 'full_attention'],
-    },
+    'bamba': {'attn_layer_indices': [1]},
+    'granitemoehybrid': {'layer_types': ['mamba', 'attention'], 'num_local_experts': 0},
+    'mamba2': {},
+    'qwen3_5_text': {},
 }
+"""Types whose layers have a state, and settings so that one layer of each kind is there."""
 
 
 @pytest.mark.skipif(IS_V4, reason='refused: hands them masks of attention, or makes its masks itself')
 @pytest.mark.parametrize('name', HYBRIDS)
 def test_states_end_with_their_document(name):
-    options = {**SIZES, 'num_hidden_layers': 2, 'max_position_embeddings': 128, 'head_dim': 8, **HYBRIDS[name]}
-    try:
-        config = transformers.AutoConfig.for_model(name, **options)
-        model: Any = transformers.AutoModelForCausalLM.from_config(config).double()
-    except ValueError as error:
-        pytest.skip(f'transformers {transformers.__version__}: {error}')
+    model: Any = float32_model(tiny_config(name, HYBRIDS[name]), model_class=causal_model).double()
     batch = ragged_batch(SHAPE)
     before = logits_of_rows(model, batch)
     packed, attention = packed_of(model, batch)
