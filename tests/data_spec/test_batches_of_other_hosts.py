@@ -9,7 +9,6 @@ import random
 
 import pytest
 import torch
-import transformers
 from composer.algorithms import SeqLengthWarmup
 from composer.core import Event
 from composer.models import HuggingFaceModel
@@ -17,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import kinds_of_steps, plain_gradients
+from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import split
 from tests.support.small_batches import text_batch
-from tests.support.text import VOCABULARY, collate, text_model, text_rows, whisper_model
+from tests.support.text import collate, text_model, text_rows, whisper_model
 from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
 
 MEL_BINS = 8
@@ -92,19 +92,7 @@ def seq2seq_batch(lengths, widths, *, has_decoder_ids):
 
 @pytest.fixture(scope='module')
 def t5():
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=16,
-        d_ff=48,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return HuggingFaceModel(transformers.T5ForConditionalGeneration(config).train(), use_logits=True)
+    return SUBJECTS['t5'].model('fresh')
 
 
 @pytest.mark.parametrize('widths', [(24, 24), (24, 30), (32, 12)])

@@ -21,7 +21,7 @@ from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.pieces import add_rows, smallest_row
 from composer_tokacc.layout import describe
 from composer_tokacc.row_counts import without_rows
-from tests.matrix.harness import measure_steps, plain_gradients, quiet
+from tests.matrix.harness import measure_steps, plain_gradients
 from tests.model_types.trial import CLASSES, assert_as_the_table_says, maker_of
 from tests.support.training import relative_error
 
@@ -59,12 +59,16 @@ def test_page_has_the_table():
     assert table() in (ROOT / 'docs' / 'families.md').read_text()
 
 
+def outcomes_of(maker, *batches):
+    """Returns the outcome of a step on each batch, in microbatches of one row."""
+    return measure_steps(HuggingFaceModel(maker.model, shift_labels=True), batches, 1)
+
+
 @pytest.mark.parametrize('model_type', ['qwen3_5', pytest.param('gemma4', marks=pytest.mark.slow)])
 def test_images_after_text_steps(model_type):
     maker = maker_of(model_type)
     steps = [maker.batch('image', has_media=False), maker.batch('image'), maker.batch('image', has_media=False)]
-    with quiet():
-        outcomes = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), steps, 1)
+    outcomes = outcomes_of(maker, *steps)
     assert [outcome.kind for outcome in outcomes] == ['exact'] * 3, outcomes
 
 
@@ -74,8 +78,7 @@ def test_zero_scale_hides_no_positions():
     scales = [weight for name, weight in maker.model.named_parameters() if name.endswith('softmax_scaling.scale')]
     assert scales
     assert not any(bool(weight.any()) for weight in scales)
-    with quiet():
-        (outcome,) = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), [maker.batch('image')], 1)
+    (outcome,) = outcomes_of(maker, maker.batch('image'))
     assert outcome.kind == 'exact', outcome
 
 
@@ -92,18 +95,15 @@ def test_images_numbered_over_the_batch():
         entries = {key: value for key, value in one_row_batch.items() if key in ROPE_INDEX_ENTRIES}
         positions.append(maker.model.model.get_rope_index(**entries)[0])
     batch['position_ids'] = torch.cat(positions, dim=1)
-    with quiet():
-        (outcome,) = measure_steps(HuggingFaceModel(maker.model, shift_labels=True), [batch], 1)
+    (outcome,) = outcomes_of(maker, batch)
     assert outcome.kind == 'exact', outcome
 
 
 def test_noise_in_evaluation_is_named():
     maker = maker_of('vibevoice_asr')
-    model = HuggingFaceModel(maker.model, shift_labels=True)
     batch = maker.batch('audio')
-    with quiet():
-        (noisy,) = measure_steps(model, [batch], 1)
-        (without,) = measure_steps(model, [{**batch, 'sample': False}], 1)
+    (noisy,) = outcomes_of(maker, batch)
+    (without,) = outcomes_of(maker, {**batch, 'sample': False})
     assert noisy.kind == 'refused'
     assert 'random in evaluation' in noisy.message
     assert without.kind == 'exact', without
