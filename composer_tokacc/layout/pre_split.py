@@ -106,20 +106,18 @@ class PreSplitBatch(Mapping[str, Any]):
         return self._joined[key]
 
     def _joined_entry(self, key: str) -> Any:
-        values = [microbatch[key] for microbatch in self.microbatches if microbatch.get(key) is not None]
-        if not values:
+        with_key = [microbatch for microbatch in self.microbatches if microbatch.get(key) is not None]
+        if not with_key:
             return None
-        if isinstance(values[0], torch.Tensor):
-            return self._joined_tensor(key)
-        if isinstance(values[0], (list, tuple)):
-            return list(chain.from_iterable(values))
-        return values[0]  # a plain value, which should be the same in all microbatches
+        value = with_key[0][key]
+        if isinstance(value, torch.Tensor):
+            # A microbatch without the key may have no images, and would not tell the family.
+            return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
+        if isinstance(value, (list, tuple)):
+            return list(chain.from_iterable(microbatch[key] for microbatch in with_key))
+        return value  # a plain value, which should be the same in all microbatches
 
-    def _joined_tensor(self, key: str) -> torch.Tensor:
-        # A microbatch without the key may have no images, and would not tell the family.
-        microbatches_with_key = (microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
-        microbatch_with_key = next(microbatches_with_key)
-        layout = BatchLayout.infer(microbatch_with_key)
+    def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
         needed_keys = TEXT_KEYS | {key}
 
         def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_rows_without_media_bring_none():
 
 def test_counting_joins_no_tensor(monkeypatch):
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
-    monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
+    monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key, layout: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
     counted = with_counts(batch)
