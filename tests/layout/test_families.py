@@ -18,7 +18,6 @@ from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
 
 TEXT_ROWS = [0, 4]
 IMAGE_ROWS = [1, 2, 3, 5]
-PIXELS = {'video': 'pixel_values_videos', 'image': 'pixel_values', 'audio': 'input_features'}
 UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
 COUNT_TILES = ('idefics3', 'smolvlm')
 
@@ -53,20 +52,10 @@ def layouts(case: Case):
     return [BatchLayout.for_model(case.model), BatchLayout.infer(case.rows[1])]
 
 
-def loss_of_parts(case: Case, layout: BatchLayout, batch, groups):
-    """The loss of each group of rows, trimmed."""
-    with torch.no_grad():
-        return torch.stack([case.loss_sum(layout.trim(part)) for part in layout.split(batch, groups)])
-
-
 def loss_of_rows(case: Case, rows):
     """The loss of each row as the processor made it, without any layout."""
     with torch.no_grad():
         return torch.stack([case.loss_sum(case.rows[row]) for row in rows])
-
-
-def assert_same_loss(loss, expected):
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
 def assert_same_batch(batch, expected):
@@ -138,9 +127,6 @@ def test_batch_without_any_image(name):
     for layout in layouts(case):
         batch = joined(case, layout, TEXT_ROWS)
         assert layout.media_per_row(batch) == [0, 0]
-        row_losses = loss_of_parts(case, layout, batch, [[0], [1]])
-        with torch.no_grad():
-            assert_same_loss(row_losses.sum(), case.loss_sum(batch))
         batch['pixel_values'] = None
         assert layout.select(batch, [1])['pixel_values'] is None
         assert BatchLayout.infer(batch).select(batch, [1])['pixel_values'] is None
@@ -192,7 +178,7 @@ def test_rows_of_twenty_random_batches(name):
     case = uncounted(name)
     layout = BatchLayout.for_model(case.model)
     num_unequal = 0
-    for index, (batch, rows) in enumerate(random_batches(case, layout, 20)):
+    for batch, rows in random_batches(case, layout, 20):
         for modality in case.truth[0]:
             assert layout.units_per_row(batch, modality) == [case.truth[row][modality] for row in rows]
         parts = layout.split(batch, [[place] for place in range(len(rows))])
@@ -200,36 +186,26 @@ def test_rows_of_twenty_random_batches(name):
             assert_same_row(layout.trim(part), case.rows[row])
         media_per_row = {sum(case.truth[row].values()) for row in rows}
         num_unequal += len(media_per_row) > 1
-        # Mllama's loss of a text row depends on the other rows: see test_only_mllama_couples_rows.
-        if name != 'mllama' and index < 3:
-            groups = [range(0, len(rows), 2), range(1, len(rows), 2)]
-            part_losses = loss_of_parts(case, layout, batch, groups)
-            assert_same_loss(part_losses.sum(), loss_of_rows(case, rows).sum())
     assert num_unequal > 10
 
 
-@for_each_uncounted
-def test_media_in_wrong_row_changes_loss(name):
-    """Otherwise the sums of losses would show nothing."""
-    case = uncounted(name)
-    modality = list(case.truth[0])[-1]
-    row = next(row for row, counts in zip(case.rows, case.truth, strict=True) if counts[modality] > 1)
-    has_slots = 'aspect_ratio_ids' in row or 'pixel_attention_mask' in row
-    pixels = row[PIXELS[modality]].flip(1 if has_slots else 0)
-    with torch.no_grad():
-        change = case.loss({**row, PIXELS[modality]: pixels}) / case.loss(row) - 1
-    assert abs(change) > (1e-4 if name in MEDIA else 1e-3)
-
-
-NEED_A_MODEL = ['llava', 'llava_next', 'paligemma', 'llava_onevision', 'llava_next_video', 'video_llava']
-NEED_A_MODEL += ['qwen2_audio', 'mistral3']
+NEED_A_MODEL = [
+    'llava',
+    'llava_next',
+    'paligemma',
+    'llava_onevision',
+    'llava_next_video',
+    'video_llava',
+    'qwen2_audio',
+    'mistral3',
+]
 
 
 @pytest.mark.parametrize('name', NEED_A_MODEL)
 def test_missing_model_names_the_key(name):
     case = uncounted(name)
     batch = joined(case, BatchLayout.for_model(case.model), range(len(case.rows)))
-    modality = next(modality for modality in PIXELS if modality in case.truth[0])
+    modality = next(modality for modality in ('video', 'image', 'audio') if modality in case.truth[0])
     layout = BatchLayout.infer(batch)
     message = f'which of .* {modality}s belong to .*Carry `num_{modality}s` .*for_model'
     with pytest.raises(ValueError, match=message) as refusal:
