@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc import TokenAccumulation
-from tests.matrix.harness import kinds_of_steps, measure, plain_gradients
+from tests.matrix.harness import kinds_of_steps, measure
 from tests.matrix.native_models import LOSSES, NativeModel, Terms, by_row, by_token, causal, squares
 from tests.matrix.subjects import SUBJECTS, has_labels
 from tests.support.text import collate, text_rows
-from tests.support.training import COMPOSERS_FLAG, fit, loader, relative_error
+from tests.support.training import COMPOSERS_FLAG, fit, loader
 
 # One row without loss tokens, one whose label at position 0 only an unshifted loss counts.
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
@@ -32,13 +32,6 @@ MEANS_OVER_TOKENS = ('causal', 'unshifted', 'fused', 'label smoothing', 'z-loss'
 @pytest.fixture(scope='module')
 def batch():
     return collate(text_rows(SHAPE))
-
-
-def test_oracle_tells_the_losses_apart(batch):
-    """If two losses were the same on this batch, the wrong rule would pass."""
-    causal = plain_gradients(NativeModel('causal'), batch)
-    for name in ('unshifted', 'all positions', 'per row', 'label smoothing', 'z-loss'):
-        assert relative_error(plain_gradients(NativeModel(name), batch), causal) > 1e-3, name
 
 
 @pytest.mark.parametrize(
