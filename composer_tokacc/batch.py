@@ -220,7 +220,10 @@ def with_copied_tensors(batch: Batch) -> BatchDict:
     return map_tensors(batch, Tensor.clone)
 
 
-def map_tensors(batch: Batch, function: Callable[[Tensor], Tensor]) -> BatchDict:
+def map_tensors(
+    batch: Batch,
+    function: Callable[[Tensor], Tensor],
+) -> BatchDict:
     """Returns the batch with the results of calling a function with each of its tensors."""
     changed = dict(batch)
     for key, value in batch.items():

@@ -135,7 +135,12 @@ class CountingDataSpec(DataSpec):
             return self._rule
         return self._split.loss_rule or 'causal'
 
-    def _check(self, model: torch.nn.Module, batch: Batch, microbatch_size: int | float) -> None:
+    def _check(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        microbatch_size: int | float,
+    ) -> None:
         """Runs the first-batch check if there is no algorithm to do it."""
         split = self._split
         layout = split.users_layout or BatchLayout.infer(batch)

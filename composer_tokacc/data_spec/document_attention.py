@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -228,10 +228,13 @@ class _Documents:
 
     def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
-        documents = zip(lengths, masks, strict=True)
-        for (length, _), run in groupby(documents, key=lambda document: (document[0], id(document[1]))):
-            masks_of_run = [mask for _, mask in run]
-            self.runs.append(_Run(length, len(masks_of_run), masks_of_run[0]))
+        for length, mask in zip(lengths, masks, strict=True):
+            last = self.runs[-1] if self.runs else None
+            if last is not None and last.length == length and last.mask is mask:
+                self.runs[-1] = last._replace(count=last.count + 1)
+            else:
+                run = _Run(length, count=1, mask=mask)
+                self.runs.append(run)
         self.lengths = lengths
         self._ends: dict[torch.device, Tensor] = {}
 
@@ -311,7 +314,10 @@ def _call_layers_by_document(model: nn.Module) -> None:
             layer_class.forward = _in_place_of(plain_forward, _in_plain_python(by_document))
 
 
-def _in_place_of(plain: HostFunction, function: HostFunction) -> HostFunction:
+def _in_place_of(
+    plain: HostFunction,
+    function: HostFunction,
+) -> HostFunction:
     """Returns a function that looks like the plain one, or the plain one if it is ours already, for another model."""
     if hasattr(plain, 'by_document'):
         return plain
@@ -401,7 +407,8 @@ def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
         names = vars(file)
         plain_balance = names.get('load_balancing_loss_func')
         if plain_balance is not None:
-            names['load_balancing_loss_func'] = _in_place_of(plain_balance, partial(_balance, plain_balance))
+            without_mask = partial(_balance, plain_balance)
+            names['load_balancing_loss_func'] = _in_place_of(plain_balance, without_mask)
 
 
 def _balance(plain_balance: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:

@@ -222,7 +222,12 @@ def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None
     return zero_weight(trimmed)
 
 
-def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> BatchDict:
+def add_rows(
+    layout: BatchLayout,
+    microbatch: Batch,
+    rows: Sequence[Batch],
+    side: str,
+) -> BatchDict:
     """Returns the microbatch with dummy rows behind its own.
 
     Args:
@@ -251,7 +256,10 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
     """Returns a dummy row with the lists of a microbatch. Unknown values are None, unknown counts are 0."""
-    fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
+    fitting = dict(row)
+    for key, value in row.items():
+        if isinstance(value, (list, tuple)):
+            del fitting[key]
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
             unknown = [0] if key.startswith('num_') else [None]

@@ -218,7 +218,14 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
                 _check_zero_on_padding(batch, key, real)
         if _has_shape_of(batch, 'mm_token_type_ids', real) and batch.get('input_ids') is not None:
             _check_types_of_images(layout, batch)
-    return RowFacts(dict(batch), layout, side, layout.width(batch), is_padded, real)
+    return RowFacts(
+        batch=dict(batch),
+        layout=layout,
+        side=side,
+        width=layout.width(batch),
+        is_padded=is_padded,
+        real=real,
+    )
 
 
 def _has_shape_of(batch: Batch, key: str, text: torch.Tensor) -> bool:
@@ -253,7 +260,12 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     _refuse(batch, 'mm_token_type_ids', is_unmarked, 'mark the placeholders of images')
 
 
-def _refuse(batch: Batch, key: str, is_wrong: torch.Tensor, requirement: str) -> None:
+def _refuse(
+    batch: Batch,
+    key: str,
+    is_wrong: torch.Tensor,
+    requirement: str,
+) -> None:
     """Raises ValueError with the first position, ``(rows, width)``, at which a tensor of the text is wrong."""
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()

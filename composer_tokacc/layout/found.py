@@ -73,7 +73,10 @@ def inferred_family(config: Any) -> Family:
 # The meaning of a key.
 
 
-def possible_readings(batch: Batch, key: str) -> tuple[Reading, ...]:
+def possible_readings(
+    batch: Batch,
+    key: str,
+) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none."""
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
@@ -307,7 +310,11 @@ def entries_per_row(
     return list(distinct_answers.pop())
 
 
-def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Placeholders) -> list[int] | None:
+def _entries_by_sizes(
+    value: torch.Tensor,
+    num_entries: int,
+    placeholders: _Placeholders,
+) -> list[int] | None:
     """Returns the entries of each row if ``value`` holds the size of each item; None if it does not seem to.
 
     Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of tiles, ``(items,)``. An item may have no tile.

@@ -114,7 +114,11 @@ def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> li
     return _tokens_of_grid(batch['video_grid_thw'], config, num_tokens)
 
 
-def _tokens_of_grid(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
+def _tokens_of_grid(
+    grid: torch.Tensor,
+    config: Any,
+    num_tokens: int,
+) -> list[int]:
     """Returns the placeholders of each item of a grid. The model merges a few patches into one token."""
     patches = grid.prod(dim=1).tolist()
     if config is not None and hasattr(config, 'vision_config'):

@@ -14,7 +14,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +49,11 @@ class PreSplitBatch(Mapping[str, Any]):
     """
 
     def __init__(
-        self, microbatches: Sequence[Batch], *, max_tokens: int, indices: Sequence[Sequence[int]] | None = None
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        max_tokens: int,
+        indices: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens
@@ -114,7 +117,10 @@ class PreSplitBatch(Mapping[str, Any]):
             # A microbatch without the key may have no images, and would not tell the family.
             return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
         if isinstance(value, (list, tuple)):
-            return list(chain.from_iterable(microbatch[key] for microbatch in with_key))
+            values: list[Any] = []
+            for microbatch in with_key:
+                values += microbatch[key]
+            return values
         return value  # a plain value, which should be the same in all microbatches
 
     def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
@@ -137,7 +143,12 @@ class PreSplitBatch(Mapping[str, Any]):
         Torch opens a file for each tensor that it sends, and the open files of a process are limited.
         """
         memory, packed = _packed(self.microbatches)
-        return {**vars(self), 'microbatches': packed, '_joined': {}, 'memory': memory}
+        return {
+            **vars(self),
+            'microbatches': packed,
+            'memory': memory,
+            '_joined': {},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes the tensors from the memory that arrived, without a copy."""
