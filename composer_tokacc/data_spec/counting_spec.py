@@ -15,7 +15,7 @@ from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids, map_
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
-from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
+from composer_tokacc.counting import mask_document_starts, real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
@@ -82,12 +82,8 @@ class CountingDataSpec(DataSpec):
                     num_real += sum(real_tokens(microbatch))
             return num_real
         if not has_counts:
-            num_loss_generating = 0
-            for microbatch in microbatches_of(batch):
-                counts = count_tokens(microbatch, self._rule_to_count)
-                num_loss_generating += counts.num_loss_generating
-            return num_loss_generating
-        if not self._split.checked:
+            rows = rows_of(with_counts(batch, self._rule_to_count))
+        elif not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
