@@ -177,7 +177,12 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
         )
 
 
-def check_vocabulary(batch: Batch, key: str, size: int | None, further_ids: Callable[[], Iterable[int]]) -> None:
+def check_vocabulary(
+    batch: Batch,
+    key: str,
+    size: int | None,
+    further_ids: Callable[[], Iterable[int]],
+) -> None:
     """Raises ValueError, naming the sample, if an id is out of the vocabulary; a GPU would only stop.
 
     Args:

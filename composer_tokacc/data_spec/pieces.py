@@ -24,7 +24,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning import CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
@@ -37,6 +37,14 @@ POLICIES = {
 }
 """Padding policies of each field of :class:`CutRules`, cheapest first. A policy that failed once is not tried again in
 a fit."""
+
+
+SETTINGS_OF_CAPS = {
+    'tokens': '`device_train_microbatch_size` x `slot_tokens`',
+    'image_tokens': '`max_image_tokens`',
+    'loss_tokens': '`max_loss_tokens`',
+}
+"""What sets the cap of each size of a microbatch, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,37 +381,25 @@ class Piece:
 
         ``indices`` are the indices of the rows in the dataset, if they are known.
         """
-        num_tokens = [width + self.facts.decoder_width for width in self.widths]
-        budget = '`device_train_microbatch_size` x `slot_tokens`'
-        self._check_cap(num_tokens, 'tokens', self.options.max_tokens, budget, indices)
-        for size, cap in self.options.caps.items():
+        sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
+        caps = {'tokens': self.options.max_tokens, **self.options.caps}
+        for size, cap in caps.items():
+            largest = max(sizes[size])
+            if largest <= cap:
+                continue
+            row = sizes[size].index(largest)
+            name = sample_name(self.facts.batch, row)
+            if indices is not None and 'sample_ids' not in self.facts.batch:
+                name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
-            setting = f'`{CAPPED_SIZES[size]}`'
-            self._check_cap(self.sizes[size], unit, cap, setting, indices)
-
-    def _check_cap(
-        self,
-        sizes: Sequence[int],
-        unit: str,
-        cap: float,
-        setting: str,
-        indices: Sequence[int] | None,
-    ) -> None:
-        """Checks one size of the rows, in ``unit``, against its cap, which ``setting`` sets; see :meth:`check_caps`."""
-        largest = max(sizes)
-        if largest <= cap:
-            return
-        row = sizes.index(largest)
-        name = sample_name(self.facts.batch, row)
-        if indices is not None and 'sample_ids' not in self.facts.batch:
-            name = f'sample number {indices[row]} of the dataset'
-        message = (
-            f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} ({setting})'
-            '. Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
-        )
-        if self.options.on_oversize == 'raise':
-            raise InvalidInputError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
-        log.warning('%s. It is computed alone.', message)
+            message = (
+                f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
+                f'({SETTINGS_OF_CAPS[size]}). Raise it, shorten the sample, or measure the lengths again if a table of '
+                'lengths promised less'
+            )
+            if self.options.on_oversize == 'raise':
+                raise InvalidInputError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+            log.warning('%s. It is computed alone.', message)
 
 
 # Microbatches.

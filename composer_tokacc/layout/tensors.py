@@ -98,7 +98,11 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, pin_memory=_is_page_locked(like))
 
 
-def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
+def take(
+    value: torch.Tensor,
+    dim: int,
+    index: list[int],
+) -> torch.Tensor:
     """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
     start = index[0] if index else 0
     end = start + len(index)
@@ -247,11 +251,9 @@ def _select_units(
     if entry.slot_dim is None:
         return chosen
     image_ends = ends['image']
-    images_per_row = []
+    most_images = 0
     for row in rows:
-        num_images = image_ends[row + 1] - image_ends[row]
-        images_per_row.append(num_images)
-    most_images = max(images_per_row, default=0)
+        most_images = max(most_images, image_ends[row + 1] - image_ends[row])
     num_slots = min(most_images, chosen.shape[entry.slot_dim])
     narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
     # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
