@@ -329,7 +329,7 @@ class BatchLayout:
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
-        # An unregistered tensor has a unit like 'image/12': see `found.py`.
+        unit = self._unit_of_items(batch, unit)
         modality, _, num_inferred = unit.partition('/')
         carried = carried_counts(batch, modality)
         # The numbers only help. If they cannot be those of these rows, the placeholders must tell the items.
@@ -337,10 +337,7 @@ class BatchLayout:
             carried = None
         num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
         if num_items is None:
-            # No registered tensor is cut by these numbers.
-            inferred = self._inferred_items_per_row(batch, unit)
-            if inferred is not None:
-                return inferred
+            # No tensor is cut by these numbers.
             return [0] * num_rows if carried is None else carried
         # Models with queries do not notice if there are too few placeholders. So these are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
@@ -363,19 +360,17 @@ class BatchLayout:
             raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
         return max(num_entries.values())
 
-    def _inferred_items_per_row(self, batch: Batch, modality: str) -> list[int] | None:
-        """Returns the items of each row by the unregistered tensors of a modality; None if there are none.
+    def _unit_of_items(self, batch: Batch, unit: str) -> str:
+        """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
 
-        The tensor with the fewest entries has one per item. The others have one per tile or patch.
+        Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one
+        per item, the others have one per tile or patch.
         """
-        entry_counts = []
-        for entry in media_entries(self, batch).values():
-            unit_modality, _, num_entries = entry.unit.partition('/')
-            if unit_modality == modality and num_entries:
-                entry_counts.append(int(num_entries))
-        if not entry_counts:
-            return None
-        return self.units_per_row(batch, f'{modality}/{min(entry_counts)}')
+        units = {entry.unit for entry in media_entries(self, batch).values()}
+        inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
+        if unit in units or not inferred_units:
+            return unit
+        return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
 
     def _items_by_placeholders(
         self,
