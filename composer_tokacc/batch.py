@@ -284,14 +284,17 @@ def side_of(real: Tensor) -> str:
 
 
 def lengths_of(real: Tensor, side: str) -> list[int]:
-    """Returns the width of each row without its padding, at least 1, from its real positions and padding side."""
-    rows, width = real.shape
-    if bool(real.all()):
-        return [width] * rows
-    # The distance of each column from the side without padding. The farthest real position tells the length of a row,
-    # so positions without attention between real ones count, too.
-    distance = torch.arange(1, width + 1, device=real.device)
+    """Returns the width of each row without its padding, at least 1, from its real positions and padding side.
+
+    The farthest real position tells the length of a row, so positions without attention between real ones count, too.
+    """
+    return reach_of(real, side).clamp(min=1).tolist()
+
+
+def reach_of(positions: Tensor, side: str) -> Tensor:
+    """Returns how far the positions of each row reach from the side without padding, int ``(rows,)``; 0: none."""
+    width = positions.shape[1]
+    distance = torch.arange(1, width + 1, device=positions.device)
     if side == 'left':
         distance = distance.flip(0)
-    lengths = (real * distance).amax(dim=1)
-    return lengths.clamp(min=1).tolist()
+    return (positions * distance).amax(dim=1)

@@ -18,6 +18,7 @@ from composer_tokacc.batch import (
     MODALITIES,
     Batch,
     lengths_of,
+    reach_of,
     real_positions,
     side_of,
     text_of,
@@ -322,9 +323,7 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        num_slots = is_occupied.shape[1]
-        slot_numbers = torch.arange(1, num_slots + 1, device=is_occupied.device)
-        return (is_occupied * slot_numbers).amax(dim=1).tolist()
+        return reach_of(is_occupied, 'right').tolist()
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
