@@ -12,7 +12,6 @@ rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
 
 from __future__ import annotations
 
-import heapq
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -101,26 +100,20 @@ def _pack(rows: Rows) -> list[list[int]]:
     # A packed row is as long as its documents together. So its length is one of the sizes that add up to a cap.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    room: list[np.ndarray] = []
+    # How much each group may still take under each cap. There are at most as many groups as rows.
+    room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
-        # So far: every longer row is in a group. `room` is how much each group may still take under each cap.
-        group = _first_with_room(room, sizes[row])
-        if group is None:
+        # So far: every longer row is in a group.
+        has_room = (sizes[row] <= room[: len(groups)]).all(axis=1)
+        if has_room.any():
+            group = int(has_room.argmax())
+        else:
             group = len(groups)
             groups.append([])
-            room.append(rows.caps)
         groups[group].append(row)
-        room[group] = room[group] - sizes[row]
+        room[group] -= sizes[row]
     return groups
-
-
-def _first_with_room(room: list[np.ndarray], size: np.ndarray) -> int | None:
-    """Returns the first group that has room for a row in each size."""
-    for group, room_of_group in enumerate(room):
-        if (size <= room_of_group).all():
-            return group
-    return None
 
 
 @compiled
@@ -371,31 +364,13 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these are of more. The given bounds are always
         among them.
     """
-    # Each entry is minus the size of a microbatch, its start and its end. The first one only tells numba the types.
-    heap = [(0.0, 0, 0)]
-    heap.pop()
-    for k in range(len(bounds) - 1):
-        heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
-    # The largest is at the top. Single rows have a positive entry, so once one is at the top nothing is left to split.
-    while len(heap) < count and heap[0][0] < 0.0:
-        start, end = heap[0][1], heap[0][2]
-        middle = (start + end) // 2  # the shorter half holds the longer rows
-        heapq.heapreplace(heap, _by_size(row_costs, start, middle))
-        heapq.heappush(heap, _by_size(row_costs, middle, end))
-    new_bounds = [0]
-    for _, _, end in heap:
-        new_bounds.append(end)
-    return np.array(sorted(new_bounds))
-
-
-@compiled
-def _by_size(
-    row_costs: np.ndarray,
-    start: int,
-    end: int,
-) -> tuple[float, int, int]:
-    """Returns the entry of a microbatch in a heap whose top is the largest one that can be split."""
-    num_rows = end - start
-    if num_rows == 1:
-        return (1.0, start, end)
-    return (-num_rows * row_costs[start], start, end)
+    while len(bounds) - 1 < count:
+        num_rows = np.diff(bounds)
+        sizes = num_rows * row_costs[bounds[:-1]]
+        sizes[num_rows == 1] = 0.0  # a single row cannot be split
+        largest = np.argmax(sizes)
+        if sizes[largest] == 0.0:
+            break
+        middle = (bounds[largest] + bounds[largest + 1]) // 2  # the shorter half holds the longer rows
+        bounds = np.concatenate((bounds[: largest + 1], np.array([middle]), bounds[largest + 1 :]))
+    return bounds
