@@ -250,7 +250,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens,image_tokens\n5,1\n6\n', 'the number of columns changed from 2 to 1 at row 2'),
         ('tokens\n5\nabc\n', "could not convert string 'abc' to float64 at row 1, column 1"),
         ('tokens\n-5\n', 'got: -5 tokens in row 1 of '),
-        ('tokens\n0\n', 'must be at least 1, got: 0'),
+        ('tokens\n0\n', 'at least 1, got: 0'),
     ],
 )
 def test_damaged_table_is_refused(tmp_path, content, message):

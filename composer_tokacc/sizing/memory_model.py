@@ -167,28 +167,21 @@ class ActivationFit:
 
     def predict(self, shape: BatchShape) -> dict[str, float]:
         """Returns the bytes of each part."""
-        sizes = _features(shape, self.area)
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            num_bytes[part] = 0.0
-            for name, coefficient in coefficients.items():
-                num_bytes[part] += coefficient * sizes[name]
+            terms = [coefficient * _size(shape, name, self.area) for name, coefficient in coefficients.items()]
+            num_bytes[part] = float(sum(terms))
         return num_bytes
 
 
-def _features(shape: BatchShape, area: str) -> dict[str, float]:
-    """Returns the sizes of a microbatch by the names in ``_FEATURES_OF``."""
+def _size(shape: BatchShape, name: str, area: str) -> float:
+    """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``."""
+    if name == 'constant':
+        return 1.0
     has_mask = area == 'always' or (area == 'padded' and shape.is_padded)
-    return {
-        'constant': 1.0,
-        'tokens': float(shape.tokens),
-        'area': float(shape.area) if has_mask else 0.0,
-        'image_tokens': float(shape.image_tokens),
-        'pixel_bytes': float(shape.pixel_bytes),
-        'image_area': shape.image_area,
-        'logits': float(shape.logits),
-        'labels': float(shape.labels or 0),
-    }
+    if name == 'area' and not has_mask:
+        return 0.0
+    return float(getattr(shape, name) or 0)  # `labels` may be None
 
 
 def fit_activations(
@@ -235,10 +228,8 @@ def _fit_part(
     totals: np.ndarray,
 ) -> dict[str, float]:
     """Returns the coefficients of one part by the name of the feature. Coefficients of 0 are left out."""
-    features = np.zeros((len(shapes), len(names)))
-    for row, shape in enumerate(shapes):
-        sizes = _features(shape, area)
-        features[row] = [sizes[name] for name in names]
+    sizes = [_size(shape, name, area) for shape in shapes for name in names]
+    features = np.array(sizes).reshape(len(shapes), len(names))
     # Errors are relative to the total, so that small microbatches count as much as large ones.
     solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
     coefficients = dict(zip(names, solution, strict=True))

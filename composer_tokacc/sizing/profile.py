@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from composer_tokacc.planning.rows import checked_table
-from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -41,30 +39,17 @@ class SampleSizes:
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths."""
-        if not len(lengths):
-            raise InvalidInputError('`lengths` must hold at least one sample, got: none.')
         if isinstance(lengths, Sequence | np.ndarray):
-            # Any integer passes this check. The check below refuses small lengths, and names the sample.
-            tokens = checked_table('lengths', lengths, len(lengths), least=-sys.maxsize)
-            sizes = cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
-        else:
-            # If a column is 0 for all samples, nobody has counted it.
-            loss_tokens = lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None
-            vision_patches = lengths.vision_patches if lengths.vision_patches.any() else None
-            sizes = cls(
-                tokens=lengths.lengths.astype(np.int64),
-                image_tokens=lengths.image_tokens.astype(np.int64),
-                loss_tokens=loss_tokens,
-                vision_patches=vision_patches,
-                sample_ids=sample_ids,
-            )
-        shortest = int(np.argmin(sizes.tokens))
-        if sizes.tokens[shortest] < 1:
-            raise InvalidInputError(
-                f'`lengths` must be at least 1, got: {sizes.tokens[shortest]} ({sizes._name(shortest)}). Leave this '
-                'sample out.'
-            )
-        return sizes
+            tokens = checked_table('lengths', lengths, least=1)
+            return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
+        # If a column is 0 for all samples, nobody has counted it.
+        return cls(
+            tokens=checked_table('lengths', lengths.lengths, least=1),
+            image_tokens=lengths.image_tokens.astype(np.int64),
+            loss_tokens=lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None,
+            vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
+            sample_ids=sample_ids,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,10 +74,11 @@ class SampleSizes:
         """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
         indices = np.flatnonzero(chosen)
         longest_first = indices[np.argsort(-self.tokens[indices], kind='stable')]
-        return [f'{self._name(index)}: {self.tokens[index]} tokens' for index in longest_first.tolist()]
-
-    def _name(self, index: int) -> str:
-        return f'sample {index}' if self.sample_ids is None else f'"{self.sample_ids[index]}"'
+        names = []
+        for index in longest_first.tolist():
+            name = f'sample {index}' if self.sample_ids is None else f'"{self.sample_ids[index]}"'
+            names.append(f'{name}: {self.tokens[index]} tokens')
+        return names
 
     def profile(self) -> DatasetProfile:
         """Returns figures of the dataset."""

@@ -142,14 +142,11 @@ class SizingReport:
             'slot_tokens': self.slot_tokens,
             'regroup': self.regroup,
         }
-        if self.width_multiple != 1:
-            section['width_multiple'] = self.width_multiple
-        if self.max_image_tokens is not None:
-            section['max_image_tokens'] = self.max_image_tokens
-        if self.max_loss_tokens is not None:
-            section['max_loss_tokens'] = self.max_loss_tokens
-        if self.packing:
-            section['packing'] = True
+        defaults = {'width_multiple': 1, 'max_image_tokens': None, 'max_loss_tokens': None, 'packing': False}
+        for name, default in defaults.items():
+            value = getattr(self, name)
+            if value != default:
+                section[name] = value
         if self.measured_cost is not None:
             section['cost'] = _changed_terms(self.measured_cost)
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()

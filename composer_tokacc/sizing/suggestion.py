@@ -13,6 +13,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -131,49 +132,6 @@ class Capacity:
         )
 
 
-@dataclass(frozen=True)
-class _Simulation:
-    """Simulates steps of one run with different microbatch sizes."""
-
-    table: SampleSizes
-    batches: Sequence[np.ndarray]
-    """Sample indices of each global batch."""
-    num_ranks: int
-    slot: int
-    """Width of a slot, which turns a microbatch size into a token budget."""
-    options: CutOptions
-    """How the run cuts. The token budget is added for each size."""
-    price: CostModel
-    """What a microbatch costs on the machine."""
-
-    def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
-        """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer."""
-        max_tokens = token_budget(size, self.slot)
-        options = replace(self.options, max_tokens=max_tokens)
-        figures = {}
-        for method in METHOD_NAMES:
-            figures[method] = simulate_steps(
-                self.table,
-                self.batches,
-                method=method,
-                num_ranks=self.num_ranks,
-                microbatch_rows=stock_size,
-                options=options,
-                price=self.price,
-            )
-        return figures
-
-    def bound(self, size: int) -> float:
-        """Returns the mean cost of a step that no plan with this microbatch size can beat."""
-        max_tokens = token_budget(size, self.slot)
-        options = replace(self.options, max_tokens=max_tokens, cost=self.price)
-        bounds = []
-        for batch in self.batches:
-            rows = planned_rows(self.table, batch, options)
-            bounds.append(lower_bound(rows, self.num_ranks))
-        return float(np.mean(bounds))
-
-
 def suggest_microbatching(
     lengths: LengthTable | Sequence[int] | np.ndarray,
     *,
@@ -260,19 +218,20 @@ def suggest_microbatching(
     stock_size = max(min(stock_size, rows_per_rank), 1)
     # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. The smallest of the budgets
     # is that of one row.
-    is_ever_alone = _is_over_a_cap(table, options, token_budget(1, slot))
+    is_ever_alone = _is_over_a_cap(table, replace(options, max_tokens=token_budget(1, slot)))
     peaks_alone = _peaks_alone(capacity, is_ever_alone)
-    is_oversize = _is_over_a_cap(table, options, max_tokens)
+    options = replace(options, max_tokens=max_tokens)
+    is_oversize = _is_over_a_cap(table, options)
     is_too_large = is_oversize & (peaks_alone > capacity.limit)
     # Steps with the suggested size and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
-    simulation = _Simulation(table, batches, num_ranks, slot, options, price)
+    simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
     size_rows = []
     for compared_size in _compared_sizes(size, rows_per_rank):
-        figures = simulation.figures(compared_size, stock_size=compared_size)
-        compared_tokens = token_budget(compared_size, slot)
-        heaviest = _heaviest_shape(capacity, options, compared_tokens, peaks_alone)
+        compared_options = replace(options, max_tokens=token_budget(compared_size, slot))
+        figures = _figures(simulate, compared_options, stock_size=compared_size)
+        heaviest = _heaviest_shape(capacity, compared_options, peaks_alone)
         size_rows.append(_size_row(capacity, compared_size, heaviest, figures))
     # What limits the suggested size.
     fitting_image_tokens = None
@@ -282,7 +241,7 @@ def suggest_microbatching(
     limited_by = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
         limited_by = 'global batch'
-    heaviest = _heaviest_shape(capacity, options, max_tokens, peaks_alone)
+    heaviest = _heaviest_shape(capacity, options, peaks_alone)
     terms = memory.terms(heaviest, num_ranks=num_ranks)
     return SizingReport(
         profile=table.profile(),
@@ -306,8 +265,8 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
-        figures=simulation.figures(size, stock_size),
-        bound=simulation.bound(size),
+        figures=_figures(simulate, options, stock_size),
+        bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
         measured_cost=measured_cost,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
@@ -334,13 +293,9 @@ def _largest_size(
     return min(fitting_tokens // slot, rows_per_rank), slot
 
 
-def _is_over_a_cap(table: SampleSizes, options: CutOptions, max_tokens: int) -> np.ndarray:
-    """Returns which samples are over a cap of a microbatch with this token budget, bool (n,)."""
-    is_over = table.tokens > max_tokens
-    is_over |= table.image_tokens > (options.max_image_tokens or max_tokens)
-    if options.max_loss_tokens is not None and table.loss_tokens is not None:
-        is_over |= table.loss_tokens > options.max_loss_tokens
-    return is_over
+def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
+    """Returns which samples are over a cap of a microbatch by themselves, bool (n,)."""
+    return planned_rows(table, np.arange(len(table)), options).is_over
 
 
 def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
@@ -374,7 +329,6 @@ def _peaks_alone(capacity: Capacity, chosen: np.ndarray) -> np.ndarray:
 def _heaviest_shape(
     capacity: Capacity,
     options: CutOptions,
-    max_tokens: int,
     peaks_alone: np.ndarray,
 ) -> BatchShape:
     """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
@@ -382,14 +336,36 @@ def _heaviest_shape(
     Args:
         capacity: How much fits.
         options: How the run cuts.
-        max_tokens: Token budget of a microbatch.
         peaks_alone: Bytes at the peak of each sample that is over a cap, if it goes alone.
     """
-    is_alone = _is_over_a_cap(capacity.table, options, max_tokens) & (peaks_alone <= capacity.limit)
+    is_alone = _is_over_a_cap(capacity.table, options) & (peaks_alone <= capacity.limit)
     heaviest_sample = int(np.argmax(peaks_alone * is_alone))
-    if is_alone.any() and peaks_alone[heaviest_sample] > capacity.peak(max_tokens):
+    if is_alone.any() and peaks_alone[heaviest_sample] > capacity.peak(options.max_tokens):
         return _shape_alone(capacity, heaviest_sample)
-    return capacity.worst_shape(max_tokens)
+    return capacity.worst_shape(options.max_tokens)
+
+
+def _figures(
+    simulate: Callable[..., StepFigures],
+    options: CutOptions,
+    stock_size: int,
+) -> dict[str, StepFigures]:
+    """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer."""
+    figures = {}
+    for method in METHOD_NAMES:
+        figures[method] = simulate(method=method, microbatch_rows=stock_size, options=options)
+    return figures
+
+
+def _mean_bound(
+    table: SampleSizes,
+    batches: Sequence[np.ndarray],
+    options: CutOptions,
+    num_ranks: int,
+) -> float:
+    """Returns the mean cost of a step that no plan can beat."""
+    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
+    return float(np.mean(bounds))
 
 
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
