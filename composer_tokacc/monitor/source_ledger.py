@@ -32,8 +32,6 @@ MOST_SOURCES = 64
 """Most sources that are logged by name. There must be a limit, because ``source`` may differ in every row."""
 OTHERS = 'others'
 """Name under which all further sources are logged together."""
-MOST_UNREAD = 2**20
-"""Most logits that are kept without their losses: 4 MiB."""
 
 
 class SourceSums(NamedTuple):
@@ -49,16 +47,6 @@ class SourceSums(NamedTuple):
         return SourceSums(*map(add, self, numbers))
 
 
-class _UnreadLogits(NamedTuple):
-    """Logits of a microbatch. Their losses are not computed yet."""
-
-    logits: torch.Tensor
-    labels: torch.Tensor
-    is_counted: torch.Tensor  # which labels carry loss
-    num_tokens: int  # how many labels carry loss
-    rule: str
-
-
 class SourceLedger:
     """Sums up the rows of a step by source, over all ranks. The ranks need not have the same sources."""
 
@@ -72,11 +60,8 @@ class SourceLedger:
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step."""
         self._rows: list[tuple[RowCounts, int]] = []  # each with its number of positions
-        # Losses of the tokens of these rows, on the device, in the order of the rows. The losses of the last rows may
-        # be missing: their logits are unread.
+        # Losses of the tokens of these rows, on the device, in the order of the rows.
         self._losses: list[torch.Tensor] = []
-        self._unread: list[_UnreadLogits] = []
-        self._num_unread = 0  # numbers in them
 
     def note(self, batch: Batch, outputs: Any, rule: str, *, has_logits: bool) -> None:
         """Notes a microbatch if its rows have sources. If its tokens were counted, nothing waits for the device.
@@ -92,28 +77,12 @@ class SourceLedger:
             return
         self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
-        microbatch = None
+        losses = None
         if has_logits:
-            microbatch = _unread_logits(batch, outputs, rule, num_tokens)
-        if microbatch is None:
-            self._compute_losses()  # of the microbatches before, to stay in the order of the rows
-            unknown_losses = torch.full((num_tokens,), math.nan)
-            self._losses.append(unknown_losses)
-            return
-        self._unread.append(microbatch)
-        self._num_unread += microbatch.logits.numel()
-        if self._num_unread > MOST_UNREAD:
-            self._compute_losses()
-
-    def _compute_losses(self) -> None:
-        """Computes the losses of the unread logits.
-
-        Small logits wait until there are many, because with a small model each call takes more time than its numbers.
-        """
-        if self._unread:
-            self._losses.append(_token_losses(self._unread))
-            self._unread = []
-            self._num_unread = 0
+            losses = _token_losses(batch, outputs, rule, num_tokens)
+        if losses is None:
+            losses = torch.full((num_tokens,), math.nan)
+        self._losses.append(losses)
 
     def gather(self, numbers: Sequence[float], device: Device) -> tuple[torch.Tensor, dict[str, SourceSums]]:
         """Gathers the numbers of a step from all ranks, in one collective.
@@ -153,7 +122,6 @@ class SourceLedger:
 
     def _sums(self) -> dict[str, SourceSums]:
         """Returns the sums of each source on this rank. Waits for the device."""
-        self._compute_losses()
         losses: list[float] = []
         for tensor in self._losses:
             losses += tensor.tolist()
@@ -209,8 +177,12 @@ def _all_gather(numbers: Sequence[float], device: Device) -> torch.Tensor:
     return torch.stack(list(received)).cpu()
 
 
-def _unread_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _UnreadLogits | None:
-    """Returns the logits of a microbatch with its labels; None if the outputs have no logits that fit the labels."""
+def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> torch.Tensor | None:
+    """Returns the loss of each token of a microbatch, float32 ``(tokens,)``, row after row.
+
+    None if the outputs have no logits that fit the labels. The number of tokens is known, so nothing waits for the
+    device.
+    """
     logits = logits_of(outputs)
     if logits is None:
         return None
@@ -226,40 +198,24 @@ def _unread_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _U
         # The first labels of documents were masked when they were counted. Looking for documents here would wait for
         # the device.
         is_counted = loss_mask(labelled, rule)
-    return _UnreadLogits(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
-
-
-def _token_losses(microbatches: Sequence[_UnreadLogits]) -> torch.Tensor:
-    """Returns the loss of each token, float32 ``(tokens,)``, row after row.
-
-    The number of tokens is known, so nothing waits for the device.
-    """
-    # All rows of all microbatches become one row of positions.
-    logits = _joined([microbatch.logits.flatten(0, 1) for microbatch in microbatches])
-    labels = _joined([microbatch.labels.flatten() for microbatch in microbatches])
-    is_counted = _joined([microbatch.is_counted.flatten() for microbatch in microbatches])
-    num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
-    ordinals = is_counted.cumsum(dim=0)  # each counted label has a number, from 1
+    # All rows become one row of positions.
+    all_logits = logits.detach().flatten(0, 1)
+    all_labels = labels_of(labelled).flatten()
+    ordinals = is_counted.flatten().cumsum(dim=0)  # each counted label has a number, from 1
     label_places = places_of(ordinals, range(1, num_tokens + 1))
     logit_places = label_places
-    if microbatches[0].rule != 'unshifted':
+    if rule != 'unshifted':
         # The position before is in the same row, because labels in column 0 do not count.
         logit_places = label_places - 1
     # Logits in float32 take much memory, so they are computed in chunks.
-    chunk_size = max(CHUNK // logits.shape[-1], 1)
+    chunk_size = max(CHUNK // all_logits.shape[-1], 1)
     losses = []
     logit_chunks = logit_places.split(chunk_size)
     label_chunks = label_places.split(chunk_size)
-    for at_logits, at_labels in zip(logit_chunks, label_chunks, strict=True):
-        chunk_logits = whole_vocabulary(logits[at_logits]).float()
-        chunk_labels = labels[at_labels]
-        losses.append(F.cross_entropy(chunk_logits, chunk_labels, reduction='none'))
-    return _joined(losses)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates tensors. A single tensor is not copied, because it may be the logits of a large model."""
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    for chunk_of_logits, chunk_of_labels in zip(logit_chunks, label_chunks, strict=True):
+        chunk_logits = whole_vocabulary(all_logits[chunk_of_logits]).float()
+        losses.append(F.cross_entropy(chunk_logits, all_labels[chunk_of_labels], reduction='none'))
+    return torch.cat(losses)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,6 @@ none, its tokens are counted here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ from composer_tokacc.layout import microbatches_of
 from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_of, sources_of, summed
 
 
-@dataclass(frozen=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
     Ranks exchange them as a list of numbers in the order of the fields. Some sums have no meaning: for
@@ -43,15 +41,6 @@ class StepCounts:
     peak_memory: float  # bytes of the device
     gradient_square: float  # NaN without a gradient
     weighting_distance: float  # of the previous step; the metric `sample_weighting_error`
-
-    def pack(self) -> list[float]:
-        """Returns the numbers that are sent to the other ranks."""
-        return list(astuple(self))
-
-    @classmethod
-    def unpack(cls, numbers: torch.Tensor) -> StepCounts:
-        """Returns the counts from the numbers of one rank, or from their sums over ranks."""
-        return cls(*numbers.tolist())
 
 
 class BatchCounts(NamedTuple):

@@ -190,10 +190,10 @@ class TokenMonitor(Callback):
             num_tokens = int(counts.loss_tokens)  # waits for the device if they were counted there
             microbatches.append(counts._replace(loss_tokens=num_tokens))
         step_counts = self._step_counts(microbatches)
-        numbers, sources = self._ledger.gather(step_counts.pack(), state.device)
-        ranks = [StepCounts.unpack(numbers_of_rank) for numbers_of_rank in numbers]
+        numbers, sources = self._ledger.gather(step_counts, state.device)
+        ranks = [StepCounts(*numbers_of_rank) for numbers_of_rank in numbers.tolist()]
         sums = numbers.sum(dim=0)
-        total = StepCounts.unpack(sums)
+        total = StepCounts(*sums.tolist())
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
         if not math.isnan(total.gradient_square):
