@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -50,13 +49,6 @@ class SamplesOfRank(IterableDataset):
             if index == self.broken_sample:
                 raise self.error(f'sample "{index}" is broken')
             yield SAMPLES[index]
-
-
-class ErrorAtPath(ValueError):
-    """Survives no pickling: it is made of two arguments, and pickled with one."""
-
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(f'{path}: {message}')
 
 
 def rows_of_steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
@@ -151,7 +143,6 @@ def main() -> dict[str, Any]:
         'workers': epochs_of_sampler(num_workers=2, multiprocessing_context='forkserver'),
         'drop_last': epochs_of_sampler(drop_last=True),
         'bad sample': errors_of_ranks(BadSampleError),
-        'error of two arguments': errors_of_ranks(partial(ErrorAtPath, path='a.png')),
         'other error': errors_of_ranks(OSError),
         'ddp': measure_steps('ddp'),
         'fsdp': measure_steps('fsdp'),
