@@ -49,20 +49,16 @@ def test_rebalancing_slows_no_rank(costs, num_ranks):
     assert loads.min() > 0, 'a rank without a microbatch'
 
 
-def test_rebalancing_without_a_swap():
-    costs = np.array([2.0, 2.0, 2.0, 1.0])
-    ranks = np.array([0, 0, 0, 1])
-    better, slowest = rebalance(costs, ranks, 2)
-    assert slowest == 4.0
-    assert loads_of_ranks(costs, better, 2).tolist() == [4.0, 3.0]
-
-
-def test_rebalancing_finds_a_swap():
-    costs = np.array([3.0, 3.0, 2.0, 2.0, 2.0])
-    ranks, slowest = assign_longest_first(costs, 2)
-    assert slowest == 7.0
-    _, slowest = rebalance(costs, ranks, 2)
-    assert slowest == 6.0
+@pytest.mark.parametrize(
+    ('costs', 'ranks', 'least'),
+    [
+        pytest.param([2.0, 2.0, 2.0, 1.0], [0, 0, 0, 1], 4.0, id='given away'),
+        pytest.param([3.0, 3.0, 2.0, 2.0, 2.0], [0, 1, 0, 1, 0], 6.0, id='swapped'),
+    ],
+)
+def test_rebalancing_by_hand(costs, ranks, least):
+    _, slowest = rebalance(np.array(costs), np.array(ranks), 2)
+    assert slowest == least
 
 
 @pytest.mark.parametrize('seed', range(8))

@@ -19,7 +19,6 @@ from composer_tokacc.planning.cuts import (
     LeastPaddedCuts,
     equal_cost_cut,
     fill,
-    microbatch_costs,
     split_largest,
 )
 from tests.planning.reference import Samples, partitions, samples_under_caps
@@ -124,16 +123,6 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     samples.check_cut(microbatches_of(rows, bounds))
     costliest = max(cost_between(rows, start, end) for start, end in pairwise(bounds))
     assert costliest == pytest.approx(least_costliest(rows, count), rel=2e-4)
-
-
-def test_costs_by_hand():
-    samples = Samples([10, 4, 4], max_tokens=100, images=[2, 0, 4])
-    rows = samples.sorted_rows(CostModel(quadratic=100.0, vision_per_token=0.5))
-    bounds = np.array([0, 1, 3])
-    launch = 7.0
-    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, launch)
-    # A row of 10 costs 10 + 10^2 / 100, and a row of 4 costs 4 + 4^2 / 100.
-    np.testing.assert_allclose(costs, [11 + 1 + launch, 2 * 4.16 + 2 + launch])
 
 
 # Splitting microbatches further

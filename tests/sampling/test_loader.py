@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.row_counts import num_samples, rows_of, with_counts
-from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
@@ -30,22 +29,14 @@ NUM_STEPS = 11
 STEPS_PER_EPOCH = 6
 
 
-def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, **kwargs):
-    dataset = LengthDataset(num_samples)
-    sampler = RegroupingBatchSampler(
-        dataset,
-        lengths=dataset.lengths,
+def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, persistent_workers=False):
+    return regrouping_loader(
+        LengthDataset(num_samples),
         global_batch_size=8,
-        max_tokens=2 * LONGEST,
         num_replicas=ranks,
         rank=rank,
-    )
-    return RegroupingDataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate_samples,
         num_workers=num_workers,
-        **kwargs,
+        persistent_workers=persistent_workers,
     )
 
 

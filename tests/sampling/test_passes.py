@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.loader import RegroupingDataLoader
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LengthDataset, regrouping_loader
 from tests.support.sampler_steps import sample_numbers
 
 NUM_EPOCHS = 3
@@ -32,23 +30,14 @@ class Run:
 
     def __init__(self, loop):
         dataset = LengthDataset(NUM_SAMPLES)
-        self.sampler = RegroupingBatchSampler(
+        loader = regrouping_loader(
             dataset,
-            lengths=dataset.lengths,
             global_batch_size=8,
-            max_tokens=2 * LONGEST,
-            num_replicas=1,
-            rank=0,
+            num_workers=2 if 'workers' in loop else 0,
+            persistent_workers=loop == 'persistent workers',
         )
-        self.loader = self.sampler
-        if loop != 'sampler':
-            self.loader = RegroupingDataLoader(
-                dataset,
-                batch_sampler=self.sampler,
-                collate_fn=collate_samples,
-                num_workers=2 if 'workers' in loop else 0,
-                persistent_workers=loop == 'persistent workers',
-            )
+        self.sampler = loader.batch_sampler
+        self.loader = self.sampler if loop == 'sampler' else loader
 
     def samples(self, batch):
         if self.loader is self.sampler:
@@ -99,11 +88,17 @@ def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
 
 
 @pytest.mark.parametrize('loop', LOOPS)
-def test_looks_in_mid_epoch(loop, unbroken):
+@pytest.mark.parametrize('stays_open', [False, True])
+def test_looks_in_mid_epoch(stays_open, loop, unbroken):
+    """Looks after each step, or one look that began before the run and goes on."""
     run = Run(loop)
+    look = iter(run.loader)
+    if stays_open:
+        next(look)
     for position, step in enumerate(run.steps(), start=1):
         assert step == unbroken[position - 1]
-        run.look()
+        if not stays_open:
+            run.look()
         state = run.loader.state_dict()
         assert steps_after('sampler', state) == unbroken[position:]
         assert state == run.loader.state_dict()
@@ -124,16 +119,6 @@ def test_epoch_set_too_early(loop, unbroken):
             if epoch + 1 < NUM_EPOCHS:
                 assert run.look() == unbroken[(epoch + 1) * BATCHES][1]
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
-
-
-@pytest.mark.parametrize('loop', LOOPS)
-def test_look_that_stays_open(loop, unbroken):
-    run = Run(loop)
-    kept_open = iter(run.loader)
-    next(kept_open)
-    for position, step in enumerate(run.steps(), start=1):
-        assert step == unbroken[position - 1]
-        assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
 @pytest.mark.parametrize('loop', LOOPS)

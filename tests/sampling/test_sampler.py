@@ -209,20 +209,14 @@ def test_state_of_other_global_batches(changes, message):
         sampler.load_state_dict(state)
 
 
-@pytest.mark.parametrize('changes', [{'epoch': 'two'}, {'batch': -1}])
-def test_state_of_other_types_is_refused(changes):
-    sampler = build(96, 12)
-    with pytest.raises(ValueError, match='must have the keys'):
-        sampler.load_state_dict({**sampler.state_dict(), **changes})
-
-
 def test_state_of_other_keys_is_refused():
     sampler = build(96, 12)
-    for bad_state in (None, [1], {'x': 1}):
+    state = sampler.state_dict()
+    for bad_state in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
         with pytest.raises(ValueError, match='must have the keys'):
             sampler.load_state_dict(bad_state)
     with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
-        sampler.load_state_dict({**sampler.state_dict(), 'more': 1})
+        sampler.load_state_dict({**state, 'more': 1})
 
 
 def test_sampler_skips_only_within_an_epoch():
@@ -240,8 +234,6 @@ def test_sampler_skips_only_within_an_epoch():
         ({'lengths': []}, r'one entry per sample, got: shape \(0,\) for 4'),
         ({'lengths': [3, 4]}, r'one entry per sample, got: shape \(2,\) for 4'),
         ({'lengths': [3, 4, -1, 5]}, '`lengths` must be finite and at least 1, got: -1 at sample 2'),
-        ({'lengths': [3, 9, 1, 5], 'max_tokens': 8}, r'`max_tokens` must be at least .* got: 8 < 9 \(sample 1\)'),
-        ({'image_tokens': [0, 1, 7, 0], 'max_image_tokens': 6}, r'`max_image_tokens` .* got: 6 < 7 \(sample 2\)'),
         ({'vision_cost': ['a', 'b', 'c', 'd']}, '`vision_cost` must be numbers, got: <U1'),
         ({'vision_cost': [1.0] * 3}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 4'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the samples of an epoch .* got: 8 > 4 samples'),
@@ -264,9 +256,8 @@ def test_sample_as_large_as_the_cap(name):
     options = {'global_batch_size': 4, 'image_tokens': [0, 9, 1, 2], 'max_tokens': 9, 'max_image_tokens': 9}
     (batch,) = build_sampler(lengths, **options)
     assert sorted(batch) == [0, 1, 2, 3]
-    smaller = {**options, name: 8}
     with pytest.raises(ValueError, match=rf'`{name}` .* got: 8 < 9 \(sample 1\)'):
-        build_sampler(lengths, **smaller)
+        build_sampler(lengths, **{**options, name: 8})
 
 
 def test_memory_grows_only_with_the_order():

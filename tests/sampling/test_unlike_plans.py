@@ -19,7 +19,6 @@ from composer_tokacc.plan_agreement import (
     find_difference,
     numbers_to_sum,
     plan_record_of,
-    table_facts,
 )
 from tests.support.launch import launch_json
 
@@ -117,21 +116,3 @@ def test_sums_tell_equal_checksums(checksums, are_equal):
         patch.setattr(plan_agreement, 'compare_plans', compared.append)
         check_plans(sums.tolist(), records[0])
     assert bool(compared) == (len(set(checksums)) > 1)
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 100), min_size=2, max_size=30), st.randoms())
-def test_table_facts_tell_permutations(numbers, random):
-    shuffled = random.sample(numbers, len(numbers))
-    first_number, *others = numbers
-
-    def facts_of(lengths):
-        return table_facts('lengths', np.array(lengths))
-
-    facts = facts_of(numbers)
-    of_permutation = facts_of(shuffled)
-    assert of_permutation['lengths'] == facts['lengths']
-    has_same_order = of_permutation['order of lengths'] == facts['order of lengths']
-    assert has_same_order == (numbers == shuffled)
-    of_changed = facts_of([first_number + 1, *others])
-    assert of_changed['lengths'] != facts['lengths']

@@ -61,7 +61,12 @@ def collate_samples(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def regrouping_loader(
-    dataset: Any, *, num_workers: int = 0, multiprocessing_context: str | None = None, **options: Any
+    dataset: Any,
+    *,
+    num_workers: int = 0,
+    persistent_workers: bool = True,
+    multiprocessing_context: str | None = None,
+    **options: Any,
 ) -> RegroupingDataLoader:
     """Returns a loader over a sampler with these options."""
     options = {'lengths': dataset.lengths, 'max_tokens': 2 * LONGEST, **options}
@@ -70,6 +75,6 @@ def regrouping_loader(
         batch_sampler=RegroupingBatchSampler(dataset, **options),
         collate_fn=collate_samples,
         num_workers=num_workers,
-        persistent_workers=num_workers > 0,
+        persistent_workers=persistent_workers and num_workers > 0,
         multiprocessing_context=multiprocessing_context,
     )
