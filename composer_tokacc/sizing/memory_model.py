@@ -169,8 +169,9 @@ class ActivationFit:
         """Returns the bytes of each part."""
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            terms = [coefficient * _size(shape, name, self.area) for name, coefficient in coefficients.items()]
-            num_bytes[part] = float(sum(terms))
+            num_bytes[part] = 0.0
+            for name, coefficient in coefficients.items():
+                num_bytes[part] += coefficient * _size(shape, name, self.area)
         return num_bytes
 
 
@@ -228,8 +229,9 @@ def _fit_part(
     totals: np.ndarray,
 ) -> dict[str, float]:
     """Returns the coefficients of one part by the name of the feature. Coefficients of 0 are left out."""
-    sizes = [_size(shape, name, area) for shape in shapes for name in names]
-    features = np.array(sizes).reshape(len(shapes), len(names))
+    features = np.zeros((len(shapes), len(names)))
+    for row, shape in enumerate(shapes):
+        features[row] = [_size(shape, name, area) for name in names]
     # Errors are relative to the total, so that small microbatches count as much as large ones.
     solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
     coefficients = dict(zip(names, solution, strict=True))

@@ -43,11 +43,17 @@ class SampleSizes:
             tokens = checked_table('lengths', lengths, least=1)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
         # If a column is 0 for all samples, nobody has counted it.
+        loss_tokens = None
+        if lengths.loss_tokens.any():
+            loss_tokens = lengths.loss_tokens.astype(np.int64)
+        vision_patches = None
+        if lengths.vision_patches.any():
+            vision_patches = lengths.vision_patches
         return cls(
             tokens=checked_table('lengths', lengths.lengths, least=1),
             image_tokens=lengths.image_tokens.astype(np.int64),
-            loss_tokens=lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None,
-            vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
+            loss_tokens=loss_tokens,
+            vision_patches=vision_patches,
             sample_ids=sample_ids,
         )
 
@@ -76,7 +82,9 @@ class SampleSizes:
         longest_first = indices[np.argsort(-self.tokens[indices], kind='stable')]
         names = []
         for index in longest_first.tolist():
-            name = f'sample {index}' if self.sample_ids is None else f'"{self.sample_ids[index]}"'
+            name = f'sample {index}'
+            if self.sample_ids is not None:
+                name = f'"{self.sample_ids[index]}"'
             names.append(f'{name}: {self.tokens[index]} tokens')
         return names
 

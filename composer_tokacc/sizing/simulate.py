@@ -116,10 +116,15 @@ def simulate_steps(
         costs_of_ranks = []
         loads = []
         for microbatches in ranks:
-            costs_of_rank = [microbatch.costs(price, vision_costs) for microbatch in microbatches]
+            costs_of_rank = []
+            load = 0.0
+            for microbatch in microbatches:
+                vision_cost, text_cost = microbatch.costs(price, vision_costs)
+                costs_of_rank.append((vision_cost, text_cost))
+                load += vision_cost + text_cost
+                num_positions += sum(microbatch.widths)
             costs_of_ranks.append(costs_of_rank)
-            loads.append(sum(vision_cost + text_cost for vision_cost, text_cost in costs_of_rank))
-            num_positions += sum(sum(microbatch.widths) for microbatch in microbatches)
+            loads.append(load)
         step_cost = max(loads)
         if options.objective == 'fsdp':
             step_cost = time_in_slots(costs_of_ranks)
@@ -176,15 +181,16 @@ def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> 
     )
 
 
-def _padded(samples: np.ndarray, width: int) -> _ComputedMicrobatch:
-    return _ComputedMicrobatch([width] * len(samples), samples)
-
-
 def _as_planned(plan: MicrobatchPlan, batch: np.ndarray) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of each rank, as the plan of a global batch has them, dummies included."""
     ranks = []
     for planned_rank in plan.ranks:
-        ranks.append([_padded(batch[list(planned.indices)], planned.width) for planned in planned_rank])
+        microbatches = []
+        for planned in planned_rank:
+            samples = batch[list(planned.indices)]
+            widths = [planned.width] * len(samples)
+            microbatches.append(_ComputedMicrobatch(widths, samples))
+        ranks.append(microbatches)
     return ranks
 
 
@@ -195,8 +201,11 @@ def _cut_by_composer(
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches of stock Composer, which slices the rows of a device batch and trims nothing."""
     width = int(table.tokens[samples].max())
-    starts = range(0, len(samples), num_rows)
-    return [_padded(samples[start : start + num_rows], width) for start in starts]
+    microbatches = []
+    for start in range(0, len(samples), num_rows):
+        rows = samples[start : start + num_rows]
+        microbatches.append(_ComputedMicrobatch([width] * len(rows), rows))
+    return microbatches
 
 
 def _cut_by_split(
@@ -214,10 +223,16 @@ def _cut_by_split(
         loss_tokens=table.loss_tokens_of(samples),
         max_width=widest,
     )
-    if options.packing is True:
-        return [_ComputedMicrobatch(lengths[rows].tolist(), samples[rows], is_packed=True) for rows in groups]
-    padded_lengths = padded_widths(lengths, options.width_multiple, widest)
-    return [_padded(samples[rows], int(padded_lengths[rows].max())) for rows in groups]
+    is_packed = options.packing is True
+    microbatches = []
+    for rows in groups:
+        widths = lengths[rows]
+        if not is_packed:
+            longest = np.full(len(rows), widths.max())
+            widths = padded_widths(longest, options.width_multiple, widest)
+        microbatch = _ComputedMicrobatch(widths.tolist(), samples[rows], is_packed=is_packed)
+        microbatches.append(microbatch)
+    return microbatches
 
 
 def _with_dummy_rows(
@@ -238,7 +253,8 @@ def _with_dummy_rows(
         candidates = batch[has_image]
     place = np.argmin(table.tokens[candidates])
     shortest = candidates[place]
-    dummy = _padded(np.array([shortest]), int(table.tokens[shortest]))
+    width = int(table.tokens[shortest])
+    dummy = _ComputedMicrobatch([width], np.array([shortest]))
     filled_ranks = []
     for rank in ranks:
         num_missing = most_microbatches - len(rank)

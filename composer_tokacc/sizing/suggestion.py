@@ -218,7 +218,8 @@ def suggest_microbatching(
     stock_size = max(min(stock_size, rows_per_rank), 1)
     # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. The smallest of the budgets
     # is that of one row.
-    is_ever_alone = _is_over_a_cap(table, replace(options, max_tokens=token_budget(1, slot)))
+    smallest_budget = token_budget(1, slot)
+    is_ever_alone = _is_over_a_cap(table, replace(options, max_tokens=smallest_budget))
     peaks_alone = _peaks_alone(capacity, is_ever_alone)
     options = replace(options, max_tokens=max_tokens)
     is_oversize = _is_over_a_cap(table, options)
@@ -229,7 +230,8 @@ def suggest_microbatching(
     simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
     size_rows = []
     for compared_size in _compared_sizes(size, rows_per_rank):
-        compared_options = replace(options, max_tokens=token_budget(compared_size, slot))
+        compared_tokens = token_budget(compared_size, slot)
+        compared_options = replace(options, max_tokens=compared_tokens)
         figures = _figures(simulate, compared_options, stock_size=compared_size)
         heaviest = _heaviest_shape(capacity, compared_options, peaks_alone)
         size_rows.append(_size_row(capacity, compared_size, heaviest, figures))
@@ -295,7 +297,8 @@ def _largest_size(
 
 def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
     """Returns which samples are over a cap of a microbatch by themselves, bool (n,)."""
-    return planned_rows(table, np.arange(len(table)), options).is_over
+    all_samples = np.arange(len(table))
+    return planned_rows(table, all_samples, options).is_over
 
 
 def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
@@ -364,7 +367,10 @@ def _mean_bound(
     num_ranks: int,
 ) -> float:
     """Returns the mean cost of a step that no plan can beat."""
-    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
+    bounds = []
+    for batch in batches:
+        rows = planned_rows(table, batch, options)
+        bounds.append(lower_bound(rows, num_ranks))
     return float(np.mean(bounds))
 
 
