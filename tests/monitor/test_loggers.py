@@ -58,12 +58,15 @@ def wandb(folder):
     if not hasattr(package.sdk.wandb_run.Run, 'get_url'):
         pytest.skip("Composer's logger calls a function that this W&B no longer has")
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+    from wandb.sdk.internal.datastore import DataStore  # pyright: ignore[reportMissingImports]
 
     def read():
         package.teardown()  # its service goes on writing after `finish`
         (file,) = folder.rglob('*.wandb')
         written = {}
-        for data in wandb_records(file.read_bytes()):
+        store = DataStore()
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
             record = Record()
             record.ParseFromString(data)
             items = {}
@@ -77,31 +80,6 @@ def wandb(folder):
         return written
 
     return loggers.WandBLogger(init_kwargs={'mode': 'offline', 'dir': str(folder)}), read
-
-
-def wandb_records(data):
-    """Yields the records of a W&B file: 7 bytes, then LevelDB's log format.
-
-    The log consists of blocks of 32 KiB with pieces of records. Each piece has a header of 7 bytes: 4 of a checksum, 2
-    of the size and 1 of the type.
-    """
-    block_size = 2**15
-    header_size = 7
-    position = 7
-    record = b''
-    while position + header_size <= len(data):
-        left_in_block = block_size - position % block_size
-        if left_in_block < header_size:
-            position += left_in_block
-            continue
-        size = int.from_bytes(data[position + 4 : position + 6], 'little')
-        piece_type = data[position + 6]
-        start = position + header_size
-        record += data[start : start + size]
-        position = start + size
-        if piece_type in (1, 4):  # a whole record, or its last piece
-            yield record
-            record = b''
 
 
 @pytest.mark.parametrize('make', [tensorboard, mlflow, wandb])
