@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from pydantic import TypeAdapter
 from scipy.optimize import nnls
 from torch import nn
 
@@ -325,11 +326,7 @@ class MemoryModel:
     def load(cls, path: str | Path) -> MemoryModel:
         """Reads the file that :meth:`save` wrote."""
         stored = json.loads(Path(path).read_text())
-        static = StaticBytes(**stored.pop('static'))
-        phases = {}
-        for name, fit in stored.pop('phases').items():
-            phases[name] = ActivationFit(**fit)
-        return cls(static=static, phases=phases, **stored)
+        return TypeAdapter(cls).validate_python(stored)
 
 
 def warning_of_residual(residual: float) -> str | None:
