@@ -19,6 +19,8 @@ class Pass:
     epoch: int
     batch: int
     """Number of the batch of the epoch that it yields next."""
+    is_under_way: bool = True
+    """Whether it has neither ended nor was given up."""
     has_ended: bool = False
 
 
@@ -30,15 +32,13 @@ class Passes:
     """
 
     def __init__(self) -> None:
-        self._under_way: list[Pass] = []
-        """The one that yielded a batch last is at the end."""
-        self._furthest_done: Pass | None = None
-        """The furthest one that has ended or was given up, in the last epoch that has one."""
+        self._passes: list[Pass] = []
+        """Since the end of the last epoch. The one that yielded a batch last is at the end."""
 
     @property
     def are_under_way(self) -> bool:
-        """Whether an iterator is under way: begun, and neither ended nor given up."""
-        return bool(self._under_way)
+        """Whether an iterator is under way."""
+        return any(each_pass.is_under_way for each_pass in self._passes)
 
     def follow(
         self,
@@ -47,41 +47,31 @@ class Passes:
         first: int,
     ) -> Iterator[Item]:
         """Yields the batches of an epoch from batch `first` on, and notes how far they were taken."""
-        done = self._furthest_done
-        if done is not None and done.has_ended and done.epoch == epoch:
-            # The same epoch is read again, so its end is no longer the place of the run.
-            self._furthest_done = None
         current = Pass(epoch, first)
-        self._under_way.append(current)
+        passes = []
+        for earlier_pass in self._passes:
+            # If the same epoch is read again, its end is no longer the place of the run.
+            if not (earlier_pass.has_ended and earlier_pass.epoch == epoch):
+                passes.append(earlier_pass)
+        self._passes = [*passes, current]
         try:
             for batch in batches:
                 current.batch += 1
                 # Moved to the end of the list. It is missing if another iterator has ended the epoch in between.
-                if current in self._under_way:
-                    self._under_way.remove(current)
-                self._under_way.append(current)
+                if current in self._passes:
+                    self._passes.remove(current)
+                self._passes.append(current)
                 yield batch
-            if current in self._under_way:
+            if current in self._passes:
                 current.has_ended = True
-                self._furthest_done = current
-                self._under_way.clear()  # all others are looks that stayed behind
+                self._passes = [current]  # all others are looks that stayed behind
         finally:
             # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
-            self._give_up(current)
-
-    def _give_up(self, abandoned: Pass) -> None:
-        """Notes that an iterator will not go on. Does nothing for one that has ended."""
-        if abandoned not in self._under_way:
-            return
-        self._under_way.remove(abandoned)
-        done = self._furthest_done
-        if done is None or done.epoch != abandoned.epoch or done.batch < abandoned.batch:
-            self._furthest_done = abandoned
+            current.is_under_way = False
 
     def forget(self) -> None:
         """Forgets all iterators, because the place is set from outside."""
-        self._under_way.clear()
-        self._furthest_done = None
+        self._passes = []
 
     def place(
         self,
@@ -96,12 +86,8 @@ class Passes:
             next_epoch: Epoch of the next iterator.
             next_batch: Batch at which the next iterator starts.
         """
-        epoch = next_epoch
-        if self._under_way:
-            epoch = self._under_way[-1].epoch
-        candidates = list(self._under_way)
-        if self._furthest_done is not None:
-            candidates.append(self._furthest_done)
+        epochs_under_way = [each_pass.epoch for each_pass in self._passes if each_pass.is_under_way]
+        epoch = epochs_under_way[-1] if epochs_under_way else next_epoch
         # Iterators of other epochs are looks, or belong to an epoch that was left early.
-        batches = [candidate.batch for candidate in candidates if candidate.epoch == epoch]
+        batches = [each_pass.batch for each_pass in self._passes if each_pass.epoch == epoch]
         return epoch, max(batches, default=next_batch)
