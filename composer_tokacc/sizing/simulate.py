@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,30 +41,13 @@ class StepFigures:
     """``cost`` divided by the mean cost of the ranks."""
 
 
-@dataclass(frozen=True)
-class _ComputedMicrobatch:
+class _ComputedMicrobatch(NamedTuple):
     """A microbatch as it is computed."""
 
-    widths: Sequence[int]
-    """Positions of each row, padding included."""
     samples: np.ndarray
     """Index of each row's sample in the dataset, int64 (rows,)."""
-    is_packed: bool = False
-
-    def costs(self, price: CostModel, vision_costs: np.ndarray) -> tuple[float, float]:
-        """Returns the cost of the vision encoder, and of everything else.
-
-        Args:
-            price: The cost model.
-            vision_costs: Cost in the vision encoder of each sample of the dataset, float64 (n,).
-        """
-        if self.is_packed:
-            text_cost = price.packed(self.widths)  # with the launch
-        else:
-            row_costs = price.rows(np.array(self.widths))
-            text_cost = float(row_costs.sum()) + price.launch
-        vision_cost = float(vision_costs[self.samples].sum())
-        return vision_cost, text_cost
+    width: int | None
+    """Positions of each row, padding included. None: the rows are packed, without padding."""
 
 
 def draw_batches(
@@ -118,11 +102,17 @@ def simulate_steps(
         for microbatches in ranks:
             costs_of_rank = []
             load = 0.0
-            for microbatch in microbatches:
-                vision_cost, text_cost = microbatch.costs(price, vision_costs)
+            for samples, width in microbatches:
+                widths = table.tokens[samples]
+                if width is None:
+                    text_cost = price.packed(widths.tolist())
+                else:
+                    widths = np.full(len(samples), width)
+                    text_cost = float(price.rows(widths).sum()) + price.launch
+                vision_cost = float(vision_costs[samples].sum())
                 costs_of_rank.append((vision_cost, text_cost))
                 load += vision_cost + text_cost
-                num_positions += sum(microbatch.widths)
+                num_positions += int(widths.sum())
             costs_of_ranks.append(costs_of_rank)
             loads.append(load)
         step_cost = max(loads)
@@ -188,8 +178,7 @@ def _as_planned(plan: MicrobatchPlan, batch: np.ndarray) -> list[list[_ComputedM
         microbatches = []
         for planned in planned_rank:
             samples = batch[list(planned.indices)]
-            widths = [planned.width] * len(samples)
-            microbatches.append(_ComputedMicrobatch(widths, samples))
+            microbatches.append(_ComputedMicrobatch(samples, planned.width))
         ranks.append(microbatches)
     return ranks
 
@@ -204,7 +193,7 @@ def _cut_by_composer(
     microbatches = []
     for start in range(0, len(samples), num_rows):
         rows = samples[start : start + num_rows]
-        microbatches.append(_ComputedMicrobatch([width] * len(rows), rows))
+        microbatches.append(_ComputedMicrobatch(rows, width))
     return microbatches
 
 
@@ -223,15 +212,13 @@ def _cut_by_split(
         loss_tokens=table.loss_tokens_of(samples),
         max_width=widest,
     )
-    is_packed = options.packing is True
+    padded_lengths = padded_widths(lengths, options.width_multiple, widest)
     microbatches = []
     for rows in groups:
-        widths = lengths[rows]
-        if not is_packed:
-            longest = np.full(len(rows), widths.max())
-            widths = padded_widths(longest, options.width_multiple, widest)
-        microbatch = _ComputedMicrobatch(widths.tolist(), samples[rows], is_packed=is_packed)
-        microbatches.append(microbatch)
+        width = None
+        if options.packing is not True:
+            width = int(padded_lengths[rows].max())
+        microbatches.append(_ComputedMicrobatch(samples[rows], width))
     return microbatches
 
 
@@ -254,7 +241,7 @@ def _with_dummy_rows(
     place = np.argmin(table.tokens[candidates])
     shortest = candidates[place]
     width = int(table.tokens[shortest])
-    dummy = _ComputedMicrobatch([width], np.array([shortest]))
+    dummy = _ComputedMicrobatch(np.array([shortest]), width)
     filled_ranks = []
     for rank in ranks:
         num_missing = most_microbatches - len(rank)
