@@ -178,28 +178,44 @@ def test_drawn_lengths_fit_the_figures():
     assert set(short.image_tokens.tolist()) == {0, 64}
 
 
+DIGITS_RUN = [YAML, *SMALL]
+WITHOUT_DATA = [LLAVA_7B, *FRESH_LLAVA, 'device_memory_gib=80']
+OF_ANY_SIZE = [*WITHOUT_DATA, 'model.config.model_type=qwen2_vl']
+
+
 @pytest.mark.parametrize(
-    ('arguments', 'message'),
+    ('run', 'arguments', 'message'),
     [
-        ('lengths.mean=-3', '`lengths.mean` must be greater than or equal to 1, got: -3'),
-        ('lengths.mean=nan', "`lengths.mean` must be a valid number, got: 'nan'"),
-        ('lengths.variation=1', '`lengths.mean` must be given'),
+        (DIGITS_RUN, 'num_ranks=0', '`num_ranks` must be greater than or equal to 1, got: 0'),
+        (DIGITS_RUN, 'num_ranks=two', "`num_ranks` must be a valid integer, got: 'two'"),
+        (DIGITS_RUN, 'num_ranks=3', 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
+        (DIGITS_RUN, 'device_memory_gib=-1', '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
+        (DIGITS_RUN, 'device_memory_gib=0.01', 'What would help: sharding with FSDP'),
+        (DIGITS_RUN, 'nonsense=1', 'nonsense'),
+        (WITHOUT_DATA, 'lengths.mean=-3', '`lengths.mean` must be greater than or equal to 1, got: -3'),
+        (WITHOUT_DATA, 'lengths.mean=nan', "`lengths.mean` must be a valid number, got: 'nan'"),
+        (WITHOUT_DATA, 'lengths.mean=many', '`lengths.mean`'),
+        (WITHOUT_DATA, 'lengths.variation=1', '`lengths.mean` must be given'),
         (
+            WITHOUT_DATA,
             'lengths.mean=200 lengths.image_tokens=4000',
-            '`lengths.image_tokens` must be below the longest sample, got: 4000',
+            'must be below the longest sample, got: 4000',
         ),
         (
+            WITHOUT_DATA,
             'lengths.mean=200 lengths.with_images=90',
-            '`lengths.with_images` must be less than or equal to 1, got: 90',
+            '`lengths.with_images` must be less than',
         ),
-        ('lengths.mean=200 lengths.longst=9', 'longst. Did you mean longest?'),
-        ('lengths.mean=many', '`lengths.mean`'),
-        ('lengths=150', '`lengths` must be a CSV file, plain or .gz, got: 150'),
+        (WITHOUT_DATA, 'lengths.mean=200 lengths.longst=9', 'longst. Did you mean longest?'),
+        (WITHOUT_DATA, 'lengths=150', '`lengths` must be a CSV file, plain or .gz, got: 150'),
+        (OF_ANY_SIZE, 'lengths.mean=150 lengths.image_tokens=300', 'needs `model.pretrained`, got: a'),
     ],
 )
-def test_impossible_lengths_are_refused(arguments, message, capsys):
-    assert size.main([LLAVA_7B, *FRESH_LLAVA, 'device_memory_gib=80', *arguments.split()]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+def test_mistake_is_one_line(run, arguments, message, capsys):
+    assert size.main([*run, *arguments.split()]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith('error: ')
+    assert message in error
 
 
 @pytest.mark.parametrize(
@@ -222,12 +238,6 @@ def test_stand_in_has_one_image(encoder, strategy, tokens):
     assert sample_of_images['input_ids'].tolist() == [[config.image_token_index] * tokens]
     assert sample_of_images['pixel_values'].shape == (1, 3, 336, 336)
     assert 'pixel_values' not in sample_of_text
-
-
-def test_images_of_any_size_need_a_processor(capsys):
-    arguments = ['model.pretrained=null', 'model.config.model_type=qwen2_vl', 'lengths.mean=150']
-    assert size.main([LLAVA_7B, *arguments, 'lengths.image_tokens=300', 'device_memory_gib=80']) == 2
-    assert 'needs `model.pretrained`, got: a' in capsys.readouterr().err
 
 
 def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
@@ -298,24 +308,6 @@ def test_lora_recipe_fits_24_gib(tmp_path):
     assert peak == pytest.approx(17.8, abs=0.1), 'docs/lora.md and a comment in the recipe say so'
     assert parameters[1] + 6 * (parameters[1] - parameters[0]) == pytest.approx(13.4, abs=0.1)
     assert peak < 0.92 * 24
-
-
-@pytest.mark.parametrize(
-    ('argument', 'message'),
-    [
-        ('num_ranks=0', '`num_ranks` must be greater than or equal to 1, got: 0'),
-        ('num_ranks=two', "`num_ranks` must be a valid integer, got: 'two'"),
-        ('num_ranks=3', 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
-        ('device_memory_gib=-1', '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
-        ('device_memory_gib=0.01', 'What would help: sharding with FSDP'),
-        ('nonsense=1', 'nonsense'),
-    ],
-)
-def test_mistake_is_one_line(argument, message, capsys):
-    assert size.main([YAML, *SMALL, argument]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith('error: ')
-    assert message in error
 
 
 @pytest.mark.parametrize(
