@@ -98,21 +98,18 @@ class BatchSchedule:
             place: How far the run is when the epoch starts.
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
-        tokens_so_far = np.cumsum(lengths[order])
-        tokens_before = np.concatenate([[0], tokens_so_far])
         batches = []
         start = 0
-        steps, tokens = place
         while start < len(order):
-            size = self.sizes[self.stage_at(RunPlace(steps, tokens))]
-            end = min(start + size, len(order))
-            if drop_last and end - start < size:
+            size = self.sizes[self.stage_at(place)]
+            batch = order[start : start + size]
+            if drop_last and len(batch) < size:
                 break
-            batches.append(order[start:end])
-            steps += 1
-            tokens += int(tokens_before[end] - tokens_before[start])
-            start = end
-        return batches, RunPlace(steps, tokens)
+            batches.append(batch)
+            num_tokens = int(lengths[batch].sum())
+            place = RunPlace(place.steps + 1, place.tokens + num_tokens)
+            start += size
+        return batches, place
 
 
 def _not_a_schedule(stages: object) -> InvalidInputError:

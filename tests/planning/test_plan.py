@@ -256,6 +256,7 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'width_multiple': 0}, '`width_multiple` must be a positive integer'),
         ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
         ({'vision_cost': [1.0, 2.0, 3.0]}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 2'),
+        ({'vision_cost': ['a', 'b']}, '`vision_cost` must be numbers, got: <U1'),
         ({'vision_cost': [0.0, -1.0]}, '`vision_cost` must be finite and at least 0, got: -1.0 at sample 1'),
     ],
 )
