@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from benchmarks.models import made_up_sample
-from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
+from composer_tokacc.sizing import GIB, BatchShape, StaticBytes, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
 from composer_tokacc.sizing.trace import TracedStep
 
@@ -63,16 +63,21 @@ OUTSIDE = 2 * VOCABULARY * HIDDEN + HIDDEN
 ALL_WEIGHTS = LAYERS * BLOCK + OUTSIDE
 
 
-def test_parameters_gradients_and_states_by_hand() -> None:
+@pytest.fixture(scope='module')
+def static() -> StaticBytes:
+    """Bytes of the small model, whose weights are all trained."""
     config = small_config()
-    run = TracedStep(builder(config), made_up_sample(config, 10))
-    assert run.static.parameters == 4 * ALL_WEIGHTS
-    assert run.static.gradients == 4 * ALL_WEIGHTS
+    return TracedStep(builder(config), made_up_sample(config, 10)).static
+
+
+def test_parameters_gradients_and_states_by_hand(static: StaticBytes) -> None:
+    assert static.parameters == 4 * ALL_WEIGHTS
+    assert static.gradients == 4 * ALL_WEIGHTS
     # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
-    assert run.static.optimizer == 8 * ALL_WEIGHTS + 4 * (9 * LAYERS + 3)
-    assert run.static.block == BLOCK
-    assert run.static.outside == OUTSIDE
-    assert run.static.trained_outside == OUTSIDE
+    assert static.optimizer == 8 * ALL_WEIGHTS + 4 * (9 * LAYERS + 3)
+    assert static.block == BLOCK
+    assert static.outside == OUTSIDE
+    assert static.trained_outside == OUTSIDE
 
 
 def test_frozen_parts_have_no_gradient() -> None:
@@ -91,9 +96,7 @@ def test_frozen_parts_have_no_gradient() -> None:
     assert static.trained_block == static.block
 
 
-def test_ranks_share_what_fsdp_shards() -> None:
-    config = small_config()
-    static = TracedStep(builder(config), made_up_sample(config, 10), strategy='fsdp').static
+def test_ranks_share_what_fsdp_shards(static: StaticBytes) -> None:
     shared = static.terms('fsdp', 8)
     assert shared['parameters'] == 4 * ALL_WEIGHTS / 8
     assert shared['gradients'] == 4 * ALL_WEIGHTS / 8
@@ -101,16 +104,13 @@ def test_ranks_share_what_fsdp_shards() -> None:
     assert shared['gathered by FSDP'] == 4 * (2 * OUTSIDE + 4 * BLOCK)
 
 
-def test_buckets_of_several_ddp_ranks() -> None:
-    config = small_config()
-    static = TracedStep(builder(config), made_up_sample(config, 10)).static
+def test_buckets_of_several_ddp_ranks(static: StaticBytes) -> None:
     assert 'DDP buckets' not in static.terms('ddp', 1)
     assert static.terms('ddp', 2)['DDP buckets'] == 4 * ALL_WEIGHTS
 
 
-def test_bad_ranks_and_strategies_are_refused() -> None:
+def test_bad_ranks_and_strategies_are_refused(static: StaticBytes) -> None:
     config = small_config()
-    static = TracedStep(builder(config), made_up_sample(config, 10)).static
     with pytest.raises(ValueError, match='`num_ranks` must be a positive integer, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be .*, got: 'tp'"):
