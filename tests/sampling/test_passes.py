@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,7 @@ class Run:
             num_workers=2 if 'workers' in loop else 0,
             persistent_workers=loop == 'persistent workers',
         )
-        self.sampler = loader.batch_sampler
+        self.sampler: Any = loader.batch_sampler
         self.loader = self.sampler if loop == 'sampler' else loader
 
     def samples(self, batch):
