@@ -105,7 +105,8 @@ def _pack(rows: Rows) -> list[list[int]]:
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
         # So far: every longer row is in a group.
-        has_room = (sizes[row] <= room[: len(groups)]).all(axis=1)
+        room_of_groups = room[: len(groups)]
+        has_room = np.all(sizes[row] <= room_of_groups, axis=1)
         if has_room.any():
             group = int(has_room.argmax())
         else:

@@ -170,7 +170,10 @@ class ExchangingDataLoader(DataLoader):
         )
         plan = plan_batch(rows, get_world_size())
         numbers = np.arange(len(sizes))
-        return [RankAssignment.from_plan(microbatches, numbers) for microbatches in plan.ranks]
+        assignments = []
+        for microbatches in plan.ranks:
+            assignments.append(RankAssignment.from_plan(microbatches, numbers))
+        return assignments
 
     def _read(
         self,
@@ -215,13 +218,15 @@ class ExchangingDataLoader(DataLoader):
 
     def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
-        num_image_tokens = int(torch.isin(ids, self._image_token_ids).sum())
+        is_image_token = torch.isin(ids, self._image_token_ids)
+        num_image_tokens = int(is_image_token.sum())
         num_patches = 0
         if self._patches is not None:
             num_patches = self._patches(sample)
         num_labels = 0
         if self._options.max_loss_tokens is not None:
-            num_labels = int((sample['labels'] != IGNORE_INDEX).sum())
+            has_label = sample['labels'] != IGNORE_INDEX
+            num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
 
 

@@ -233,10 +233,10 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
-        windows = self._global_batches.of_epoch(epoch)[first:]
+        windows = self._global_batches.of_epoch(epoch)
         # See `_compared_epoch`.
         needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
-        for assignment in prefetch(self._assign, windows):
+        for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
                 # The same ones in every epoch, because a rank may have looked at another epoch.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))

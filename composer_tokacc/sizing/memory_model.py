@@ -232,7 +232,8 @@ def _fit_part(
     """Returns the coefficients of one part by the name of the feature. Coefficients of 0 are left out."""
     features = np.zeros((len(shapes), len(names)))
     for row, shape in enumerate(shapes):
-        features[row] = [_size(shape, name, area) for name in names]
+        for column, name in enumerate(names):
+            features[row, column] = _size(shape, name, area)
     # Errors are relative to the total, so that small microbatches count as much as large ones.
     solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
     coefficients = dict(zip(names, solution, strict=True))

@@ -142,7 +142,12 @@ class SizingReport:
             'slot_tokens': self.slot_tokens,
             'regroup': self.regroup,
         }
-        defaults = {'width_multiple': 1, 'max_image_tokens': None, 'max_loss_tokens': None, 'packing': False}
+        defaults = {
+            'width_multiple': 1,
+            'max_image_tokens': None,
+            'max_loss_tokens': None,
+            'packing': False,
+        }
         for name, default in defaults.items():
             value = getattr(self, name)
             if value != default:

@@ -120,8 +120,11 @@ class Capacity:
     def why_nothing_fits(self) -> str:
         """Returns the error message if not even the shortest sample fits. It names the largest terms, and remedies."""
         terms = self.terms(int(self.table.tokens.min()))
-        largest = sorted(terms, key=lambda name: -terms[name])[:3]
-        largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
+        largest = sorted(terms, key=lambda name: -terms[name])
+        texts = []
+        for name in largest[:3]:
+            texts.append(f'{name} {terms[name] / GIB:.2f}')
+        largest_terms = ', '.join(texts)
         sharding = 'sharding with FSDP'
         if self.memory.strategy == 'fsdp':
             sharding = 'sharding with FSDP over more ranks'
