@@ -12,6 +12,7 @@ rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
 
 from __future__ import annotations
 
+import heapq
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -365,13 +366,31 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these are of more. The given bounds are always
         among them.
     """
-    while len(bounds) - 1 < count:
-        num_rows = np.diff(bounds)
-        sizes = num_rows * row_costs[bounds[:-1]]
-        sizes[num_rows == 1] = 0.0  # a single row cannot be split
-        largest = np.argmax(sizes)
-        if sizes[largest] == 0.0:
-            break
-        middle = (bounds[largest] + bounds[largest + 1]) // 2  # the shorter half holds the longer rows
-        bounds = np.concatenate((bounds[: largest + 1], np.array([middle]), bounds[largest + 1 :]))
-    return bounds
+    # Each entry is minus the size of a microbatch, its start and its end. The first one only tells numba the types.
+    heap = [(0.0, 0, 0)]
+    heap.pop()
+    for k in range(len(bounds) - 1):
+        heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
+    # The largest is at the top. Single rows have a positive entry, so once one is at the top nothing is left to split.
+    while len(heap) < count and heap[0][0] < 0.0:
+        start, end = heap[0][1], heap[0][2]
+        middle = (start + end) // 2  # the shorter half holds the longer rows
+        heapq.heapreplace(heap, _by_size(row_costs, start, middle))
+        heapq.heappush(heap, _by_size(row_costs, middle, end))
+    new_bounds = [0]
+    for _, _, end in heap:
+        new_bounds.append(end)
+    return np.array(sorted(new_bounds))
+
+
+@compiled
+def _by_size(
+    row_costs: np.ndarray,
+    start: int,
+    end: int,
+) -> tuple[float, int, int]:
+    """Returns the entry of a microbatch in a heap whose top is the largest one that can be split."""
+    num_rows = end - start
+    if num_rows == 1:
+        return (1.0, start, end)
+    return (-num_rows * row_costs[start], start, end)
