@@ -153,28 +153,22 @@ def _damage_of_folder(path: Path) -> str:
     return ''
 
 
-def _why_no_checkpoint(path: Path) -> str:
-    """Returns why a path cannot be a checkpoint; empty if it may be one."""
-    if not path.exists():
-        return 'which is not there'
-    if path.is_dir() and not (path / '.metadata').exists():
-        return 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
-    if path.is_dir():
-        details = damage(path)
-        return f'damaged ({details})' if details else ''
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return 'which is compressed, incomplete or not written by Composer'
-    return ''
-
-
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
-    try:
-        reason = _why_no_checkpoint(path)
-    except OSError as error:  # such as a folder that the user may not look into
-        reason = f'which cannot be read ({error.strerror})'
+    if os.path.isdir(path):
+        reason = damage(path)
+    elif not os.path.isfile(path):
+        reason = 'which is not there, or may not be read'
+    elif not zipfile.is_zipfile(path):
+        reason = 'which is compressed, incomplete or not written by Composer'
+    else:
+        reason = ''
     if reason:
-        raise ConfigError(key, f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}')
+        raise ConfigError(
+            key,
+            'must be a checkpoint file, or the folder of one step of a sharded run, such as checkpoints/ep1-ba100, '
+            f'got: {path}, {reason}',
+        )
 
 
 @contextmanager

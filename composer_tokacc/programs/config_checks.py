@@ -21,7 +21,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
 from composer.core import TimeUnit, ensure_time
-from composer.utils import is_compressed_pt
+from composer.utils import dist, is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
@@ -68,8 +68,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     num_ranks = num_ranks or world_size
     check_value('dataset.processor', config.dataset.get('processor'), dict | None)
     check_value('dataset.eval', config.dataset.get('eval'), dict | None)
-    with building('model'):
-        check_model(config.model.pretrained, config.model.config, config.model.lora)
+    check_model(config.model.pretrained, config.model.config, config.model.lora)
     _check_batch_sizes(config, num_ranks)
     with building('dataset'):
         source_of(config).check()
@@ -87,15 +86,12 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
-    numbers = {}
-    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
-        try:
-            numbers[name] = int(os.environ.get(name, default))
-        except ValueError:
-            message = f'of the environment must be an integer, got: {os.environ[name]}. Unset it'
-            raise ConfigError(name, message) from None
-    rank = numbers['RANK']
-    world_size = numbers['WORLD_SIZE']
+    with building('LOCAL_RANK'):
+        dist.get_local_rank()
+    with building('RANK'):
+        rank = dist.get_global_rank()
+    with building('WORLD_SIZE'):
+        world_size = dist.get_world_size()
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
@@ -115,11 +111,8 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _check_trainer(trainer: Section) -> None:
-    for name in FILLED_ELSEWHERE:
-        if name in trainer:
-            raise ConfigError(f'trainer.{name}', f'must be set in its own section of the file, got: {trainer[name]}')
-    without_model = partial(Trainer, model=None)  # pyright: ignore[reportArgumentType]
-    check_arguments('trainer', without_model, trainer, hints=HOST_HINTS)
+    filled: Any = dict.fromkeys(FILLED_ELSEWHERE)
+    check_arguments('trainer', partial(Trainer, **filled), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]

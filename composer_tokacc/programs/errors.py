@@ -27,9 +27,6 @@ LONGEST_LINE = 1000
 """Most characters of a message on the screen. It shows the wrong value, which may be as long as a file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
 """Packages whose errors in a run are told in one line. An error of the user's own code keeps its traceback."""
-ERRORS_OF_WRONG_CALLS = (AttributeError, LookupError, TypeError)
-"""If a function of the standard library raises one of these, its caller has a bug. With others, such as ValueError and
-OSError, it refuses a value or a file, which may be the user's."""
 _CLASS_OF_REFUSAL = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
 """If a loader process refuses something, torch puts the traceback of the process before the message. The traceback ends
 in this, the name of the class."""
@@ -68,8 +65,8 @@ class PartError(ConfigError):
 def building(path: str) -> Iterator[None]:
     """Turns an error that is raised while a part of the config is built into one line with its key.
 
-    Three kinds of errors pass unchanged. A ConfigError has its key. A bug of this package needs its traceback. A fault
-    of the machine gets its line from :func:`.fault_of_machine`.
+    Two kinds of errors pass unchanged: a ConfigError has its key, and a fault of the machine gets its line from
+    :func:`.fault_of_machine`.
     """
     try:
         yield
@@ -78,42 +75,21 @@ def building(path: str) -> Iterator[None]:
     except RefusalError as error:
         raise PartError(path, str(error)) from error
     except Exception as error:
-        if _is_our_bug(error) or fault_of_machine(error):
+        if fault_of_machine(error):
             raise
         raise PartError(path, f'{type(error).__name__}: {error}') from error
 
 
 def is_of_host(error: BaseException) -> bool:
-    """Returns whether code of one of the ``HOSTS`` raised an error."""
-    return _packages_of(error)[-1] in HOSTS
-
-
-def _is_our_bug(error: Exception) -> bool:
-    """Returns whether an error, which is not a refusal, was raised by this package or by a wrong call in it."""
-    if isinstance(error, ImportError):
-        return False  # a host is not installed
-    packages = _packages_of(error)
-    if isinstance(error, ERRORS_OF_WRONG_CALLS):
-        # Goes back to the caller of the standard library.
-        while len(packages) > 1 and packages[-1] in sys.stdlib_module_names:
-            packages.pop()
-    return packages[-1] == 'composer_tokacc'
-
-
-def _packages_of(error: BaseException) -> list[str]:
-    """Returns the top packages of the frames of a traceback. The last one has raised the error. Never empty."""
-    packages = ['']
+    """Returns whether code of one of the ``HOSTS`` raised an error in this process."""
+    module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = str(frame.f_globals.get('__name__'))
-        if frame.f_code.co_name.startswith('__torch_'):
-            # By such a method this package watches the calls of torch's functions. It does not cause their errors.
-            continue
-        if module == 'torch._utils':
-            # Here torch raises the errors of loader processes again. They may come from the user's dataset.
-            packages.append('')
-        else:
-            packages.append(module.partition('.')[0])
-    return packages
+        # By a method such as `__torch_function__` this package watches the calls of torch's functions. It does not
+        # cause their errors.
+        if not frame.f_code.co_name.startswith('__torch_'):
+            module = str(frame.f_globals.get('__name__'))
+    # In that module torch raises the errors of loader processes again. They may come from the user's dataset.
+    return module != 'torch._utils' and module.partition('.')[0] in HOSTS
 
 
 def local_folder(path: str, folder: str) -> Path:
@@ -165,7 +141,7 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
 
 
 def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status, 2. At the log level debug its traceback is logged, too.
+    """Prints a mistake in one line and returns the exit status, 2. At the log level debug its traceback comes before.
 
     Args:
         error: The mistake.
@@ -174,9 +150,11 @@ def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -
             rank of each node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks
             as soon as one fails, perhaps before the first rank has printed the line.
     """
-    log.debug('The error was raised here:', exc_info=error)
     local_rank = os.environ.get('LOCAL_RANK', '0')
     if on_all_ranks and local_rank.isdecimal() and int(local_rank) > 0:
         return 0
+    if log.isEnabledFor(logging.DEBUG):
+        # Printed, because before the Trainer is built nobody handles records of the log.
+        traceback.print_exception(error)
     print(one_line(message or error), file=sys.stderr, flush=True)
     return 2

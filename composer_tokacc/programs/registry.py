@@ -190,11 +190,9 @@ def _build_part(
 def import_by_name(path: str, name: str) -> Any:
     """Returns the class or function that a dotted name stands for; ``path`` is the key that has it."""
     module_name, _, attribute = name.rpartition('.')
-    try:
+    with building(path):
         imported = getattr(importlib.import_module(module_name), attribute)
         inspect.signature(imported)  # a module, for example, has none
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(path, f'must name something that can be imported, got: {name} ({error})') from error
     return imported
 
 

@@ -43,11 +43,11 @@ def run_program(
     keep_what_is_loaded()
     try:
         config = load_config(path, overrides)
+        level = config.trainer.get('python_log_level')
+        if level is not None:
+            with building('trainer.python_log_level'):
+                logging.getLogger('composer_tokacc').setLevel(str(level).upper())
         check_config(config, num_ranks=num_ranks)
-        with building('trainer.python_log_level'):
-            level = config.trainer.get('python_log_level')
-            if level:
-                logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
             check_folders(config)
     except ConfigError as error:

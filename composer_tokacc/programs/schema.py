@@ -371,13 +371,21 @@ def check_arguments(
 
     Args:
         path: The section that they come from.
-        target: The class or function; a ``partial`` with the arguments that the program itself supplies.
+        target: The class or function; a ``partial`` with the arguments that the program itself supplies. The section
+            must not have these, unless they are ``extra_keys``.
         arguments: A mapping. Anything else is refused.
         hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
+    for name in getattr(target, 'keywords', ()):  # of a partial
+        if name in arguments and name not in (extra_keys or ()):
+            raise ConfigError(
+                _join(path, name),
+                f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}. Perhaps '
+                'another section of the file has a key for it',
+            )
     annotations: dict[str, Hint] = {}
     takes_any_name = False
     with building(path):  # refuses a function that does not take the arguments of the program

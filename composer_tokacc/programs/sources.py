@@ -90,8 +90,6 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
-FROM_LOADER = {'batch_size', 'shuffle'}
-"""Arguments of StreamingDataset that come from the section ``loader``."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -564,17 +562,14 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        check_value(f'{path}.video', arguments.get('video'), DATASET_HINTS['video'])
-        own_names = inspect.signature(LlavaStreamingDataset).parameters.keys() - {'processor', 'kwargs'}
-        names_of_base = inspect.signature(StreamingDataset).parameters.keys()
-        known_names = own_names | names_of_base
-        check_names(path, arguments, known_names - FROM_LOADER)
+        names_of_ours = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
+        extra_keys = {**names_of_ours, 'streams': Sections | None}
+        with_loader = partial(StreamingDataset, batch_size=None, shuffle=None)
+        check_arguments(path, with_loader, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
-        streams = check_value(f'{path}.streams', arguments.get('streams'), Sections | None)
-        names_of_stream = inspect.signature(Stream).parameters
-        for name, stream in (streams or {}).items():
-            check_names(f'{path}.streams.{name}', stream, names_of_stream)
+        for name, stream in (arguments.get('streams') or {}).items():
+            check_arguments(f'{path}.streams.{name}', Stream, stream)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
         """Returns the dataset, whose samples StreamingDataset assigns to ranks; None without an eval set."""

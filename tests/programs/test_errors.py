@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Errors of users become one line that names the key. Bugs keep their traceback."""
+"""Errors of users become one line that names the key. Bugs in a step keep their traceback."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import pickle
 import re
 
@@ -18,6 +19,8 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig, runner
 from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, refuse
 from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.train import main
+from tests.support.programs import DIGITS
 
 
 def run_line(source: str, module: str = 'my_package.part') -> None:
@@ -49,10 +52,11 @@ def run_and_raise(error, monkeypatch):
         (lambda: torch.optim.AdamW([torch.zeros(1)], lr=-1.0), '`optimizer`: ValueError: Invalid learning rate: -1.0'),
         (lambda: torch.optim.AdamW([torch.zeros(1)], lrr=1), '`optimizer`: TypeError: '),
         (lambda: run_line('{}["a key"]'), "`optimizer`: KeyError: 'a key'"),
+        (lambda: run_line('import absent_package', 'composer_tokacc.owner'), '`optimizer`: ModuleNotFoundError: '),
         (lambda: CostModel(launch=-1.0), '`optimizer`: `launch` must be finite'),
     ],
 )
-def test_error_of_part_is_one_line(raise_it, expected, caplog):
+def test_error_of_part_is_one_line(raise_it, expected):
     with pytest.raises(ConfigError) as caught, building('optimizer'):
         raise_it()
     assert str(caught.value).startswith(expected)
@@ -60,35 +64,15 @@ def test_error_of_part_is_one_line(raise_it, expected, caplog):
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize(
-    ('bug', 'error_class'),
-    [
-        ('{}["a key"]', KeyError),
-        ('int("0.5")', ValueError),
-        # Raised inside of the standard library, which we call in a wrong way.
-        ('import re; re.compile(None)', TypeError),
-        ('import collections; collections.ChainMap()["a key"]', KeyError),
-        ('import pathlib; pathlib.Path(None)', TypeError),
-    ],
-)
-def test_bug_of_ours_keeps_its_type(bug, error_class):
-    with pytest.raises(error_class) as caught, building('optimizer'):
-        run_line(bug, 'composer_tokacc.owner')
-    assert not isinstance(caught.value, ConfigError)
-
-
-@pytest.mark.parametrize(
-    ('line', 'module'),
-    [
-        ('import json; json.loads("{")', 'composer_tokacc.owner'),
-        ('import pathlib; pathlib.Path("/absent/file").read_text()', 'composer_tokacc.owner'),
-        ('import absent_package', 'composer_tokacc.owner'),
-        ('import re; re.compile(None)', 'my_package.part'),
-    ],
-)
-def test_wrong_value_and_code_of_user_are_one_line(line, module):
-    with pytest.raises(ConfigError, match='`optimizer`: '), building('optimizer'):
-        run_line(line, module)
+def test_debug_level_shows_the_traceback(capsys):
+    """Also of an error before the Trainer is built, which configures the log."""
+    try:
+        assert main([DIGITS, 'trainer.python_log_level=debug', 'optimizer.lr=-1']) == 2
+    finally:
+        logging.getLogger('composer_tokacc').setLevel(logging.NOTSET)
+    *traceback, line = capsys.readouterr().err.splitlines()
+    assert 'Traceback (most recent call last):' in traceback
+    assert line == 'error: `optimizer`: ValueError: Invalid learning rate: -1'
 
 
 @pytest.mark.parametrize(
