@@ -155,14 +155,15 @@ def _damage_of_folder(path: Path) -> str:
 
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
+    reason = ''
     if os.path.isdir(path):
-        reason = damage(path)
+        details = damage(path)
+        if details:
+            reason = f'damaged ({details})'
     elif not os.path.isfile(path):
         reason = 'which is not there, or may not be read'
     elif not zipfile.is_zipfile(path):
         reason = 'which is compressed, incomplete or not written by Composer'
-    else:
-        reason = ''
     if reason:
         raise ConfigError(
             key,

@@ -21,7 +21,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
 from composer.core import TimeUnit, ensure_time
-from composer.utils import dist, is_compressed_pt
+from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
@@ -86,12 +86,12 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
-    with building('LOCAL_RANK'):
-        dist.get_local_rank()
-    with building('RANK'):
-        rank = dist.get_global_rank()
-    with building('WORLD_SIZE'):
-        world_size = dist.get_world_size()
+    numbers = {}
+    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
+        with building(name):
+            numbers[name] = int(os.environ.get(name, default))
+    rank = numbers['RANK']
+    world_size = numbers['WORLD_SIZE']
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size

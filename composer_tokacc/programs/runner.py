@@ -41,6 +41,7 @@ def run_program(
         trains: Whether the program trains on this machine and writes the folders of the config.
     """
     keep_what_is_loaded()
+    is_checked = False
     try:
         config = load_config(path, overrides)
         level = config.trainer.get('python_log_level')
@@ -50,9 +51,7 @@ def run_program(
         check_config(config, num_ranks=num_ranks)
         if trains:
             check_folders(config)
-    except ConfigError as error:
-        return refuse(error, on_all_ranks=True)
-    try:
+        is_checked = True
         return program(config) or 0
     except Exception as error:
         let_children_die()
@@ -62,7 +61,7 @@ def run_program(
         if has_lost_rank(error):
             # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
             time.sleep(SECONDS_FOR_LAUNCHER)
-        return refuse(error, message)
+        return refuse(error, message, on_all_ranks=isinstance(error, ConfigError) and not is_checked)
 
 
 def _message_of(error: Exception) -> str:

@@ -287,12 +287,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     # Reading a pipe would wait for somebody to write to it.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError('', f'config file must be a file, got: {path}')
-    try:
+    with building(str(path)):
         content = OmegaConf.load(path)
-    except OSError as error:
-        raise ConfigError('', f'config file must be readable, got: {path} ({error.strerror})') from error
-    except INVALID_YAML as error:
-        raise ConfigError('', f'`{path}` must be valid YAML, got: {shorten(error)}') from error
     if not isinstance(content, DictConfig):
         raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
     return _as_dict(content)

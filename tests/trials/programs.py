@@ -425,7 +425,7 @@ PROGRAMS: dict[str, Call] = {
         'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
     ),
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
-    'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'YAML', write=a_picture),
+    'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_picture),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
     'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
     'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
