@@ -26,7 +26,7 @@ from composer.utils import dist
 
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
-from composer_tokacc.programs.build import build_parts, build_trainer, build_trainer_parts
+from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
@@ -90,13 +90,7 @@ def _dry_run(config: TrainConfig) -> None:
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
-    trainer_parts = build_trainer_parts(config)
-    parts = build_parts(config)
-    say('starting the Trainer ...')
-    trainer = build_trainer(config, parts, InMemoryLogger(), trainer_parts)
-    rehearsal = rehearsal_of(config, parts)
-    if rehearsal is not None:
-        trainer.state.callbacks.append(rehearsal)
+    trainer, _ = _build(config, InMemoryLogger(), build_trainer_parts(config))
     trainer.state.callbacks.append(_StopBeforeStep())
     with suppress(_DryRunEnd):
         trainer.fit()
@@ -111,15 +105,8 @@ def _train(config: TrainConfig) -> None:
     trainer_parts = build_trainer_parts(config)
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()
-    parts = build_parts(config)
-    say('starting the Trainer ...')
-    trainer = build_trainer(config, parts, history, trainer_parts)
+    trainer, parts = _build(config, history, trainer_parts)
     watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
-    # These two run after the callbacks of the config. They act at different events, so their own order is free: at the
-    # first batch of the fit, and at the end of each evaluation.
-    rehearsal = rehearsal_of(config, parts)
-    if rehearsal is not None:
-        trainer.state.callbacks.append(rehearsal)
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
@@ -146,6 +133,17 @@ def _train(config: TrainConfig) -> None:
     trainer.close()  # before the summary, because it ends the line of the progress bar
     if summary:
         print(f'\n{summary}', flush=True)
+
+
+def _build(config: TrainConfig, history: InMemoryLogger, trainer_parts: TrainerParts) -> tuple[Trainer, RunParts]:
+    """Builds the Trainer, and the rehearsal behind the callbacks of the config."""
+    parts = build_parts(config)
+    say('starting the Trainer ...')
+    trainer = build_trainer(config, parts, history, trainer_parts)
+    rehearsal = rehearsal_of(config, parts)
+    if rehearsal is not None:
+        trainer.state.callbacks.append(rehearsal)
+    return trainer, parts
 
 
 def _fit(trainer: Trainer, finished_steps: int) -> None:

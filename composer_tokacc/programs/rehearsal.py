@@ -59,11 +59,7 @@ class Candidate(NamedTuple):
     samples: list[list[int]]
     """Samples to read, a list for each planned microbatch: this one only; or, if rows are packed, all of the rank,
     because the split packs them together."""
-    rows: int
-    width: int
-    image_tokens: int
-    logits: int | None = None
-    """Positions at which logits are computed. None: all."""
+    shape: BatchShape
     predicted: float = 0.0
     """Bytes at the peak of a rank; 0 without a memory model."""
 
@@ -72,14 +68,13 @@ class Candidate(NamedTuple):
 
         The total is the predicted peak. Without a memory model it is the sum of positions, image tokens and logits.
         """
-        positions = self.rows * self.width
-        num_logits = positions if self.logits is None else self.logits
-        total = self.predicted or positions + self.image_tokens + num_logits
-        return positions, self.rows * self.width**2, self.image_tokens, num_logits, total
+        shape = self.shape
+        total = self.predicted or shape.tokens + shape.image_tokens + shape.logits
+        return shape.tokens, shape.area, shape.image_tokens, shape.logits, total
 
     def __str__(self) -> str:
-        text = f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
-        return text if self.logits is None else f'{text}, logits at {self.logits} positions'
+        text = f'{self.shape.rows} rows of {self.shape.width} tokens, {self.shape.image_tokens} image tokens'
+        return text if self.shape.labels is None else f'{text}, logits at {self.shape.labels} positions'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +189,8 @@ def rehearse(
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
-    accumulation = _token_accumulation(state)
+    accumulations = (algorithm for algorithm in state.algorithms if isinstance(algorithm, TokenAccumulation))
+    accumulation = next(accumulations, None)
     if accumulation is None or not accumulation.selects_logits(state):
         labels_per_sample = None
     run = PlannedRun(
@@ -233,13 +229,6 @@ def rehearse(
         state.device_train_microbatch_size = report.microbatch_size
     report.seconds = time.monotonic() - started
     return report
-
-
-def _token_accumulation(state: State) -> TokenAccumulation | None:
-    for algorithm in state.algorithms:
-        if isinstance(algorithm, TokenAccumulation):
-            return algorithm
-    return None
 
 
 def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
@@ -296,10 +285,13 @@ def _candidates_of_rank(
             groups = [samples]
             if split is not None and split.packing:
                 groups = samples_of_rank  # the split needs all rows of the rank to pack them
-            candidate = Candidate(step, groups, len(samples), width, image_tokens, num_logits)
+            shape = BatchShape(rows=len(samples), width=width, image_tokens=image_tokens, labels=num_logits)
+            predicted = 0.0
             if run.memory is not None:
-                candidate = candidate._replace(predicted=_predicted(candidate, run.memory))
-            yield candidate
+                pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
+                shape = replace(shape, pixel_bytes=pixel_bytes)
+                predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
+            yield Candidate(step, groups, shape, predicted)
 
 
 def _cut_again(
@@ -316,17 +308,6 @@ def _cut_again(
         longest = int(lengths[rows].max())
         width = -(-longest // options.width_multiple) * options.width_multiple
         yield [samples[row] for row in rows], width
-
-
-def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
-    shape = BatchShape(
-        rows=candidate.rows,
-        width=candidate.width,
-        image_tokens=candidate.image_tokens,
-        pixel_bytes=int(candidate.image_tokens * memory.pixel_bytes_per_image_token),
-        labels=candidate.logits,
-    )
-    return memory.peak(shape, num_ranks=dist.get_world_size())
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
@@ -501,7 +482,7 @@ def _does_not_fit(
     for index in failed.samples[0][:NAMED_SAMPLES]:
         sample = dataset.dataset[index]
         names += [str(name) for name in sample.get('sample_ids', [index])]
-    if failed.rows > NAMED_SAMPLES:
+    if failed.shape.rows > NAMED_SAMPLES:
         names.append('...')
     remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
     if not fitting_size:

@@ -485,7 +485,7 @@ def _requirement(error: ValidationError) -> str:
         _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         # No YAML file can hold an object of a class.
-        if reason not in requirements and detail['type'] != 'is_instance_of':
+        if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
 

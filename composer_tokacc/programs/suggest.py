@@ -289,10 +289,10 @@ def watch_flops(
 
     The operations are counted in a trace on rank 0.
     """
-    monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
-    if not monitors:
+    monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
+    monitor = next(monitors, None)
+    if monitor is None:
         return
-    monitor = monitors[0]
     if not monitor.device_tflops and not get_gpu_flops_available(state):
         return
     table = source_of(config).measure(dataset, processor)
