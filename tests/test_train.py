@@ -315,13 +315,6 @@ def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     assert 'skipped 1 of 12 samples' in capsys.readouterr().out
 
 
-def test_missing_data_is_one_line(tmp_path, capsys):
-    assert main([LLAVA, f'dataset.path={tmp_path}/nothing.json', *QUIET]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith('error:')
-    assert 'nothing.json' in error
-
-
 def test_training_set_smaller_than_a_batch(capsys):
     assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
     assert 'got: 8 > 7 samples. Lower it or set drop_last=False' in capsys.readouterr().err

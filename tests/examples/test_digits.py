@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from composer_tokacc.data import VisionLanguageCollator
 from examples.digits import DigitsDataset
 from examples.digits.dataset import split_scans
-from examples.digits.questions import DIGIT_WORDS, DigitsQuestion
+from examples.digits.questions import DIGIT_WORDS
 
 NUM_SAMPLES = 1600
 
@@ -134,22 +134,6 @@ def test_callers_cannot_change_cached_samples():
     dataset = DigitsDataset(num_samples=1)
     dataset[0].pop('input_ids')
     assert 'input_ids' in dataset[0]
-
-
-@pytest.mark.parametrize(
-    ('question', 'answer'), [('read', '4 0 7'), ('spell', 'four zero seven'), ('count', '3'), ('sum', '1 1')]
-)
-def test_answers(question, answer):
-    about_images = DigitsQuestion(question, 3, has_images=True)
-    assert about_images.answer([4, 0, 7]) == answer
-
-
-def test_text_only_question_names_its_digits():
-    digits = [4, 0, 7]
-    about_text = DigitsQuestion('spell', 3, has_images=False)
-    about_images = DigitsQuestion('spell', 3, has_images=True)
-    assert about_text.prompt(digits) == 'spell in words 4 0 7'
-    assert about_images.prompt(digits) == 'spell in words'
 
 
 def test_wrong_arguments_are_refused():

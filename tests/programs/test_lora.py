@@ -110,8 +110,6 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
     [
         ({'rank': 4}, '`model.lora` has no key rank. Known: alpha, bias'),
         ({'drop_out': 0.1}, 'has no key drop_out. Did you mean dropout'),
-        ({'r': 2.5}, '`model.lora.r` must be a valid integer, got: 2.5'),
-        ({'alpha': 'abc'}, "`model.lora.alpha` must be a valid number, got: 'abc'"),
         ({'dropout': 2}, '`model.lora.dropout` must be less than 1, got: 2'),
         ({'modules_to_save': ['projektor']}, "modules_to_save` must name modules of the model, got: 'projektor'"),
         ({'modules_to_save': 'lm_head'}, "`model.lora.modules_to_save` must be a list, got: 'lm_head'"),
@@ -121,8 +119,6 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
         ({'target_modules': '(q_proj'}, '`model.lora`: .*'),
         ({'target_modules': ['self_attn']}, '`model.lora`: .*CLIPAttention'),
         ({'bias': 'some'}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: 'some'"),
-        ({'bias': 3}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: 3"),
-        ({'use_dora': 'maybe'}, "`model.lora.use_dora` must be a valid boolean, got: 'maybe'"),
         ({'alpha': True}, '`model.lora.alpha` must be a valid number, got: True'),
         ({'bits': 8}, '`model.lora.bits` must be 4, got: 8'),
         ({'bits': 4}, '`model.lora.bits` needs the weights of `model.pretrained`'),

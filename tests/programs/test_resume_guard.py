@@ -363,12 +363,3 @@ def test_equal_settings_of_an_optimizer_pass(settings):
 def test_other_betas_of_optimizer_are_refused():
     with pytest.raises(ConfigError, match=r'optimizer\.betas'):
         resume_with_optimizer({'betas': (0.9, 0.99)})
-
-
-def test_weights_of_another_model_are_refused(first_run, latest, tmp_path, capsys):
-    overrides = ['trainer.autoresume=false', 'trainer.load_weights_only=true', f'trainer.load_path={latest}']
-    larger = 'model.config.text_config.num_hidden_layers=3'
-    assert main(command(first_run / 'data', tmp_path, *overrides, larger)) == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'error: the checkpoint must be of the same model, got: {latest} with 9 others among')
-    assert 'Give the `model` of that run' in line
