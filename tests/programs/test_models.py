@@ -266,46 +266,33 @@ def test_text_model_from_a_config():
     assert model({'input_ids': ids, 'labels': ids}).loss.isfinite()
 
 
-def test_tokenizer_travels_in_the_checkpoint(model):
-    metadata = model.get_metadata()
-    assert 'tokenizer.json' in metadata['tokenizer']
-    assert metadata['model']['config']['content']['model_type'] == 'llava'
-
-
-def test_learning_rates_of_parts(processor):
-    model = build_transformers_model(config=LLAVA, processor=processor, freeze=['multi_modal_projector'])
-    rates = {'vision_tower': 0.25, 'language_model': 0.5, 'language_model.layers.1': 0.125}
-    parts = {part: {'lr': rate} for part, rate in rates.items()}
-    groups = parameter_groups(model, parts)
-
-    rate_of = {}
-    for group in groups:
-        for parameter in group['params']:
-            assert parameter not in rate_of, 'each parameter is in one group'
-            rate_of[parameter] = group.get('lr')
-    for name, parameter in model.named_parameters():
-        if 'multi_modal_projector' in name or not parameter.requires_grad:
-            assert parameter not in rate_of, name
-        elif 'vision_tower' in name:
-            assert rate_of[parameter] == 0.25, name
-        elif 'language_model.layers.1' in name:
-            assert rate_of[parameter] == 0.125, name
-        elif 'language_model' in name:
-            assert rate_of[parameter] == 0.5, name
-        else:
-            assert rate_of[parameter] is None, name
-    with pytest.raises(ValueError, match='must name parts of the model that are trained, got: multi_modal_projector'):
-        parameter_groups(model, {'multi_modal_projector': {'lr': 1}})
-
-
 def rates_by_name(model, rates):
     """Returns the learning rate of each trained parameter by name. None: it is in no part."""
     groups = parameter_groups(model, {part: {'lr': rate} for part, rate in rates.items()})
     rate_of = {}
     for group in groups:
         for parameter in group['params']:
+            assert parameter not in rate_of, 'each parameter is in one group'
             rate_of[parameter] = group.get('lr')
-    return {name: rate_of[parameter] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(rate_of) == len(trained), 'no group has a frozen parameter'
+    return {name: rate_of[parameter] for name, parameter in trained.items()}
+
+
+def test_learning_rates_of_parts(processor):
+    model = build_transformers_model(config=LLAVA, processor=processor, freeze=['multi_modal_projector'])
+    rates = rates_by_name(model, {'vision_tower': 0.25, 'language_model': 0.5, 'language_model.layers.1': 0.125})
+    for name, rate in rates.items():
+        if 'vision_tower' in name:
+            assert rate == 0.25, name
+        elif 'language_model.layers.1' in name:
+            assert rate == 0.125, name
+        elif 'language_model' in name:
+            assert rate == 0.5, name
+        else:
+            assert rate is None, name
+    with pytest.raises(ValueError, match='must name parts of the model that are trained, got: multi_modal_projector'):
+        rates_by_name(model, {'multi_modal_projector': 1})
 
 
 @pytest.mark.parametrize('outer', ['model', 'layers', 'model.layers'])

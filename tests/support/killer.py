@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-from typing import Any, BinaryIO
 
-import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -58,28 +55,3 @@ class FailOnRank(OnRank):
         if self.bad_sample:
             raise BadSampleError('sample "s7" cannot be read')
         raise KeyError('a bug of ours')
-
-
-class KillWhileSaving(Callback):
-    """Kills its process in the middle of writing the checkpoint after a batch. Half of the file is on the disk."""
-
-    def __init__(self, *, batch: int) -> None:
-        self.batch = batch
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if int(state.timestamp.batch) == self.batch:
-            torch.save = _save_half_and_die
-
-
-_save = torch.save
-
-
-def _save_half_and_die(content: Any, file: BinaryIO, **options: Any) -> None:
-    complete = io.BytesIO()
-    _save(content, complete, **options)
-    if isinstance(file, io.BytesIO):  # not a checkpoint: torch pickles storages for the workers of a loader
-        file.write(complete.getvalue())
-        return
-    file.write(complete.getvalue()[: complete.tell() // 2])
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
