@@ -149,12 +149,15 @@ def test_finished_run_writes_result_again(tmp_path):
     ]
     first = train(*command, folder=tmp_path)
     first_page = (tmp_path / 'report.html').read_text()
+    first_answers = (tmp_path / 'answers.jsonl').read_text()
     second = train(*command, folder=tmp_path)
     second_page = (tmp_path / 'report.html').read_text()
     assert first['loss']
     assert first['token_monitor']
     for key in ('steps', 'samples', 'loss', 'eval', 'token_monitor', 'sources'):
         assert second[key] == first[key]
+    assert first_answers
+    assert (tmp_path / 'answers.jsonl').read_text() == first_answers
     for mark in ('<polyline', 'class="answer"'):
         assert second_page.count(mark) == first_page.count(mark) > 0
 

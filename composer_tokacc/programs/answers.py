@@ -98,6 +98,8 @@ class Answers(Callback):
         path = self._path(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
+        # A finished run that is started again evaluates its last step again.
+        start_lines(path, step - 1)
         with path.open('a', encoding='utf-8') as file:
             for answer in self.last:
                 file.write(json.dumps({'step': step, **answer.as_json()}) + '\n')

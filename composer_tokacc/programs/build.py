@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from dataclasses import asdict, dataclass, replace
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ def build_parts(config: TrainConfig) -> RunParts:
         source = source_of(config)  # because the loader plans with the suggested size
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
-    if _gives_no_batch(train_loader.dataloader):  # Composer would loop for ever
+    # The default is for loaders without a length, and for epochs of unequal lengths.
+    if length_hint(train_loader.dataloader, 1) == 0:  # Composer would loop for ever
         raise ConfigError('dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`')
     eval_loader = None
     if eval_dataset is not None:
@@ -107,16 +108,6 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_loader=eval_loader,
         microbatch_size=config.microbatching.device_train_microbatch_size,
     )
-
-
-def _gives_no_batch(dataloader: object) -> bool:
-    """Returns whether a loader is known to give no batch."""
-    if not isinstance(dataloader, Sized):
-        return False
-    try:
-        return len(dataloader) == 0
-    except TypeError:  # its epochs have unequal numbers of batches
-        return False
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import HOST_HINTS, build_section, class_by_name, import_by_name
+from composer_tokacc.programs.registry import HOST_HINTS, build_part, class_by_name, import_by_name
 from composer_tokacc.programs.schema import (
     REPORT_KEYS,
     Sections,
@@ -36,6 +36,7 @@ from composer_tokacc.programs.schema import (
     check_arguments,
     check_names,
     check_value,
+    without,
 )
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
@@ -150,9 +151,13 @@ def _check_optimizer(optimizer: Section) -> None:
     The optimizer of the run would show a mistake only after the model is loaded, which may take minutes.
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
-    for arguments in ({}, *parts.values()):
+    shared = without(optimizer, 'name', 'parts')
+    arguments_by_path = {'optimizer': shared}
+    for part, arguments in parts.items():
+        arguments_by_path[f'optimizer.parts.{part}'] = {**shared, **arguments}
+    for path, arguments in arguments_by_path.items():
         parameter = torch.nn.Parameter(torch.zeros(1))
-        build_section('optimizer', {**optimizer, **arguments}, [parameter])
+        build_part('optimizer', path, optimizer.get('name', ''), arguments, [parameter])
 
 
 def _check_stoppers(config: TrainConfig) -> None:

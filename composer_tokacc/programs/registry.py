@@ -112,6 +112,8 @@ def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | No
 
 Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
 """A time as Composer reads it, such as ``2ep``, longer than nothing. A number without a unit means epochs."""
+Interval = Annotated[int | str, AfterValidator(partial(_check_time, may_be_zero=True))]
+"""The same, or 0 for never."""
 WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 """A time that may also be nothing, such as ``0ba``. It must have a unit."""
 Weight = Annotated[float, Field(ge=0)]
@@ -131,7 +133,7 @@ class HostArguments(TypedDict, total=False):
     data_parallel_replicate_degree: AllOrSome | None
     data_parallel_shard_degree: AllOrSome | None
     dist_timeout: Positive
-    eval_interval: Duration
+    eval_interval: Interval
     eval_subset_num_batches: AllOrSome
     load_path: Name | None
     loggers: NamedArguments | None
@@ -156,7 +158,7 @@ def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]
     """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
     parts = []
     for name, arguments in (section or {}).items():
-        parts.append(_build_part(kind, f'{path}.{name}', name, arguments or {}))
+        parts.append(build_part(kind, f'{path}.{name}', name, arguments or {}))
     return parts
 
 
@@ -167,10 +169,10 @@ def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """
     name = section.get('name', '')
     arguments = without(section, 'name', 'parts')
-    return _build_part(kind, kind, name, arguments, *positional)
+    return build_part(kind, kind, name, arguments, *positional)
 
 
-def _build_part(
+def build_part(
     kind: str,
     path: str,
     name: str,

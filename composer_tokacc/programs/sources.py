@@ -283,7 +283,7 @@ class FileSource(Source):
         if 'parts' in self.section:
             self._check_parts()
         else:
-            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any})
+            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         self.check_processor()
@@ -519,8 +519,6 @@ def _is_ours(cls: Any) -> bool:
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    # The program itself gives the processor. The section has a key of this name, which is checked elsewhere.
-    extra_keys = {**extra_keys, 'processor': Any}
     check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 

@@ -79,6 +79,7 @@ def test_algorithms_keep_their_order(tmp_path):
         ('optimizer.name=adam_v', 'adam_v. Did you mean adam?'),
         ('optimizer.lrr=1', 'lrr. Did you mean lr?'),
         ('optimizer.parts={vision_tower: {lrr: 1}}', 'lrr. Did you mean lr?'),
+        ('optimizer.parts={vision_tower: {name: adam}}', '`optimizer.parts.vision_tower` has no key name'),
         ('scheduler.alpha=0.1', 'alpha. Did you mean alpha_f?'),
         ('report.num_smples=2', 'num_smples. Did you mean num_samples?'),
         ('dataset.num_smples=2', 'num_smples. Did you mean num_samples?'),
@@ -124,6 +125,7 @@ def test_misspelt_names_are_refused(override, expected):
         ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be a valid boolean'),
         ('dataset.path=', '`dataset.path` must be'),
         ('dataset.path=[a.json,2]', '`dataset.path` must be'),
+        ('dataset.eval={path: b.json, processor: {}}', '`dataset.eval.processor` must be left out here'),
         (
             'algorithms.gradient_clipping.clipping_type=nrom',
             "clipping_type` must be 'norm', 'value' or 'adaptive', got: 'nrom'",

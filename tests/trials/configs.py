@@ -60,6 +60,7 @@ OVERRIDES = {
     'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
     'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
     'a negative number of workers': ('loader.num_workers=-1', '`loader.num_workers'),
+    'evaluation at no interval': ('trainer.eval_interval=0', WORKS),
     'a save interval of 0': ('trainer.save_interval=0ep', 'save_interval'),
     'a negative number of checkpoints to keep': (
         'trainer.save_num_checkpoints_to_keep=-5',
