@@ -420,7 +420,8 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
     weights_only = bool(trainer.get('load_weights_only'))
     load_path = trainer.get('load_path')
     if load_path is not None:
-        path = Path(partial_format(load_path, run_name=run_name))
+        # Composer fills the names of ranks in the same way.
+        path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))
         if path.exists():
             return path, weights_only
     return None, weights_only

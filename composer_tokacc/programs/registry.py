@@ -210,7 +210,8 @@ def class_by_name(kind: str, name: str) -> Any:
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
-        return cls
+        if cls not in UNSUITED:
+            return cls
     # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
     letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     classes = _classes_of(kind)

@@ -34,6 +34,10 @@ OVERRIDES = {
         '`dataset.parts.a.epochs` must be less than or equal to 10000',
     ),
     'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
+    'a callback that loads a pickle, by its dotted name': (
+        'callbacks={composer.callbacks.LoadCheckpoint: {load_path: x}}',
+        '`callbacks` has no class',
+    ),
     'an averaging that ends before it starts': (
         'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}',
         '`algorithms.swa`',

@@ -165,8 +165,8 @@ def compressed_code(folder: Path) -> None:
     (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(MakesFolder(folder))))
 
 
-def code_in_a_checkpoint(folder: Path) -> None:
-    torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / 'a.pt')
+def code_in_a_checkpoint(folder: Path, name: str = 'a.pt') -> None:
+    torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / name)
 
 
 def metrics_pipe(folder: Path) -> None:
@@ -380,6 +380,11 @@ PROGRAMS: dict[str, Call] = {
     'resume from a folder whose index is damaged': loading(a_damaged_index, 'damaged'),
     'resume from a pickle that runs code': loading(pickled_code, 'a.pt'),
     'resume from a checkpoint that runs code': loading(code_in_a_checkpoint, 'hold only tensors and plain values'),
+    'resume from a checkpoint that runs code, by a pattern': running(
+        'hold only tensors and plain values',
+        'trainer.load_path={folder}/rank{rank}.pt',
+        write=lambda folder: code_in_a_checkpoint(folder, 'rank0.pt'),
+    ),
     'resume without the state of the optimizer': loading(without('optimizers'), 'optimizer'),
     'resume without the model': loading(without('model'), 'a.pt'),
     'resume from a checkpoint whose model is a word': loading(with_entry('model', 'x'), 'written by Composer'),
@@ -427,6 +432,9 @@ PROGRAMS: dict[str, Call] = {
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_picture),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
+    'fewer samples than a batch, in their own order': running(
+        'every rank a batch', 'loader.regroup_ranks=false', 'dataset.num_samples=7'
+    ),
     'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
     'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
     'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
