@@ -24,10 +24,9 @@ from tests.support.clips import write_media_folder
 from tests.support.families import MEDIA
 from tests.support.launch import ROOT, launch, launch_program
 from tests.support.llava_folder import write_llava_folder
-from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA
 
 MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
-LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 
 
 def train(*arguments: str, folder: Path) -> dict:
@@ -82,11 +81,7 @@ def tiny_llava(folder: Path, path: Path) -> list[str]:
         LLAVA,
         f'dataset.path={path}',
         f'dataset.image_dir={path.parent / "images"}',
-        'dataset.processor.vocab_size=300',
-        *TINY_MODEL,
-        *QUIET,
-        'loader.global_batch_size=4',
-        'scheduler.t_warmup=2ba',
+        *TINY_LLAVA,
         'trainer.max_duration=2ep',
         f'trainer.save_folder={folder}/checkpoints',
     ]
@@ -295,11 +290,6 @@ def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     assert 'skipped 1 of 12 samples' in result['skipped'][0]
     assert result['samples'] == 2 * 11
     assert 'skipped 1 of 12 samples' in capsys.readouterr().out
-
-
-def test_training_set_smaller_than_a_batch(capsys):
-    assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
-    assert 'got: 8 > 7 samples. Lower it or set drop_last=False' in capsys.readouterr().err
 
 
 def test_stock_accumulation_of_the_same_data(tmp_path):

@@ -21,10 +21,9 @@ from composer_tokacc.programs.checkpoints import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
-from tests.support.launch import ROOT, launch_json, launch_program
-from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
+from tests.support.launch import launch_json, launch_program
+from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA
 
-LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
 
 
@@ -57,11 +56,7 @@ def command(data, checkpoints, *overrides):
         LLAVA,
         f'dataset.path={data}/data.json',
         f'dataset.image_dir={data}/images',
-        *TINY_MODEL,
-        *QUIET,
-        'dataset.processor.vocab_size=300',
-        'loader.global_batch_size=4',
-        'scheduler.t_warmup=1ba',
+        *TINY_LLAVA,
         'trainer.max_duration=2ba',
         'trainer.save_interval=1ba',
         f'trainer.save_folder={checkpoints}',

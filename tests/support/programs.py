@@ -14,6 +14,7 @@ from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
+LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 
 TINY_MODEL = [
     'model.config.text_config.hidden_size=32',
@@ -23,6 +24,14 @@ TINY_MODEL = [
     'model.config.vision_config.intermediate_size=32',
 ]
 QUIET = ['trainer.progress_bar=false', 'trainer.load_progress_bar=false']
+# For a data file and its images, four samples a step.
+TINY_LLAVA = [
+    *TINY_MODEL,
+    *QUIET,
+    'dataset.processor.vocab_size=300',
+    'loader.global_batch_size=4',
+    'scheduler.t_warmup=1ba',
+]
 # 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
 TINY_DIGITS = [
     *TINY_MODEL,

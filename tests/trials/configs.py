@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_tokacc.programs import ConfigError
-from tests.support.programs import check_run
-from tests.trials.outcomes import LLAVA, WORKS, refusal
+from tests.support.programs import LLAVA, check_run
+from tests.trials.outcomes import WORKS, refusal
 
 
 @dataclass(frozen=True)

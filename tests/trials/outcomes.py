@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.support.launch import ROOT
-
-LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 WORKS = ''
 LONGEST = 60
 """Seconds. An input that takes longer hangs, for example at a pipe that nobody writes to."""

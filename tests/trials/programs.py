@@ -27,8 +27,8 @@ from transformers import LlamaConfig
 
 from composer_tokacc import export, look, size, train, verify
 from tests.support.conversations import turns
-from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
-from tests.trials.outcomes import LLAVA, WORKS, run_program
+from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS
+from tests.trials.outcomes import WORKS, run_program
 
 MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': verify.main, 'export': export.main}
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
@@ -432,6 +432,9 @@ PROGRAMS: dict[str, Call] = {
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_picture),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
+    'fewer samples than a batch': running(
+        'got: 8 > 7 samples. Lower it or set drop_last=False', 'dataset.num_samples=7'
+    ),
     'fewer samples than a batch, in their own order': running(
         'every rank a batch', 'loader.regroup_ranks=false', 'dataset.num_samples=7'
     ),
