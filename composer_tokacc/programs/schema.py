@@ -287,8 +287,11 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     # Reading a pipe would wait for somebody to write to it.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError('', f'config file must be a file, got: {path}')
-    with building(str(path)):
+    try:
         content = OmegaConf.load(path)
+    except (OSError, *INVALID_YAML) as error:
+        message = f'must be a YAML file that can be read, got: {type(error).__name__}: {shorten(error)}'
+        raise ConfigError(str(path), message) from error
     if not isinstance(content, DictConfig):
         raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
     return _as_dict(content)

@@ -180,7 +180,7 @@ def test_groups_of_ranks_that_fit_pass(fsdp, monkeypatch):
 
 def test_a_binary_file_is_no_config(tmp_path):
     (tmp_path / 'a.yaml').write_bytes(bytes(range(256)))
-    with pytest.raises(ConfigError, match='Error: '):
+    with pytest.raises(ConfigError, match='must be a YAML file'):
         load_config(tmp_path / 'a.yaml')
 
 
@@ -223,7 +223,7 @@ def test_missing_values_are_named():
     ('text', 'expected'),
     [
         ('- a\n- b\n', 'must hold sections'),
-        ('model: [a\n', 'bad.yaml`: ParserError: '),
+        ('model: [a\n', 'must be a YAML file that can be read, got: ParserError: '),
         ('seed: 1\nseed: 2\n', 'duplicate key'),
         ('seed: ${nothing}\n', 'nothing'),
         (
@@ -241,7 +241,9 @@ def test_files_without_a_config_are_refused(tmp_path, text, expected):
 
 
 def test_missing_file_is_refused():
-    assert '`no/such.yaml`: FileNotFoundError: ' in refusal_of(Path('no/such.yaml'))
+    assert '`no/such.yaml` must be a YAML file that can be read, got: FileNotFoundError: ' in refusal_of(
+        Path('no/such.yaml')
+    )
 
 
 def test_other_arguments_than_overrides_are_refused():

@@ -430,7 +430,8 @@ PROGRAMS: dict[str, Call] = {
         'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
     ),
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
-    'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_picture),
+    'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'must be a YAML file', write=a_picture),
+    'a YAML file below a file': Call('train', ['{folder}/a.pt/run.yaml'], 'must be a YAML file', write=of_bytes(b'')),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
     'fewer samples than a batch': running(
         'got: 8 > 7 samples. Lower it or set drop_last=False', 'dataset.num_samples=7'
