@@ -241,9 +241,7 @@ def test_files_without_a_config_are_refused(tmp_path, text, expected):
 
 
 def test_missing_file_is_refused():
-    assert '`no/such.yaml` must be a YAML file that can be read, got: FileNotFoundError: ' in refusal_of(
-        Path('no/such.yaml')
-    )
+    assert '`no/such.yaml` must be a YAML file' in refusal_of(Path('no/such.yaml'))
 
 
 def test_other_arguments_than_overrides_are_refused():
