@@ -135,7 +135,11 @@ def _train(config: TrainConfig) -> None:
         print(f'\n{summary}', flush=True)
 
 
-def _build(config: TrainConfig, history: InMemoryLogger, trainer_parts: TrainerParts) -> tuple[Trainer, RunParts]:
+def _build(
+    config: TrainConfig,
+    history: InMemoryLogger,
+    trainer_parts: TrainerParts,
+) -> tuple[Trainer, RunParts]:
     """Builds the Trainer, and the rehearsal behind the callbacks of the config."""
     parts = build_parts(config)
     say('starting the Trainer ...')

@@ -95,7 +95,10 @@ def build_parts(config: TrainConfig) -> RunParts:
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
     # The default is for loaders without a length, and for epochs of unequal lengths.
     if length_hint(train_loader.dataloader, 1) == 0:  # Composer would loop for ever
-        raise ConfigError('dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`')
+        raise ConfigError(
+            'dataset',
+            'must give every rank a batch, got: none. Set `loader.drop_last=false`',
+        )
     eval_loader = None
     if eval_dataset is not None:
         eval_loader = source.build_loader(eval_dataset, processor, layout, is_eval=True, model=model)

@@ -185,7 +185,13 @@ def _check_sharding(config: TrainConfig) -> None:
     # FSDPConfig itself takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
     settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
     known_names = dict.fromkeys((setting.name for setting in settings_of_both), Any)
-    check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=known_names)
+    check_arguments(
+        _FSDP,
+        object,
+        settings,
+        hints=HOST_HINTS,
+        extra_keys=known_names,
+    )
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':

@@ -209,7 +209,10 @@ def class_by_name(kind: str, name: str) -> Any:
         # Checked before the call, because a config could name os.system. Composer takes any callable as a scheduler.
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
-            raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
+            raise ConfigError(
+                f'{kind}.{name}',
+                f'must be a class derived from {base.__name__}, got: {cls!r}',
+            )
         if cls not in UNSUITED:
             return cls
     # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.

@@ -167,7 +167,10 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
 
 
 def rehearse(
-    state: State, memory: MemoryModel | None = None, *, labels_per_sample: np.ndarray | None = None
+    state: State,
+    memory: MemoryModel | None = None,
+    *,
+    labels_per_sample: np.ndarray | None = None,
 ) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
@@ -285,7 +288,12 @@ def _candidates_of_rank(
             groups = [samples]
             if split is not None and split.packing:
                 groups = samples_of_rank  # the split needs all rows of the rank to pack them
-            shape = BatchShape(rows=len(samples), width=width, image_tokens=image_tokens, labels=num_logits)
+            shape = BatchShape(
+                rows=len(samples),
+                width=width,
+                image_tokens=image_tokens,
+                labels=num_logits,
+            )
             predicted = 0.0
             if run.memory is not None:
                 pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)

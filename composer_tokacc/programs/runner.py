@@ -61,7 +61,13 @@ def run_program(
         if has_lost_rank(error):
             # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
             time.sleep(SECONDS_FOR_LAUNCHER)
-        return refuse(error, message, on_all_ranks=isinstance(error, ConfigError) and not is_checked)
+        # A mistake of the config is raised on all ranks.
+        on_all_ranks = isinstance(error, ConfigError) and not is_checked
+        return refuse(
+            error,
+            message,
+            on_all_ranks=on_all_ranks,
+        )
 
 
 def _message_of(error: Exception) -> str:

@@ -293,7 +293,8 @@ def watch_flops(
     monitor = next(monitors, None)
     if monitor is None:
         return
-    if not monitor.device_tflops and not get_gpu_flops_available(state):
+    has_speed = monitor.device_tflops or get_gpu_flops_available(state)
+    if not has_speed:
         return
     table = source_of(config).measure(dataset, processor)
     coefficients = None  # only these are sent, because the layout belongs to the model of each rank
