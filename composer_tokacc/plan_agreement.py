@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -136,17 +138,10 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
 def compare_plans(record: PlanRecord | None) -> None:
     """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
     if record is None:
-        report = RankReport(rank=get_global_rank(), num_ranks=get_world_size())
-    else:
-        report = RankReport(
-            rank=record.rank,
-            num_ranks=record.num_ranks,
-            plan_checksum=record.plan_checksum,
-            witness=record.witness,
-            facts=record.facts(),
-        )
-    reports = all_gather_object(report)
-    difference = find_difference(reports)
+        record = PlanRecord(0, get_global_rank(), get_world_size())
+    # The function may need the sampler, which is not sent to the other ranks.
+    record_to_send = replace(record, facts=partial(dict, record.facts()))
+    difference = find_difference(all_gather_object(record_to_send))
     if difference is not None:
         raise NotExactError(difference)
 
@@ -189,47 +184,36 @@ def _digest(values: np.ndarray) -> str:
     return f'{zlib.crc32(np.ascontiguousarray(values).tobytes()):08x}'
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """Message of a rank to the others if the plans differ: its :class:`PlanRecord` with the facts themselves."""
-
-    rank: int
-    num_ranks: int
-    plan_checksum: int = 0
-    witness: str = ''
-    facts: Facts = field(default_factory=dict)
-
-
-def find_difference(reports: Sequence[RankReport]) -> str | None:
-    """Returns the error for the first difference between the reports of all ranks; None if they agree."""
+def find_difference(records: Sequence[PlanRecord]) -> str | None:
+    """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences.
+    facts_of_ranks = [record.facts() for record in records]
     differing: list[str] = []
-    for report in reports:
-        for name in report.facts:
-            values = {other.facts.get(name) for other in reports}
-            if len(values) > 1 and name not in differing:
-                differing.append(name)
+    for name in chain.from_iterable(facts_of_ranks):
+        values = {facts.get(name) for facts in facts_of_ranks}
+        if len(values) > 1 and name not in differing:
+            differing.append(name)
     if differing:
         name, *more_names = differing
         more = f' Also different: {", ".join(more_names)}.' if more_names else ''
-        values_of_ranks = [report.facts.get(name, 'none') for report in reports]
+        values_of_ranks = [facts.get(name, 'none') for facts in facts_of_ranks]
         return _unequal(name, values_of_ranks) + more
     # A rank has no witness if it could not read the samples, or if it has read a sample twice with different results.
-    witnesses = {report.witness for report in reports if report.witness}
+    witnesses = {record.witness for record in records if record.witness}
     if len(witnesses) > 1:
-        witnesses_of_ranks = [report.witness or 'unknown' for report in reports]
+        witnesses_of_ranks = [record.witness or 'unknown' for record in records]
         return _unequal('first samples', witnesses_of_ranks)
     # Every rank must have a sampler for itself, and for all ranks.
-    planned_ranks = sorted(report.rank for report in reports)
-    num_ranks = len(reports)
+    planned_ranks = sorted(record.rank for record in records)
+    num_ranks = len(records)
     has_all_ranks = planned_ranks == list(range(num_ranks))
-    if not has_all_ranks or any(report.num_ranks != num_ranks for report in reports):
-        values = _by_rank([f'rank {report.rank} of {report.num_ranks}' for report in reports])
+    if not has_all_ranks or any(record.num_ranks != num_ranks for record in records):
+        values = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
         return (
             f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '
             '`num_replicas` out, or give the rank and the number of ranks as launched.'
         )
-    if len({report.plan_checksum for report in reports}) > 1:
+    if len({record.plan_checksum for record in records}) > 1:
         return (
             'Ranks have made different plans of the same global batch. Give all ranks the same arguments and the same '
             'place in the epoch. If they have them, install the same versions of numpy and numba on every node.'

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.compat import tree_map_only
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
+from composer_tokacc.plan_agreement import PlanRecord, find_difference, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
@@ -208,13 +208,13 @@ class ExchangingDataLoader(DataLoader):
             sizes_of_ranks.append(sizes_of_rank)
         return samples, sizes_of_ranks
 
-    def _arguments(self) -> RankReport:
+    def _arguments(self) -> PlanRecord:
         """Returns the arguments that must be the same on all ranks."""
         facts = reading_facts(self)
         for name, value in asdict(self._options).items():
             facts[name] = str(value)
         facts['image_token_ids'] = str(self._image_token_ids.tolist())
-        return RankReport(get_global_rank(), get_world_size(), facts=facts)
+        return PlanRecord(0, get_global_rank(), get_world_size(), facts=partial(dict, facts))
 
     def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
