@@ -3,24 +3,19 @@
 
 """With ``router_balance='step'`` the load-balancing loss of the router also does not depend on the cut.
 
-The reference is the model's own loss of the whole batch in float64. The coefficient is so large that the router's loss
-is a large part of it.
+The reference is the model's own loss of the whole batch in float64.
 """
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from composer.algorithms import SAM
 from composer.core import Event
 from composer.devices import DeviceCPU
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms
@@ -28,7 +23,7 @@ from composer_tokacc.algorithm.router_balance import StepBalance, counted_positi
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.matrix.native_models import NativeModel
-from tests.model_types.tiny import tiny_config, tiny_model
+from tests.support.mixtures import COEFFICIENT, mixture_of_experts
 from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
 from tests.support.training import (
     On,
@@ -41,16 +36,6 @@ from tests.support.training import (
     relative_error,
     weights_unchanged,
 )
-
-COEFFICIENT = 0.5
-
-
-def mixture_of_experts(model_type='mixtral', **settings):
-    """Returns a tiny mixture of experts that adds the load-balancing loss of its router to its loss."""
-    config = tiny_config(model_type)
-    config.update({'output_router_logits': True, 'router_aux_loss_coef': COEFFICIENT, **settings})
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    return tiny_model(config, model_class).train()
 
 
 @pytest.mark.parametrize(
@@ -76,25 +61,6 @@ def test_gradient_is_that_of_one_forward(model_type, packing, microbatch_size):
         model = in_double(model)
     options = {'packing': packing, 'microbatch_size': microbatch_size}
     assert_exact(model, ragged_batch(ONE_UNLABELLED), router_balance='step', **options)
-
-
-@pytest.mark.parametrize('optimizer', ['sam', 'lbfgs'])
-def test_step_of_several_closures(optimizer):
-    """The optimizer computes a step more than once, so its microbatches are counted more than once."""
-    batch = ragged_batch(ONE_UNLABELLED)
-    weights = []
-    for microbatch_size in (2, len(ONE_UNLABELLED)):
-        model = mixture_of_experts()
-        algorithms = [TokenAccumulation(router_balance='step')]
-        make_optimizer = partial(torch.optim.LBFGS, max_iter=2)
-        if optimizer == 'sam':
-            algorithms.insert(0, SAM())
-            make_optimizer = torch.optim.SGD
-        initial = copy.deepcopy(model.state_dict())
-        trained = make_optimizer(model.parameters(), lr=0.1)
-        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=trained)
-        weights.append({name: weight - initial[name] for name, weight in model.state_dict().items()})
-    assert relative_error(*weights) < 1e-4  # LBFGS divides by small changes of the gradient
 
 
 def test_mean_over_microbatches_differs():

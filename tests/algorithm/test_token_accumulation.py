@@ -22,7 +22,17 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
-from tests.support.text import RAGGED, collate, packed_row, ragged_batch, text_model, text_rows
+from tests.support.mixtures import mixture_of_experts
+from tests.support.text import (
+    ONE_UNLABELLED,
+    RAGGED,
+    collate,
+    next_token_loss,
+    packed_row,
+    ragged_batch,
+    text_model,
+    text_rows,
+)
 from tests.support.training import (
     COMPOSERS_FLAG,
     TOLERANCE,
@@ -80,13 +90,9 @@ def test_stock_composer_is_wrong(model, counts_tokens):
 # Composer's own flag.
 
 
-def test_flag_with_our_counters_is_exact(model, batch):
-    data = token_data_spec(loader(batch), model=model)
-    assert_exact(model, data, batch=batch, algorithms=[], **COMPOSERS_FLAG)
-
-
-def test_our_counters_without_flag(model, batch):
-    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
+@pytest.mark.parametrize('options', [{'algorithms': [], **COMPOSERS_FLAG}, {}], ids=['flag', 'algorithm'])
+def test_our_counters_are_exact(model, batch, options):
+    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch, **options)
 
 
 def test_flag_with_algorithm_and_composers_counter(model, batch):
@@ -269,9 +275,8 @@ class MaskedSum(torch.nn.Module):
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         mask = (labels[:, 1:] != -100).float()
-        targets = labels[:, 1:].clamp(min=0)
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction='none')
-        return CausalLMOutput(loss=(losses * mask).sum() / mask.sum(), logits=logits)
+        losses = next_token_loss(logits, labels, reduction='none')
+        return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
 
 
 def test_masked_sum_without_labels_is_finite(model):
@@ -346,32 +351,31 @@ def test_gradient_clipping_after_the_algorithm(model, batch):
     assert relative_error(recorder.gradients, clipped) < 1e-5
 
 
-def update_of_step(model, batch, microbatch_size, make_optimizer, algorithms=()):
-    """Returns the change of each weight in one step."""
-    trained = copy.deepcopy(model)
-    fit(
-        trained,
-        loader(batch),
-        algorithms=[*algorithms, TokenAccumulation()],
-        microbatch_size=microbatch_size,
-        optimizer=make_optimizer(trained.parameters(), lr=0.1),
-    )
-    weights = trained.state_dict()
-    return {name: weights[name] - weight for name, weight in model.state_dict().items()}
-
-
-def test_sam_step_does_not_depend_on_the_cut(model, batch):
-    expected = update_of_step(model, batch, len(RAGGED), torch.optim.SGD, [SAM()])
-    update = update_of_step(model, batch, 1, torch.optim.SGD, [SAM()])
-    assert relative_error(update, expected) < 1e-5
-
-
-def test_lbfgs_step_does_not_depend_on_the_cut(model, batch):
-    """LBFGS computes the gradients in a closure, several times in a step."""
-    lbfgs = partial(torch.optim.LBFGS, max_iter=2)
-    expected = update_of_step(model, batch, len(RAGGED), lbfgs)
-    update = update_of_step(model, batch, 1, lbfgs)
-    assert relative_error(update, expected) < 1e-5
+@pytest.mark.parametrize('optimizer', ['sam', 'lbfgs'])
+@pytest.mark.parametrize(
+    ('make_model', 'options', 'tolerance'),
+    [
+        pytest.param(text_model, {}, 1e-5, id='dense'),
+        # Its microbatches are also counted more than once. LBFGS divides by small changes of the gradient.
+        pytest.param(mixture_of_experts, {'router_balance': 'step'}, 1e-4, id='experts'),
+    ],
+)
+def test_step_of_several_closures(make_model, options, tolerance, optimizer):
+    """The optimizer computes the gradients of a step more than once."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    updates = []
+    for microbatch_size in (1, len(ONE_UNLABELLED)):
+        model = make_model()
+        before = copy.deepcopy(model.state_dict())
+        algorithms = [TokenAccumulation(**options)]
+        make_optimizer = partial(torch.optim.LBFGS, max_iter=2)
+        if optimizer == 'sam':
+            algorithms.insert(0, SAM())
+            make_optimizer = torch.optim.SGD
+        trained = make_optimizer(model.parameters(), lr=0.1)
+        fit(model, batch, algorithms=algorithms, microbatch_size=microbatch_size, optimizer=trained)
+        updates.append({name: weight - before[name] for name, weight in model.state_dict().items()})
+    assert relative_error(*updates) < tolerance
 
 
 def test_step_of_several_closures_counts_once(model, batch):
