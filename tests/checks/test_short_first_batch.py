@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.launch import launch_json
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.text import ragged_batch, text_model
 from tests.support.training import assert_exact, fit, reference_gradients, relative_error
@@ -54,9 +53,3 @@ def test_masked_models_with_one_token():
     short = masked_batch([1])
     assert short['labels'].item() != -100
     assert_exact(masked_model('modernbert'), short, masked_batch([4, 9, 5]))
-
-
-@pytest.mark.slow
-def test_the_first_rank_has_one_token():
-    results = launch_json('tests/ranks/short_first_batch.py', ranks=2)
-    assert results['error'] < 1e-6

@@ -13,7 +13,6 @@ from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import with_counts
-from tests.support.launch import launch_json
 from tests.support.masked_text import MODELS, PAD, masked_batch, masked_model
 from tests.support.training import assert_exact, composer_gradients, fit, reference_gradients, relative_error
 
@@ -81,13 +80,6 @@ def test_labels_on_padding_are_refused(pad):
     batch['labels'][0, LENGTHS[0] + pad] = 7
     with pytest.raises((ValueError, RuntimeError), match='labels on padding'):
         fit(masked_model('modernbert'), batch, packing=True)
-
-
-@pytest.mark.slow
-def test_two_ranks_are_exact():
-    results = launch_json('tests/ranks/masked_packing.py', ranks=2)
-    assert len(results) == 6
-    assert max(results.values()) < 1e-6, results
 
 
 class Wrapper(torch.nn.Module):

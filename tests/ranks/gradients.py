@@ -22,13 +22,14 @@ from composer.utils import dist
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.algorithm import step_loss_weights
-from tests.algorithm.test_router_balance import COEFFICIENT, mixture_of_experts
 from tests.algorithm.test_router_loss import Microbatches, expected_step
 from tests.algorithm.test_router_loss import subject_with_router as weighted_mixture
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.families import FAMILIES
 from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.masked_text import masked_batch, masked_model
+from tests.support.mixtures import COEFFICIENT, mixture_of_experts
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import (
     COMPOSERS_FLAG,
@@ -173,6 +174,10 @@ def text_results() -> Results:
     rows_without_first_labels = text_rows([(4, 0), (14, 0), (9, 0), (3, 0), (6, 1), (7, 2)])
     data = token_data_spec(loader(collate(share_of(rows_without_first_labels))))
     yield 'text rank without labels', measure(model, collate(rows_without_first_labels), data)
+    # One token has no loss in a causal model.
+    rows_of_one_token = text_rows([(1, 1), (1, 1), (1, 1), (1, 1), (9, 4), (7, 2)])
+    data = token_data_spec(loader(collate(share_of(rows_of_one_token))))
+    yield 'text rank with rows of one token', measure(model, collate(rows_of_one_token), data)
     yield 'text plain loop', measure_plain_loop(rows)
     data = token_data_spec(loader(rank_batch), model=model)
     errors = measure(model, batch, data, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
@@ -180,6 +185,17 @@ def text_results() -> Results:
     yield 'text flag without algorithm', {**errors, 'loss_error': 0.0}
     yield 'refused default counter', refusal(text_model(), loader(rank_batch), **COMPOSERS_FLAG)
     yield 'refused exact counter', refusal(text_model(), token_data_spec(loader(rank_batch)), **COMPOSERS_FLAG)
+
+
+def masked_results() -> Results:
+    lengths = [4, 5, 9, 14, 6, 3, 2, 9]
+    batch = masked_batch(lengths)
+    rows_of_rank = rank_share(range(len(lengths)), (3, 5))
+    rank_batch = {key: value[rows_of_rank] for key, value in batch.items()}
+    for packing, size in itertools.product((False, True), (1, 3, 8)):
+        data = token_data_spec(loader(rank_batch), packing=packing)
+        label = f'masked microbatch {size}{packed_label(packing)}'
+        yield label, measure(masked_model('modernbert'), batch, data, size)
 
 
 def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
@@ -325,6 +341,8 @@ def results_of(group: str) -> Results:
         return text_results()
     if name == 'router':
         return router_results()
+    if name == 'masked':
+        return masked_results()
     return family_results(name)
 
 

@@ -31,7 +31,7 @@ def assert_exact_on_ranks(*groups, ranks, num_cases):
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_text_on_ranks(ranks):
-    messages = assert_exact_on_ranks('text', ranks=ranks, num_cases=18)
+    messages = assert_exact_on_ranks('text', ranks=ranks, num_cases=19)
     assert len(messages) == 2
     for message in messages:
         assert 'accumulate_train_batch_on_tokens' in message
@@ -47,6 +47,11 @@ def test_ranks_with_and_without_images(ranks):
 def test_other_families_on_two_ranks():
     families = ('llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm')
     assert_exact_on_ranks(*families, ranks=2, num_cases=40)
+
+
+@pytest.mark.slow
+def test_masked_models_on_two_ranks():
+    assert_exact_on_ranks('masked', ranks=2, num_cases=6)
 
 
 @pytest.mark.slow
