@@ -116,12 +116,6 @@ def test_inner_model_of_a_compiled_model():
     assert compat.inner_model(model) is model
 
 
-def test_ddp_still_checks_its_reducer():
-    from torch.nn.parallel import DistributedDataParallel
-
-    assert callable(DistributedDataParallel._check_reducer_finalized)
-
-
 def test_only_backward_changes_state_of_gradient():
     reached = nn.Parameter(torch.ones(2))
     not_reached = nn.Parameter(torch.ones(2))
@@ -166,15 +160,6 @@ def test_fake_weights_may_be_cast():
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     with mode, compat.let_fake_weights_be_swapped():
         assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
-
-
-def test_trees_of_values():
-    tree = {'a': [1, 2], 'b': 3}
-    values, spec = compat.tree_flatten(tree)
-    assert values == [1, 2, 3]
-    assert list(compat.tree_iter(tree)) == [1, 2, 3]
-    assert compat.tree_unflatten([2, 3, 4], spec) == {'a': [2, 3], 'b': 4}
-    assert compat.tree_map_only(int, lambda value: value + 1, tree) == {'a': [2, 3], 'b': 4}
 
 
 def test_attention_chosen_by_transformers():
