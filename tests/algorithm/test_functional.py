@@ -17,7 +17,7 @@ from composer_tokacc.algorithm import (
 )
 from composer_tokacc.layout import PreSplitBatch
 from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
-from tests.support.training import composer_gradients, reference_gradients, relative_error
+from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
 
@@ -121,14 +121,6 @@ def token_losses(model, microbatch) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction='none')
 
 
-def gradients_of_loss(model, loss):
-    """Returns the gradients of a loss, and leaves none in the model."""
-    loss.backward()
-    gradients = composer_gradients(model)
-    model.zero_grad()
-    return gradients
-
-
 @pytest.mark.parametrize(('token_weights', 'power'), [('token', 0.0), ('sqrt', 0.5), ('sample', 1.0)])
 def test_packed_rows_of_the_user(token_weights, power):
     """Factors count every label that the caller's loss averages, also the first one of a document."""
@@ -142,7 +134,7 @@ def test_packed_rows_of_the_user(token_weights, power):
             weight = len(losses) ** -power
             weighted_sum = weighted_sum + weight * losses.sum()
             total_weight += weight * len(losses)
-    expected = gradients_of_loss(model, weighted_sum / total_weight)
+    expected = gradients_of(model, weighted_sum / total_weight)
     factors = step_loss_weights(microbatches, token_weights=token_weights)
     for microbatch, factor in zip(microbatches, factors, strict=True):
         outputs = model(**microbatch)
@@ -160,7 +152,7 @@ def test_packed_rows_are_returned_masked():
         # Position 0 of the labels has no loss, so the losses belong to positions 1, 2 and so on.
         is_within_document = microbatch['position_ids'][0, 1:] > 0
         losses.append(token_losses(model, microbatch)[is_within_document])
-    expected = gradients_of_loss(model, torch.cat(losses).mean())
+    expected = gradients_of(model, torch.cat(losses).mean())
     for microbatch, factor in weighted_microbatches(microbatches):
         (model(**microbatch).loss * factor).backward()
     assert relative_error(composer_gradients(model), expected) < 1e-6

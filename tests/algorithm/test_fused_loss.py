@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
 from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
-from tests.support.training import composer_gradients, fit, reference_gradients, relative_error
+from tests.support.training import fit, gradients_of, reference_gradients, relative_error
 
 
 class FusedLinear(torch.autograd.Function):
@@ -97,9 +97,7 @@ def test_wrong_rule_is_refused(logits_in_eval):
 def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
     model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
     batch = ragged_batch([(4, 4), (9, 9), (5, 2)])
-    model(**batch).loss.backward()
-    expected = composer_gradients(model)
-    model.zero_grad()
+    expected = gradients_of(model, model(**batch).loss)
     algorithm = TokenAccumulation()
     recorder = fit(model, batch, algorithms=[algorithm])
     assert algorithm.rule == 'unshifted'

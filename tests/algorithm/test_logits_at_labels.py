@@ -20,13 +20,16 @@ from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_
 from composer_tokacc.compat import TorchDispatchMode
 from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
-from tests.support.text import collate, named_batch, ragged_batch, text_rows
+from tests.support.masked_text import masked_batch, masked_model
+from tests.support.mixtures import mixture_of_experts
+from tests.support.text import collate, named_batch, text_model, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
     assert_exact,
     composer_gradients,
     fit,
+    gradients_of,
     hugging_face,
     reference_gradients,
     relative_error,
@@ -34,9 +37,9 @@ from tests.support.training import (
 from tests.support.weights import column, weighted_reference
 
 SMALL = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2}
-HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4}
 # Prompts and answers of (length, labels), as in vision-language data: few positions have a label.
 FEW_LABELS = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
+LENGTHS = [length for length, _ in FEW_LABELS]
 
 
 def make(name, **config):
@@ -45,19 +48,16 @@ def make(name, **config):
     return model_class(model_class.config_class(**SMALL, **config))
 
 
-llama = partial(make, 'LlamaForCausalLM', **HEADS)
-EXPERTS = {'num_local_experts': 4, 'output_router_logits': True, 'router_aux_loss_coef': 0.1}
-mixtral = partial(make, 'MixtralForCausalLM', **HEADS, **EXPERTS)
+HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4, 'head_dim': 8}
 # Scales its embeddings, ties them to the head, and caps its logits.
-gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, head_dim=8, final_logit_softcapping=5.0)
-SPECIAL_IDS = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'cls_token_id': 1, 'sep_token_id': 2}
-modern_bert = partial(make, 'ModernBertForMaskedLM', num_attention_heads=4, **SPECIAL_IDS)
+gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, final_logit_softcapping=5.0)
+modern_bert = partial(masked_model, 'modernbert')
 t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0)
 
 
 def resized():
     """Has embeddings for new tokens, as for the control tokens of a tokenizer."""
-    model = llama()
+    model = text_model()
     model.resize_token_embeddings(71)
     return model
 
@@ -65,18 +65,18 @@ def resized():
 def with_lora():
     peft = pytest.importorskip('peft')
     config = peft.LoraConfig(r=2, target_modules=['q_proj', 'lm_head'], init_lora_weights=False)
-    return peft.get_peft_model(llama(), config)
+    return peft.get_peft_model(text_model(), config)
 
 
 def checkpointed():
-    model = llama()
+    model = text_model()
     model.gradient_checkpointing_enable({'use_reentrant': False})
     return model
 
 
 CAUSAL = {
-    'llama': llama,
-    'tied': lambda: llama(tie_word_embeddings=True),
+    'llama': text_model,
+    'tied': partial(text_model, tie_word_embeddings=True),
     'soft cap': gemma2,
     'resized': resized,
     'checkpointed': checkpointed,
@@ -96,17 +96,6 @@ def batch_of(side='right', shape=FEW_LABELS, **entries):
 def without_sample_ids(batch):
     """Returns only the inputs of the model."""
     return {key: value for key, value in batch.items() if key != 'sample_ids'}
-
-
-def masked_batch():
-    """Returns rows for models that do not shift labels. About a third of the tokens have a label."""
-    batch = ragged_batch(FEW_LABELS)
-    generator = torch.Generator().manual_seed(0)
-    is_drawn = torch.rand(batch['labels'].shape, generator=generator) < 0.3
-    is_masked = is_drawn & (batch['attention_mask'] != 0)
-    is_masked[:, 0] = True  # models that do not shift labels also count the first one
-    batch['labels'] = batch['input_ids'].masked_fill(~is_masked, -100)
-    return batch
 
 
 @pytest.mark.parametrize(
@@ -133,7 +122,7 @@ def test_gradient_of_causal_models(name, side, microbatch_size, shapes):
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_with_packing(packing):
-    assert_exact(llama(), batch_of(), logits='labels', packing=packing, slot_tokens=24)
+    assert_exact(text_model(), batch_of(), logits='labels', packing=packing, slot_tokens=24)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 3])
@@ -141,8 +130,7 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     model = with_lora()
     batch = batch_of()
     reference = copy.deepcopy(model).double()
-    reference(**without_sample_ids(batch)).loss.backward()
-    expected = composer_gradients(reference)
+    expected = gradients_of(reference, reference(**without_sample_ids(batch)).loss)
     recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
@@ -150,7 +138,7 @@ def test_gradient_of_an_adapted_head(microbatch_size):
 @pytest.mark.parametrize(('make_model', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
 def test_gradient_of_unshifted_labels(make_model, microbatch_size, shapes):
     model = make_model().eval()  # without dropout
-    batch = masked_batch()
+    batch = masked_batch(LENGTHS)
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
     num_logits = sum(width for _, width in shapes.values)
     assert num_logits == (batch['labels'] != -100).sum()
@@ -158,14 +146,13 @@ def test_gradient_of_unshifted_labels(make_model, microbatch_size, shapes):
 
 def test_gradient_is_that_of_sparse_prediction():
     """ModernBERT can compute logits only at labels by itself. That is an independent reference."""
-    batch = masked_batch()
-    reference = modern_bert(sparse_prediction=True)
-    reference(**batch).loss.backward()
-    expected = composer_gradients(reference)
+    batch = masked_batch(LENGTHS)
+    reference = modern_bert()
+    reference.sparse_prediction = True
+    expected = gradients_of(reference, reference(**batch).loss)
     model = modern_bert()
     with LogitsAtLabels(model):
-        model(**batch).loss.backward()
-    gradients = composer_gradients(model)
+        gradients = gradients_of(model, model(**batch).loss)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
@@ -175,11 +162,11 @@ def test_mixture_of_experts(router_balance):
     """The router's loss comes from all positions, also if logits are computed only at labels."""
     batch = batch_of()
     options = {'router_balance': router_balance, 'microbatch_size': 2}
-    at_labels = fit(mixtral(), batch, logits='labels', **options)
-    at_all = fit(mixtral(), batch, logits='all', **options)
+    at_labels = fit(mixture_of_experts(), batch, logits='labels', **options)
+    at_all = fit(mixture_of_experts(), batch, logits='all', **options)
     assert relative_error(at_labels.gradients, at_all.gradients) < TOLERANCE
     if router_balance == 'step':
-        expected, _ = reference_gradients(mixtral(), batch)
+        expected, _ = reference_gradients(mixture_of_experts(), batch)
         assert relative_error(at_labels.gradients, expected) < TOLERANCE
 
 
@@ -187,8 +174,8 @@ def test_mixture_of_experts(router_balance):
 def test_token_weights(token_weights, microbatch_size):
     batch = batch_of()
     batch['loss_weights'] = column(batch)
-    expected, loss, token_mean = weighted_reference(llama(), batch, token_weights)
-    recorder = fit(llama(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
+    expected, loss, token_mean = weighted_reference(text_model(), batch, token_weights)
+    recorder = fit(text_model(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
     assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
@@ -196,12 +183,10 @@ def test_token_weights(token_weights, microbatch_size):
 
 def test_dropout_keeps_the_gradient():
     """Hidden states are selected after the last dropout, so the same entries are dropped."""
-    model = llama(attention_dropout=0.5)
+    model = text_model(attention_dropout=0.5)
     batch = without_sample_ids(batch_of())
     torch.manual_seed(3)
-    model(**batch).loss.backward()
-    expected = composer_gradients(model)
-    model.zero_grad()
+    expected = gradients_of(model, model(**batch).loss)
     with LogitsAtLabels(model, shifts_labels=True):
         model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
@@ -219,14 +204,14 @@ def test_media_rows():
 def test_microbatch_without_labels():
     batch = batch_of()
     batch['labels'][2:4] = -100
-    recorder = assert_exact(llama(), batch, logits='labels', microbatch_size=1)
+    recorder = assert_exact(text_model(), batch, logits='labels', microbatch_size=1)
     assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
 def test_losses_by_source():
     batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
-    at_all = fit(llama(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
-    at_labels = fit(llama(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_all = fit(text_model(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_labels = fit(text_model(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
     for source in ('a', 'b', 'c'):
         name = f'token_monitor/source/{source}/loss'
         assert at_labels.logged(name) == pytest.approx(at_all.logged(name), rel=1e-5)
@@ -260,7 +245,7 @@ def test_error_names_sample_and_label():
     callbacks = [On(Event.AFTER_FORWARD, double_weight_in_second_step)]
     options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'sample-0.*label is {second_label} '):
-        fit(llama(), first, second, callbacks=callbacks, **options)
+        fit(text_model(), first, second, callbacks=callbacks, **options)
 
 
 class Waits(TorchDispatchMode):
@@ -324,21 +309,21 @@ def test_other_shapes_are_not_compared():
 )
 def test_reason_of_all_logits_is_logged(options, reason, caplog, shapes):
     with caplog.at_level(logging.INFO):
-        assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
+        assert_exact(text_model(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
     assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
     (message,) = [line for line in caplog.messages if 'Logits are computed at all positions' in line]
     assert reason in message
 
 
 def test_metrics_of_training_get_all_logits(shapes):
-    model = hugging_face(llama(), metrics=[LanguageCrossEntropy()])
+    model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
     fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
     assert shapes.values == [(6, 24)]
 
 
 def test_logits_at_labels_need_no_metrics():
     with pytest.raises(RuntimeError, match='metrics of training'):
-        fit(hugging_face(llama(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
+        fit(hugging_face(text_model(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
 
 
 class FusedLoss(transformers.LlamaForCausalLM):
@@ -351,23 +336,19 @@ class FusedLoss(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-def fused():
-    torch.manual_seed(0)
-    return FusedLoss(transformers.LlamaConfig(**SMALL, **HEADS))
-
-
 def test_model_that_does_not_call_head(caplog):
+    model = FusedLoss(text_model().config)
     with caplog.at_level(logging.INFO):
-        assert_exact(fused(), batch_of(), microbatch_size=2)
+        assert_exact(model, batch_of(), microbatch_size=2)
     assert any('Logits are computed at all positions' in line for line in caplog.messages)
     with pytest.raises(RuntimeError, match='logits-at-labels'):
-        fit(fused(), batch_of(), logits='labels')
+        fit(model, batch_of(), logits='labels')
 
 
 def test_dense_labels_compute_all_logits(shapes):
     """Nothing is gained by selecting nearly all positions."""
     shape = [(19, 19), (19, 19), (19, 19)]
-    assert_exact(llama(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
+    assert_exact(text_model(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
     assert shapes.values == [(3, 19)]
 
 
@@ -375,7 +356,7 @@ def test_evaluation_computes_all_logits():
     """Composer's metric is the same with logits at labels and with all logits."""
     losses = []
     for logits in ('all', 'labels'):
-        model = hugging_face(llama(), eval_metrics=[LanguageCrossEntropy()])
+        model = hugging_face(text_model(), eval_metrics=[LanguageCrossEntropy()])
         eval_rows = DataLoader(text_rows(FEW_LABELS), batch_size=6, collate_fn=collate)
         recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
         metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
@@ -386,7 +367,7 @@ def test_evaluation_computes_all_logits():
 
 @pytest.mark.parametrize('shifts_labels', [None, True])
 def test_plain_loop(shifts_labels):
-    model = llama()
+    model = text_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     microbatches = []
@@ -405,7 +386,7 @@ def test_plain_loop(shifts_labels):
 
 
 def test_arguments_by_position():
-    model = llama()
+    model = text_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     with LogitsAtLabels(model):
@@ -416,18 +397,17 @@ def test_arguments_by_position():
 
 
 def test_plain_loop_refuses_a_wrong_shift():
-    model = llama()
+    model = text_model()
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
         model(**without_sample_ids(batch_of()))
 
 
 def test_plain_loop_needs_a_head():
-    config = transformers.LlamaConfig(**SMALL, **HEADS)
     with pytest.raises(ValueError, match='output embedding'):
-        LogitsAtLabels(transformers.LlamaModel(config))
+        LogitsAtLabels(text_model().model)
 
 
 def test_hooks_are_removed_after_fit():
-    model = llama()
+    model = text_model()
     fit(model, batch_of(), logits='labels')
     assert not model.lm_head._forward_pre_hooks

@@ -15,7 +15,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import next_token_loss, ragged_batch, text_model
-from tests.support.training import composer_gradients, fit, loader, relative_error
+from tests.support.training import fit, gradients_of, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
@@ -82,14 +82,6 @@ def batch():
 
 def logits_of(model, batch):
     return model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits.float()
-
-
-def gradients_of(model, total):
-    """Returns the gradients of a loss, and leaves none in the model."""
-    total.backward()
-    gradients = composer_gradients(model)
-    model.zero_grad()
-    return gradients
 
 
 def expected_terms(model, batch, microbatch_size):

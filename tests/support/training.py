@@ -290,6 +290,14 @@ def composer_gradients(model: torch.nn.Module) -> Gradients:
     return gradients
 
 
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
+    """Returns the gradients of a loss, by the names of :func:`composer_gradients`, and leaves none in the model."""
+    loss.backward()
+    gradients = composer_gradients(model)
+    model.zero_grad()
+    return gradients
+
+
 def relative_error(gradients: Gradients, expected: Gradients) -> float:
     """Returns the norm of the difference over the norm of the reference. A missing gradient counts as zero."""
     zero = torch.zeros(())
