@@ -66,17 +66,13 @@ def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()
     candidate = num_ranks if value is None else get_global_rank()
-    first_rank = _min_over_ranks(candidate)
+    (largest_negative,) = max_over_ranks([-candidate])
+    first_rank = -largest_negative
     values = [value]
     if _can_communicate() and first_rank < num_ranks:
         # A broadcast, because in a gather every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
-
-
-def _min_over_ranks(value: int) -> int:
-    (largest_negative,) = max_over_ranks([-value])
-    return -largest_negative
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:

@@ -4,8 +4,8 @@
 """The parts that TokenAccumulation sets up at the first batch of a fit.
 
 :class:`AlgorithmOptions` checks the arguments of the algorithm. :class:`RunContext` is built from them, from the model
-and from the first batch. It holds the split, the terms of the loss and the first-batch check, and refuses a run that
-cannot be exact. :class:`RunLogits` decides at which positions the run computes logits.
+and from the first batch. It holds the split, the terms of the loss and the first-batch check, decides where the run
+computes logits, and refuses a run that cannot be exact.
 """
 
 from __future__ import annotations
@@ -174,8 +174,13 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
+        self._logits = options.logits
+        selector: LabelSelector | None = None
         why_all_logits = _why_all_logits(state, layout, options, model)
-        self.logits = RunLogits(options.logits, model, why_all_logits)
+        if why_all_logits is not None:
+            self._note_all_logits(why_all_logits)
+        elif isinstance(model, HuggingFaceModel):
+            selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
             loss=model.loss,
@@ -192,7 +197,7 @@ class RunContext:
             loss_tokens=options.loss_tokens,
             check_loss=options.checks_loss,
             microbatch_size=microbatch_size,
-            selector=self.logits.selector,
+            selector=selector,
         )
 
     def begin_step(self, step: Step) -> None:
@@ -229,14 +234,36 @@ class RunContext:
         if self.split is not None and rules is not None:
             self.split.layout = self.check.layout
             self.split.adopt(rules)
-        self.logits.react_to(self.check.selection_failure)
-        self.check.selector = self.logits.selector
+        failure = self.check.selection_failure
+        if failure is not None and self.selector is not None:
+            self._remove_selector()
+            self._note_all_logits(failure)
 
     def end(self) -> None:
         """Gives the model back as the user passed it."""
-        self.logits.remove()
+        self._remove_selector()
         if self.split is not None:
             self.split.stop()
+
+    @property
+    def selector(self) -> LabelSelector | None:
+        """Makes the model compute logits only at labels; None: it computes them at all positions."""
+        return self.check.selector
+
+    def _remove_selector(self) -> None:
+        """Leaves the model as it was: it computes all logits."""
+        if self.selector is not None:
+            self.selector.remove()
+            self.check.selector = None
+
+    def _note_all_logits(self, why: str) -> None:
+        """Logs why all logits are computed. Raises RuntimeError if the user has asked for logits at labels."""
+        if self._logits == 'labels':
+            raise NotExactError(
+                f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
+                'computes all logits in this case (docs/errors.md#logits-at-labels).'
+            )
+        log.info('Logits are computed at all positions: %s.', why)
 
     def check_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.
@@ -259,54 +286,6 @@ class RunContext:
                 'on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
                 '(docs/errors.md#row-coupling).'
             )
-
-
-class RunLogits:
-    """Decides at which positions a run computes logits, and makes the model do so.
-
-    Args:
-        choice: One of :data:`LOGITS`.
-        model: The model, not wrapped by DDP.
-        why_all: Why all logits must be computed; None: no reason is known.
-
-    Raises:
-        RuntimeError: If the user has asked for logits at labels, but all are needed. :meth:`react_to` may raise it.
-    """
-
-    def __init__(self, choice: str, model: ComposerModel, why_all: str | None) -> None:
-        self._choice = choice
-        self.selector: LabelSelector | None = None
-        """Makes the model compute logits only at labels; None: it computes them at all positions."""
-        if why_all is not None:
-            self._compute_all(why_all)
-        elif isinstance(model, HuggingFaceModel):
-            self.selector = LabelSelector(model.model)
-
-    def react_to(self, failure: str | None) -> None:
-        """Computes all logits from now on if the first-batch check has found that selecting them changes a gradient."""
-        if failure is not None and self.selector is not None:
-            self.remove()
-            self._compute_all(failure)
-
-    def _compute_all(self, why: str) -> None:
-        """Logs why all logits are computed. Raises RuntimeError if the user has asked for logits at labels."""
-        if self._choice == 'labels':
-            raise NotExactError(
-                f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
-                'computes all logits in this case (docs/errors.md#logits-at-labels).'
-            )
-        log.info('Logits are computed at all positions: %s.', why)
-
-    def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Makes the next forward compute logits only at labels, unless nearly all of its positions have a label."""
-        if self.selector is not None:
-            self.selector.begin_forward(rule, num_labels, num_positions)
-
-    def remove(self) -> None:
-        """Leaves the model as it was."""
-        if self.selector is not None:
-            self.selector.remove()
-            self.selector = None
 
 
 def _why_all_logits(

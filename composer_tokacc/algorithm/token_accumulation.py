@@ -204,7 +204,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return False
-        return self._context.logits.selector is not None
+        return self._context.selector is not None
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
         """Makes the next forward of the model compute logits only at the labels of a microbatch, if the run does so.
@@ -215,10 +215,12 @@ class TokenAccumulation(Algorithm):
             num_labels: How many of its labels count.
         """
         if self.selects_logits(state):
+            selector = self._run.selector
+            assert selector is not None
             num_positions = labels_of(batch).numel()
             # A microbatch without labels gets one, see ModelBatch.
             num_labels = max(num_labels, 1)
-            self._run.logits.begin_forward(self.rule or '', num_labels, num_positions)
+            selector.begin_forward(self.rule or '', num_labels, num_positions)
 
     def match(self, event: Event, state: State) -> bool:
         """Returns whether to run at an event."""
@@ -463,7 +465,18 @@ class TokenAccumulation(Algorithm):
         record.batch = _checked_entries(state.batch)
         self._check_no_added_term(state)
         record.num_microbatches = self._num_averaged(state)
-        share = self._note_weights(record)
+        totals = run.step.totals
+        record.composers_weight = sample_weight(
+            record.counts.samples,
+            int(totals.samples),
+            world_size=run.world_size,
+        )
+        # The weight that the mean over the tokens of the microbatch must have in the step.
+        share = token_weight(
+            record.counts.loss_weight,
+            totals.loss_weight,
+            world_size=run.world_size,
+        )
         _check_added_rows(state, record, run.terms)
         self._observe_tokens(state, record, share)
         self._raw_loss = state.loss
@@ -487,24 +500,6 @@ class TokenAccumulation(Algorithm):
                 'of a dict, and name the units of all terms in `loss_units`, or set `check_loss=False` '
                 '(docs/errors.md#model-loss).'
             )
-
-    def _note_weights(self, record: MicrobatchRecord) -> float:
-        """Notes the weight that Composer gives to a microbatch, by its samples.
-
-        Returns the weight that the mean over its tokens must have in the step.
-        """
-        run = self._run
-        totals = run.step.totals
-        record.composers_weight = sample_weight(
-            record.counts.samples,
-            int(totals.samples),
-            world_size=run.world_size,
-        )
-        return token_weight(
-            record.counts.loss_weight,
-            totals.loss_weight,
-            world_size=run.world_size,
-        )
 
     def _observe_tokens(self, state: State, record: MicrobatchRecord, share: float) -> None:
         """Notes the losses of the tokens if they have weights, and measures tokens if it is the microbatch's turn.

@@ -25,7 +25,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.algorithm.setup import RunLogits
+from composer_tokacc.algorithm.setup import RunContext
+from composer_tokacc.labelled import LabelSelector
 from tests.matrix.harness import Outcome, measure, measure_steps, plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.exceptions import NEWER, THINKERS, UNTRIED, UNTRIED_TEXT
@@ -117,19 +118,22 @@ def assert_as_the_table_says(model_type: str, kind: str) -> None:
 def watched_logits() -> Iterator[list[str]]:
     """Yields a list that gets, for each forward of training, why it computed all logits; '' if only at labels."""
     reasons: list[str] = []
-    begin_forward = RunLogits.begin_forward
+    begin_forward = LabelSelector.begin_forward
 
-    def watched(logits: RunLogits, rule: str, num_labels: int, num_positions: int) -> None:
+    def watched(selector: LabelSelector, rule: str, num_labels: int, num_positions: int) -> None:
         reasons.append('')
-        begin_forward(logits, rule, num_labels, num_positions)
+        begin_forward(selector, rule, num_labels, num_positions)
 
-    compute_all = RunLogits._compute_all
+    note_all_logits = RunContext._note_all_logits
 
-    def computed_all(logits: RunLogits, why: str) -> None:
+    def noted(run: RunContext, why: str) -> None:
         reasons.append(_stripped(why))
-        compute_all(logits, why)
+        note_all_logits(run, why)
 
-    with patch.object(RunLogits, 'begin_forward', watched), patch.object(RunLogits, '_compute_all', computed_all):
+    with (
+        patch.object(LabelSelector, 'begin_forward', watched),
+        patch.object(RunContext, '_note_all_logits', noted),
+    ):
         yield reasons
 
 
