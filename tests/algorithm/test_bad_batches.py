@@ -24,10 +24,11 @@ def batch_of(**entries: Any) -> dict[str, Any]:
     return {**named_batch(SHAPE), **entries}
 
 
-def with_label(label: int) -> dict[str, Any]:
-    labels = batch_of()['labels']
-    labels[2, 3] = label
-    return batch_of(labels=labels)
+def with_id(entry: str, number: int) -> dict[str, Any]:
+    """Returns a batch with this label or this token in its third sample."""
+    batch = batch_of()
+    batch[entry][2, 3] = number
+    return batch
 
 
 def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) -> str:
@@ -58,29 +59,22 @@ def test_ids_in_lists():
     assert 'list' in message
 
 
-@pytest.mark.parametrize(('label', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
-def test_label_outside_vocabulary_names_sample(label, batches_before):
-    message = refusal(*batches_before, with_label(label))
-    assert f"`labels` must be -100 or ids from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
+@pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
+@pytest.mark.parametrize(('entry', 'allowed'), [('labels', '-100 or ids'), ('input_ids', 'ids')])
+def test_id_outside_vocabulary_names_sample(entry, allowed, number, batches_before):
+    message = refusal(*batches_before, with_id(entry, number))
+    assert f"`{entry}` must be {allowed} from 0 to {VOCABULARY - 1}, got: {number} in sample 'sample-2'" in message
 
 
 def test_logits_show_the_vocabulary():
-    message = refusal(with_label(VOCABULARY), model=Terms(by_token))
+    message = refusal(with_id('labels', VOCABULARY), model=Terms(by_token))
     assert f'`labels` of 8 to {VOCABULARY}' in message
-    message = refusal(batch_of(), with_label(VOCABULARY), model=Terms(by_token))
+    message = refusal(batch_of(), with_id('labels', VOCABULARY), model=Terms(by_token))
     assert f"got: {VOCABULARY} in sample 'sample-2'" in message
 
 
 def test_last_id_is_a_label():
-    assert_exact(text_model(), with_label(VOCABULARY - 1))
-
-
-@pytest.mark.parametrize(('token', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
-def test_token_outside_embedding_names_sample(token, batches_before):
-    batch = batch_of()
-    batch['input_ids'][1, 2] = token
-    message = refusal(*batches_before, batch)
-    assert f"`input_ids` must be ids from 0 to {VOCABULARY - 1}, got: {token} in sample 'sample-1'" in message
+    assert_exact(text_model(), with_id('labels', VOCABULARY - 1))
 
 
 def test_token_outside_unknown_embedding():

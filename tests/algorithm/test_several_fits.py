@@ -14,7 +14,7 @@ from composer.core import Event
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import (
     TOLERANCE,
     GradientRecorder,
@@ -65,9 +65,8 @@ class WithoutOneToken(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        targets = labels[:, 1:].masked_fill(labels[:, 1:] == self.token, -100)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets)
-        return CausalLMOutput(loss=loss, logits=logits)
+        targets = labels.masked_fill(labels == self.token, -100)
+        return CausalLMOutput(loss=next_token_loss(logits, targets), logits=logits)
 
 
 def test_every_fit_measures_every_label_once():
