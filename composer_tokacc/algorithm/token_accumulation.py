@@ -176,7 +176,7 @@ class TokenAccumulation(Algorithm):
     @property
     def is_weighted(self) -> bool:
         """Whether tokens may have unequal weights."""
-        return self.options.token_weights != 'token'
+        return self.options.is_weighted
 
     @property
     def rule(self) -> str | None:

@@ -271,29 +271,6 @@ def test_selecting_waits_for_nothing():
     assert waits.names == []
 
 
-def test_positions_meet_their_labels():
-    """Compared with a plain loop over rows and columns."""
-    batch = batch_of('left')
-    labels = batch['labels']
-    num_rows, width = labels.shape
-    states = torch.randn(num_rows, width, 2)
-    expected_labels = []
-    expected_states = []
-    states_that_predict = torch.zeros_like(states)
-    for row in range(num_rows):
-        for place in range(1, width):
-            if labels[row, place] != -100:
-                expected_labels.append(labels[row, place])
-                expected_states.append(states[row, place - 1])
-                states_that_predict[row, place - 1] = states[row, place - 1]
-    positions = LabelledPositions.from_batch(batch, 'causal', len(expected_labels))
-    (selected_labels,) = positions.select_labels(labels, -100)
-    selected_states = positions.select(states)
-    assert selected_labels.tolist() == [-100, *expected_labels]
-    assert torch.equal(selected_states[0, :-1], torch.stack(expected_states))
-    assert torch.equal(positions.put_back(selected_states, num_rows, width), states_that_predict)
-
-
 def test_other_shapes_are_not_compared():
     batch = batch_of()
     assert batch_at_logits(batch, torch.zeros(1, 7, 64), 'causal', 19) is None

@@ -195,26 +195,20 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
-PADDED = [1, 1, 1, 1, 1, 1, 0, 0]
-
-
 @pytest.mark.parametrize(
-    ('mask', 'key', 'values', 'first_weight', 'second_weight'),
+    ('key', 'values', 'first_weight', 'second_weight'),
     [
-        pytest.param(PADDED, 'position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1 / 3, 1, id='positions'),
-        pytest.param(PADDED, 'sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1 / 3, 1, id='numbers of documents'),
-        pytest.param(PADDED, 'position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4, 1 / 4, id='zeros tell no documents'),
-        # Its position is 0, as that of padding. Further documents begin only at attended tokens.
-        pytest.param(
-            [1, 1, 1, 1, 0, 1, 1, 1], 'position_ids', [0, 1, 2, 3, 0, 4, 5, 6], 1 / 4, 1 / 4, id='hidden token'
-        ),
+        ('position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1 / 3, 1),
+        ('sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1 / 3, 1),
+        # Positions of zero tell no documents. All four labels belong to one.
+        ('position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4, 1 / 4),
     ],
 )
-def test_packed_documents_are_samples(mask, key, values, first_weight, second_weight):
-    """Two documents with 3 and 1 loss-generating tokens, as other collators pack them, or one with all of them."""
+def test_padded_packed_documents_are_samples(key, values, first_weight, second_weight):
+    """Two documents with 3 and 1 loss-generating tokens, and some padding, as other collators pack them."""
     batch = {
         'labels': torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]]),
-        'attention_mask': torch.tensor([mask]),
+        'attention_mask': torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
         key: torch.tensor([values]),
     }
     expected = torch.tensor([[0, first_weight, first_weight, first_weight, 0, second_weight, 0, 0]])
@@ -249,6 +243,18 @@ def test_bad_weights_name_the_sample(model, weights, message):
 def test_single_weight_for_batch_is_refused():
     with pytest.raises(ValueError, match='must be a real tensor, or a list of a float per row'):
         token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
+
+
+def test_hidden_token_does_not_end_a_document():
+    """Its position is 0, as that of padding. Further documents begin only at attended tokens."""
+    batch = {
+        'input_ids': torch.arange(1, 7)[None],
+        'labels': torch.tensor([[1, 2, -100, 4, 5, 6]]),
+        'attention_mask': torch.tensor([[1, 1, 0, 1, 1, 1]]),
+        'position_ids': torch.tensor([[0, 1, 0, 2, 3, 4]]),
+    }
+    weights = token_weights_of(batch, 'sample')
+    assert torch.equal(weights, torch.tensor([[0, 1, 0, 1, 1, 1]]) / 4)
 
 
 def test_bad_weights_without_loss_are_ignored(model):

@@ -63,6 +63,13 @@ def share_of(rows: Sequence[Any], order: str = 'mixed') -> list[Any]:
     return rank_share(rows, SHARES[order][dist.get_world_size()])
 
 
+def batches_of(
+    layout: BatchLayout, rows: Sequence[Any], order: str = 'mixed', **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns all rows as one batch, and the rows of this rank. Takes the options of ``concat``."""
+    return layout.concat(rows, **options), layout.concat(share_of(rows, order), **options)
+
+
 def measure(
     model: Any,
     batch: Any,
@@ -133,8 +140,7 @@ def family_results(name: str) -> Results:
     for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, (1, 3)):
         ordered_rows = [rows[index] for index in ORDERS[order]]
         options = {'padding_side': side, 'pad_token_id': case.pad_token_id}
-        batch = layout.concat(ordered_rows, **options)
-        rank_batch = layout.concat(share_of(ordered_rows, order), **options)
+        batch, rank_batch = batches_of(layout, ordered_rows, order, **options)
         data = token_data_spec(loader(rank_batch), layout=layout, packing=packing)
         label = f'{name} {side} {order} microbatch {size}{packed_label(packing)}'
         yield label, measure(case.model, batch, data, size)
@@ -151,8 +157,7 @@ def measure_unknown_type(case: Any) -> dict[str, float]:
     model.config.model_type = 'known_to_nobody'
     layout = BatchLayout.for_model(case.config)
     rows = [case.rows[index] for index in ORDERS['text_rank']]
-    batch = layout.concat(rows, pad_token_id=case.pad_token_id)
-    rank_batch = layout.concat(share_of(rows, 'text_rank'), pad_token_id=case.pad_token_id)
+    batch, rank_batch = batches_of(layout, rows, 'text_rank', pad_token_id=case.pad_token_id)
     return measure(model, batch, token_data_spec(loader(rank_batch)))
 
 
@@ -242,8 +247,7 @@ def weight_results(name: str) -> Results:
     def measure_rows(
         rows_of_batch: Sequence[Any], shares: str, weights: str, size: int, **options: Any
     ) -> dict[str, float]:
-        batch = layout.concat(rows_of_batch, pad_token_id=pad_token_id)
-        rank_batch = layout.concat(share_of(rows_of_batch, shares), pad_token_id=pad_token_id)
+        batch, rank_batch = batches_of(layout, rows_of_batch, shares, pad_token_id=pad_token_id)
         return measure(model, batch, token_data_spec(loader(rank_batch), **options), size, weights=weights)
 
     weighted_rows = with_weights([rows[index] for index in ORDERS[order]])
@@ -280,8 +284,7 @@ def fsdp_results(name: str) -> Results:
     layout = BatchLayout.for_model(case.config)
     for order, (size, weights) in itertools.product(ORDERS, ((1, 'token'), (3, 'token'), (1, 'sqrt'))):
         rows = [case.rows[index] for index in ORDERS[order]]
-        batch = layout.concat(rows, pad_token_id=case.pad_token_id)
-        rank_batch = layout.concat(share_of(rows, order), pad_token_id=case.pad_token_id)
+        batch, rank_batch = batches_of(layout, rows, order, pad_token_id=case.pad_token_id)
         data = token_data_spec(loader(rank_batch), layout=layout)
         label = f'fsdp {name} {order} microbatch {size} {weights}'
         yield label, measure(case.model, batch, data, size, weights=weights, fsdp=True)

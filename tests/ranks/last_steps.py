@@ -1,16 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: two epochs that no number of ranks divides; errors and counts.
+"""Under the composer launcher: two epochs that no number of ranks divides. Returns errors and counts.
 
-Each step's gradient is held to one forward over the samples that a run on one rank trains in it.
+The gradient of the last step is compared with one forward over the samples that a run on one rank trains in it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from composer.core import Callback
+from composer.core import Event, State
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -18,25 +18,15 @@ from composer_tokacc import token_data_spec
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import TOTAL, On, fit, reference_gradients, relative_error
 
 SEED = 3
 CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (151, 16)}
 """Samples, and samples of a global batch. On two ranks the last step of the second leaves a rank without a sample."""
 
 
-class CountSamples(Callback):
-    """Samples that Composer has counted at the end of each epoch, and after each batch."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-        self.batches: list[int] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.batches.append(int(state.timestamp.sample))
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        self.epochs.append(int(state.timestamp.sample))
+def counted_samples(state: State) -> int:
+    return int(state.timestamp.sample)
 
 
 def regrouping(dataset: LengthDataset, global_batch: int, objective: Any) -> DataLoader:
@@ -55,37 +45,42 @@ def exchanging(dataset: LengthDataset, global_batch: int, objective: Any) -> Dat
 
 
 def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[str, Any]:
-    """Two epochs with the weights standing still."""
-    counted, model = CountSamples(), text_model()
-    recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), callbacks=[counted], max_duration='2ep')
+    """Trains two epochs at learning rate 0. Returns what Composer has counted after each batch and epoch."""
+    after_batches = On(Event.BATCH_END, counted_samples)
+    after_epochs = On(Event.EPOCH_END, counted_samples)
+    model = text_model()
+    data = token_data_spec(loader, slot_tokens=LONGEST)
+    recorder = fit(model, data, callbacks=[after_batches, after_epochs], max_duration='2ep')
     expected: list[list[int]] = []
     for epoch in range(2):
-        alone = DistributedSampler(dataset, 1, 0, seed=SEED)
-        alone.set_epoch(epoch)
-        order = list(alone)
+        sampler_of_one_rank = DistributedSampler(dataset, 1, 0, seed=SEED)
+        sampler_of_one_rank.set_epoch(epoch)
+        order = list(sampler_of_one_rank)
         expected += [order[start : start + global_batch] for start in range(0, len(order), global_batch)]
-    losses, errors, loss_errors = recorder.logged('loss/train/total'), [], []
-    if dist.get_global_rank():
+    if dist.get_global_rank() != 0:
         return {}
-    for samples, gradients, loss in zip(expected, recorder.steps, losses, strict=True):
+    errors = []
+    loss_errors = []
+    for samples, gradients, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
         if len(samples) < global_batch:
-            reference, true_loss = reference_gradients(model, collate_samples([dataset[index] for index in samples]))
+            batch = collate_samples([dataset[index] for index in samples])
+            reference, true_loss = reference_gradients(model, batch)
             errors.append(relative_error(gradients, reference))
             loss_errors.append(abs(loss - true_loss) / true_loss)
     return {
         'errors': errors,
         'loss_errors': loss_errors,
-        'epochs': counted.epochs,
-        'batches': counted.batches,
+        'epochs': after_epochs.values,
+        'batches': after_batches.values,
     }
 
 
 def main() -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, (num_samples, global_batch) in CASES.items():
         dataset = LengthDataset(num_samples)
         for build in (regrouping, exchanging):
             for objective in ('ddp', 'fsdp'):
                 loader = build(dataset, global_batch, objective)
-                found[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
-    return found
+                results[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
+    return results

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.core import Callback, Event, State
 from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
@@ -17,16 +16,15 @@ from composer_tokacc.programs.rehearsal import Rehearsal
 from tests.support.fsdp import FSDP, repair_average
 from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import each_run, hugging_face, logged, train
+from tests.support.training import On, each_run, hugging_face, logged, train
 
-SIZE, BATCHES = 4, 3
+SIZE = 4
+BATCHES = 3
 
 
-class MayLower(Callback):
-    """Lets the size be lowered, as with ``auto`` on a GPU."""
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        state.auto_microbatching = True
+def let_size_be_lowered(state: State) -> None:
+    """Sets what ``auto`` sets on a GPU."""
+    state.auto_microbatching = True
 
 
 def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict[str, Any]:
@@ -36,7 +34,8 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
     loader = regrouping_loader(dataset, global_batch_size=16, max_tokens=SIZE * LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     torch.manual_seed(3)
-    model, seen = hugging_face(text_model(attention_dropout=0.2)), []
+    model = hugging_face(text_model(attention_dropout=0.2))
+    seen = []
     rehearsal = Rehearsal()
     reports = []
 
@@ -50,7 +49,11 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
             raise RuntimeError('CUDA out of memory. Tried to allocate')
 
     model.model.register_forward_pre_hook(forward, with_kwargs=True)
-    callbacks = [TokenMonitor(), *([MayLower()] if limit is not None else []), *([rehearsal] if rehearses else [])]
+    callbacks: list[Callback] = [TokenMonitor()]
+    if limit is not None:
+        callbacks.append(On(Event.FIT_START, let_size_be_lowered))
+    if rehearses:
+        callbacks.append(rehearsal)
     algorithm = TokenAccumulation(loss_tokens='causal', check_loss=limit is None)
     _, memory, trainer = train(
         model,

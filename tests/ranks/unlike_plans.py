@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.core import Callback
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -19,7 +18,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, hugging_face, reference_gradients, relative_error
+from tests.support.training import GradientRecorder, fit, hugging_face, reference_gradients, relative_error
 
 NUM_SAMPLES = 30
 GLOBAL_BATCH = 8
@@ -123,32 +122,22 @@ ALIKE: dict[str, Callable[[int], DataLoader]] = {
 }
 
 
-class CountSteps(Callback):
-    """Counts the optimizer steps of a run."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        self.num_steps += 1
-
-
 def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
     """Trains two steps. Returns the error of each rank, its number of steps, and whether its weights have moved."""
-    counter = CountSteps()
+    recorder = GradientRecorder()
     model = hugging_face(text_model())
     before = parameters(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     message = ''
     try:
         data = token_data_spec(build(dist.get_global_rank()), slot_tokens=LONGEST)
-        fit(model, data, callbacks=[counter], optimizer=optimizer, max_duration='2ba')
+        fit(model, data, recorder=recorder, optimizer=optimizer, max_duration='2ba')
     except RuntimeError as error:
         message = str(error)
     has_moved = not torch.equal(before, parameters(model))
     return {
         'message': dist.all_gather_object(message),
-        'steps': dist.all_gather_object(counter.num_steps),
+        'steps': dist.all_gather_object(len(recorder.losses)),
         'moved': dist.all_gather_object(has_moved),
     }
 

@@ -11,28 +11,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer.core import Callback
+from composer.core import Callback, Event
 from composer.utils import dist
 
 from composer_tokacc import RegroupingBatchSampler, token_data_spec
 from composer_tokacc.sampling import SkipReadBatches
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import each_run, fit, reference_gradients, relative_error, saving
+from tests.support.training import On, each_run, fit, reference_gradients, relative_error, saving
 
 NUM_SAMPLES = 44
 SEED = 3
 
 
 class WindowRecorder(Callback):
-    """Records the samples of every step over all ranks, and the number of batches at the end of each epoch."""
+    """Records the samples of every step over all ranks."""
 
     def __init__(self, sampler: RegroupingBatchSampler) -> None:
         self.sampler = sampler
         self.samples_of_rank: list[int] = []
         self.windows: dict[int, list[int]] = {}
-        self.ends_of_epochs: list[int] = []
-        self.tokens = 0
 
     def batch_start(self, state: Any, logger: Any) -> None:
         self.samples_of_rank = []
@@ -44,10 +42,6 @@ class WindowRecorder(Callback):
         for samples_of_rank in dist.all_gather_object(self.samples_of_rank):
             samples += samples_of_rank
         self.windows[int(state.timestamp.batch) - 1] = sorted(samples)
-        self.tokens = int(state.timestamp.token)
-
-    def epoch_end(self, state: Any, logger: Any) -> None:
-        self.ends_of_epochs.append(int(state.timestamp.batch))
 
 
 def run(
@@ -62,10 +56,11 @@ def run(
     model = text_model()
     loader = regrouping_loader(dataset, seed=SEED, **windows)
     recorder_of_windows = WindowRecorder(loader.batch_sampler)
+    ends_of_epochs = On(Event.EPOCH_END, lambda state: int(state.timestamp.batch))
     recorder = fit(
         model,
         token_data_spec(loader, slot_tokens=LONGEST),
-        callbacks=[recorder_of_windows, SkipReadBatches()],
+        callbacks=[recorder_of_windows, ends_of_epochs, SkipReadBatches()],
         max_duration=duration,
         load_path=load_path,
         **saving(folder),
@@ -79,8 +74,8 @@ def run(
     return {
         'windows': {str(step): samples for step, samples in recorder_of_windows.windows.items()},
         'errors': errors,
-        'ends_of_epochs': recorder_of_windows.ends_of_epochs,
-        'tokens': recorder_of_windows.tokens,
+        'ends_of_epochs': ends_of_epochs.values,
+        'tokens': int(recorder.trainer.state.timestamp.token),
     }
 
 
