@@ -109,7 +109,9 @@ class RankSum:
 
     def __init__(self, values: torch.Tensor) -> None:
         self._tensor = values
-        self._work = torch.distributed.all_reduce(values, async_op=True) if _can_communicate() else None
+        self._work: torch.distributed.Work | None = None
+        if _can_communicate():
+            self._work = torch.distributed.all_reduce(values, async_op=True)
         self._sums: tuple[float, ...] | None = None
 
     def read(self) -> tuple[float, ...]:

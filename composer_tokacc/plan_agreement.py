@@ -102,10 +102,12 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
     facts = reading_facts(dataloader)
     if not facts:
         return None
-    rank, num_ranks = get_global_rank(), get_world_size()
+    rank = get_global_rank()
+    num_ranks = get_world_size()
     sampler, _ = sampler_of(dataloader)
     if has_torchs_order(sampler):
-        rank, num_ranks = sampler.rank, sampler.num_replicas
+        rank = sampler.rank
+        num_ranks = sampler.num_replicas
     return PlanRecord(checksum_of(facts), rank, num_ranks, facts=lambda: facts)
 
 
@@ -138,7 +140,11 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
 def compare_plans(record: PlanRecord | None) -> None:
     """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
     if record is None:
-        record = PlanRecord(0, get_global_rank(), get_world_size())
+        record = PlanRecord(
+            plan_checksum=0,
+            rank=get_global_rank(),
+            num_ranks=get_world_size(),
+        )
     # The function may need the sampler, which is not sent to the other ranks.
     record_to_send = replace(record, facts=partial(dict, record.facts()))
     difference = find_difference(all_gather_object(record_to_send))
@@ -195,7 +201,9 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
             differing.append(name)
     if differing:
         name, *more_names = differing
-        more = f' Also different: {", ".join(more_names)}.' if more_names else ''
+        more = ''
+        if more_names:
+            more = f' Also different: {", ".join(more_names)}.'
         values_of_ranks = [facts.get(name, 'none') for facts in facts_of_ranks]
         return _unequal(name, values_of_ranks) + more
     # A rank has no witness if it could not read the samples, or if it has read a sample twice with different results.
@@ -237,7 +245,9 @@ def _by_rank(values: Sequence[str]) -> str:
     parts = []
     for value, ranks in ranks_of.items():
         listed = ', '.join(str(rank) for rank in ranks[:SHOWN_NUMBERS])
-        more = f' and {len(ranks) - SHOWN_NUMBERS} more' if len(ranks) > SHOWN_NUMBERS else ''
+        more = ''
+        if len(ranks) > SHOWN_NUMBERS:
+            more = f' and {len(ranks) - SHOWN_NUMBERS} more'
         parts.append(f'{value} on rank {listed}{more}')
     return ', '.join(parts[:SHOWN_NUMBERS])
 

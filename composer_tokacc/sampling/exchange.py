@@ -214,7 +214,12 @@ class ExchangingDataLoader(DataLoader):
         for name, value in asdict(self._options).items():
             facts[name] = str(value)
         facts['image_token_ids'] = str(self._image_token_ids.tolist())
-        return PlanRecord(0, get_global_rank(), get_world_size(), facts=partial(dict, facts))
+        return PlanRecord(
+            plan_checksum=0,
+            rank=get_global_rank(),
+            num_ranks=get_world_size(),
+            facts=partial(dict, facts),
+        )
 
     def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
