@@ -19,22 +19,27 @@ __all__ = ['page']
 
 HEAD = """# File formats
 
-Records as each project's own documentation writes them, and what becomes of them: who says what, and which files belong
-to it. `(no loss)` marks an answer that is read and not learned. What to type for which file: [your data](data.md).
+Examples of records, each as the documentation of its project writes it. The first table shows how a record is read:
+the turns and the media files. The second table shows records that are refused, with the message. What to type for your
+file: [your data](data.md).
+
+- `(no loss)` marks an answer that is read but not learned.
+- `...` in a record stands for a long string, such as the bytes of an image.
+
 Made by `python -m tests.data.formats_page > docs/formats.md` from the records that `tests/data/test_formats.py` reads.
 """
 
 
 def page() -> str:
     """Returns the page: a table of the records that are read, and one of those that are refused."""
-    lines = [HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|']
+    lines = [HEAD, '## Read', '', '| format | record | is read as |', '|---|---|---|']
     for name, example in FORMATS.items():
         lines.append(_read_row(name, example.record))
     lines += [
         '',
         '## Refused',
         '',
-        '| | record, or the part of it | message, behind id, file and line |',
+        '| | record | message, after the id, file and line of the sample |',
         '|---|---|---|',
     ]
     for name, (record, _) in REFUSED.items():
