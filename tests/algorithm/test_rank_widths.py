@@ -13,9 +13,8 @@ from composer_tokacc.algorithm import rank_widths
 from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import BatchLayout, describe, describe_all
-from tests.checks.test_first_batch import gpt2, gpt2_without_position_ids
 from tests.support.launch import launch_json
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import column_counter, gpt2, ragged_batch, text_model
 from tests.support.training import fit
 
 EXACT = [
@@ -61,8 +60,8 @@ def test_width_matters_if_trimming_failed(rules, matters):
         (text_model, False, False),
         (gpt2, False, True),
         (gpt2, True, False),
-        (gpt2_without_position_ids, False, True),
-        (gpt2_without_position_ids, True, True),
+        (column_counter, False, True),
+        (column_counter, True, True),
     ],
 )
 def test_padding_matters_if_it_cannot_be_trimmed(make, has_positions, depends):

@@ -14,8 +14,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from tests.checks.test_first_batch import gpt2, gpt2_without_position_ids
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, column_counter, gpt2, text_model, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
@@ -61,7 +60,7 @@ def main() -> dict[str, Any]:
         'positions': measure(gpt2(), MASKED),
         'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
         'positions, padded later': measure(gpt2(), MASKED, earlier_shapes=[UNPADDED]),
-        'no position_ids': measure(gpt2_without_position_ids(), MASKED),
-        'no position_ids, equally wide': measure(gpt2_without_position_ids(), MASKED, equal_widths=True),
+        'no position_ids': measure(column_counter(), MASKED),
+        'no position_ids, equally wide': measure(column_counter(), MASKED, equal_widths=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
     }
