@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed
@@ -60,6 +60,19 @@ def values_of_ranks(value: T) -> list[T]:
     that has none still holds for this rank.
     """
     return all_gather_object(value) if _has_group() else [value]
+
+
+class Gather(Protocol):
+    """A function that gathers values, such as :func:`all_gather_object` or :func:`only_of_this_rank`."""
+
+    def __call__(self, value: T, /) -> list[T]:
+        """Returns the values of all ranks."""
+        ...
+
+
+def only_of_this_rank(value: T) -> list[T]:
+    """Gathers nothing. For what every rank does by itself."""
+    return [value]
 
 
 def from_any_rank(value: T | None) -> T | None:

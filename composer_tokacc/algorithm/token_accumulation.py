@@ -464,6 +464,7 @@ class TokenAccumulation(Algorithm):
         state.batch = self._model_batch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
         self._check_no_added_term(state)
+        del self._edges_of_loss  # they hold the graph
         record.num_microbatches = self._num_averaged(state)
         totals = run.step.totals
         record.composers_weight = sample_weight(

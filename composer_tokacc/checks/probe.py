@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,14 +27,13 @@ from torch.overrides import TorchFunctionMode
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import State, StateSnapshot, undisturbed
+from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
-
-T = TypeVar('T')
 
 NOISE_FACTOR = 8
 """Tolerance in multiples of the measured round-off. Kernels for other shapes round every sum differently, but the
@@ -53,18 +52,6 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
-
-
-class Gather(Protocol):
-    """A collective, such as :func:`.all_gather_object`."""
-
-    def __call__(self, value: T, /) -> list[T]:
-        """Returns the values of all ranks."""
-        ...
-
-
-def _of_this_rank(value: T) -> list[T]:
-    return [value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +150,7 @@ class Probe:
         model: Module,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
-        gather: Gather = _of_this_rank,
+        gather: Gather = only_of_this_rank,
     ) -> None:
         self.model = model
         self.gather = gather
@@ -197,7 +184,7 @@ class Probe:
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
-    def from_model(cls, model: Any, gather: Gather = _of_this_rank) -> Probe:
+    def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
             return cls(model, lambda outputs, batch: model.loss(outputs, batch), model, gather=gather)

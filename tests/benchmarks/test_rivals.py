@@ -117,7 +117,7 @@ def test_number_of_packed_rows():
         num_packed += len(packed_rows)
     num_full = cells_of_llama['bound']['settings']['microbatches']
     page = ' '.join(report.PAGES[-1].read_text().split())
-    assert f'{num_packed} of them an epoch, where the bound has {num_full}' in page
+    assert f'{num_packed} microbatches an epoch instead of {num_full}' in page
 
 
 def test_hung_contender_keeps_its_cell(tmp_path):
