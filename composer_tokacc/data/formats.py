@@ -4,7 +4,8 @@
 """Makes records of conversations as other projects write them.
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
-of a record is used as its own project means it, or the record is refused: nothing is dropped in silence.
+of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
+``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ for modality in MODALITIES:
     part_types = (modality, f'{modality}_url', f'input_{modality}')
     MODALITY_OF_PART.update(dict.fromkeys(part_types, modality))
     CONTENT_KEYS[modality] = (*part_types, 'url', 'path', 'base64')
-# Keys of a part, and of a file in it, that are accepted but change nothing in training. `detail` is for OpenAI's API.
-# `index` numbers the images of a TRL table; `_parse_part` checks that they are in order.
+# Keys that a part, or a file in it, may also have. `detail` is for OpenAI's API, and is not read. `index`
+# numbers the images of a TRL table; `_parse_part` checks that they are in order.
 PART_NOTES = ('type', 'detail', 'index')
 FILE_NOTES = ('detail', 'format')
 FILE_OBJECT_KEYS = ('bytes', 'data', 'path', 'url')
@@ -68,6 +69,7 @@ TURN_KEYS = (
     'index',
     'timestamp',
 )
+"""Keys that a turn may have. The last three are not read."""
 ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -144,7 +146,7 @@ class RecordFormat:
         """Tells whether a record is of this format."""
         for key in self.keys:
             value = data.get(key)
-            if value is None or value == []:
+            if value is None or value == []:  # '' is a value: a question may be empty
                 return False
             if self.keys_of_entry and not _is_list_of_objects(value, self.keys_of_entry):
                 return False
@@ -163,6 +165,7 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
         # An id may hold anything: lone surrogates and line breaks must not break the message.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
         sample_id = ' '.join(printable.split())[:200]
+    # It has no turns yet, but it can already name the sample in an error.
     record = Record(
         sample_id=sample_id,
         source=f'{raw.path}, {raw.where}',
@@ -197,7 +200,7 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.keys,
         *record_format.further_keys,
     }
-    # Before the slots are filled: if a medium is under an unread key, this message says more than a wrong number.
+    # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Slot('image')}:
@@ -244,10 +247,10 @@ def _read_alpaca(data: JsonObject) -> list[JsonObject]:
 
 
 def _read_pairs(data: JsonObject, question: object, answer: object) -> list[JsonObject]:
-    """Reads one question and answer, after a ``history`` of pairs."""
+    """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # no list of pairs: the loop refuses it
+        history = [history]  # not a list, so the loop refuses it
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -282,6 +285,7 @@ def _read_cauldron(data: JsonObject) -> list[JsonObject]:
     """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
     pairs = []
     for pair in data['texts']:
+        # `source` is allowed, but not read.
         _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
         pairs.append((pair['user'], pair['assistant']))
     return _with_media_first(_turns_of(pairs), data)
@@ -325,7 +329,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
     """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
-        # A list of parts says where its media belong. A content that is missing is refused later.
+        # A list of parts says where its media belong. A turn without `content` may have a `value`, or is refused later.
         if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
             return list(turns)
     placeholders = ''
@@ -360,7 +364,7 @@ FORMATS = (
 
 
 def _format_of(data: JsonObject) -> RecordFormat:
-    """Returns the format of a record."""
+    """Returns the format of a record. Raises ValueError unless exactly one matches."""
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
@@ -418,13 +422,13 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
     placeholder = PLACEHOLDER.search(text)
     if placeholder and role not in ROLES_WITH_MEDIA:
         raise InvalidInputError(f'`{placeholder[0]}` may stand only in turns of the user and of tools')
-    return Turn(role, text, _parse_weight(turn, role))
+    return Turn(role, text, _parse_carries_loss(turn, role))
 
 
-def _parse_weight(turn: JsonObject, role: str) -> bool:
-    """Returns ``carries_loss`` of a turn. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift.
+def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
+    """Returns ``Turn.carries_loss``. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift.
 
-    Only answers can carry loss. For all other turns ``carries_loss`` is True, also with a weight of 0.
+    Only answers can carry loss. For turns of other roles this is always True and has no effect.
     """
     weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}
     if not weights:
@@ -457,12 +461,12 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
         if not isinstance(content, str):
             raise InvalidInputError(f'`text` of a part of `content` must be a string, got: {short_repr(content)}')
         return _parse_text(content, slots)
-    number = sum(slot.modality == modality for slot in slots)
-    if values.get('index', number) != number:
-        got = f'{short_repr(values["index"])} for {modality} {number}'
+    next_index = sum(slot.modality == modality for slot in slots)
+    if values.get('index', next_index) != next_index:
+        got = f'{short_repr(values["index"])} for {modality} {next_index}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
     if 'base64' in values:
-        content = {'data': content}  # as `_parse_file` reads it
+        content = {'data': content}  # `_file_of_object` reads it as base64
     medium = None
     if content is not None:
         medium = _parse_medium(modality, content)
@@ -534,7 +538,10 @@ def _parse_medium(modality: str, value: object) -> Medium:
 
 
 def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
-    """Returns the name of a file, or its embedded content. The value is a name, a URI, bytes, or an object of these."""
+    """Returns the name of a file, or its embedded content.
+
+    The value is a name, a URI, bytes, an embedded file of a table, or an object that holds one of these.
+    """
     if isinstance(value, dict):
         value = _file_of_object(modality, value)
     if isinstance(value, EmbeddedFile):
@@ -608,7 +615,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if not answers:
         raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in answers:
-        # Zero-width spaces are neither white space nor printable.
+        # Zero-width spaces say nothing, too. `strip` keeps them, but they are not printable.
         if not any(character.isprintable() for character in answer.strip()):
             raise InvalidInputError(
                 f'an answer must say something, got: {short_repr(answer)}. Take it out, or give it `weight` 0'
@@ -636,7 +643,7 @@ def _check_keys(values: JsonObject, keys_read: Container[str], place: str) -> No
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
-    """Returns the value under the one key of these that has a value. None if no key has one."""
+    """Returns the value of the only key that has one. None if no key has one. Raises ValueError if several have one."""
     keys_given = [key for key in keys if values.get(key) is not None]
     if len(keys_given) > 1:
         names = ' and '.join(f'`{key}`' for key in keys_given)
