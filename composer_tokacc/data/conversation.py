@@ -55,7 +55,7 @@ PROCESSOR_PARTS = {
 }
 """The part of a processor that computes the media of a modality."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Arguments for a tokenizer whose masks and token types are not used. They take a third of its time."""
+"""Arguments for a tokenizer. They leave out masks and token types, which would take a third of its time."""
 
 
 class ConversationEncoder:
@@ -113,8 +113,10 @@ class ConversationEncoder:
                 self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
-        self._longest_audio = self._audio_window  # in samples; the processor has read one of this length to its end
-        self._has_query_tokens = hasattr(processor, 'num_query_tokens')  # BLIP
+        self._longest_audio = self._audio_window
+        """Length of the longest audio, in samples, that the processor is known to read to its end."""
+        self._has_query_tokens = hasattr(processor, 'num_query_tokens')
+        """The processors of BLIP write a fixed number of query tokens for the media. The template must write none."""
         self.template = ChatTemplate(
             template_owner,
             tokenizer,
@@ -171,12 +173,13 @@ class ConversationEncoder:
             encoded = self._hide_answers_from_qformer(encoded, instruction)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
+        # With control_tokens=text, `spell` writes the characters of the control tokens that `render` has hidden.
         sample: EncodedSample = {
             **self.control.spell(encoded),
             'sample_ids': [sample_id],
         }
         self._check_length(sample, media)
-        # Whether a number is there depends only on the processor, so all its samples have the same keys.
+        # Also the numbers of media that this sample does not have, so that all samples have the same keys.
         for modality in ('image', 'video', 'audio'):
             if modality == 'image' or modality in self.parts:
                 sample[f'num_{modality}s'] = [len(media[modality])]
@@ -223,6 +226,7 @@ class ConversationEncoder:
         shapes_only: bool = False,
     ) -> DecodedMedia:
         """Decodes the media of a record, see ``data.media.decode_media``. Audio gets the rate of the processor."""
+        # Without a part for audio the rate does not matter, because `check_takes_media` refuses the record.
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
             record,
@@ -233,7 +237,10 @@ class ConversationEncoder:
         )
 
     def identity_of_options(self) -> list[tuple[str, object]]:
-        """Returns the options that change samples, for fingerprints. Options with their default are left out."""
+        """Returns options that change samples, for fingerprints. The callers add the sampling of videos.
+
+        Options with their default are left out, so that checkpoints of earlier releases have the same fingerprint.
+        """
         options: list[tuple[str, object]] = []
         if self.control.option == 'text':
             options.append(('control_tokens', 'text'))
@@ -271,7 +278,8 @@ class ConversationEncoder:
     def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
         """Returns the tokens of rendered texts. Placeholders are not expanded."""
         encodings: list[Encoding] = []
-        # The tokenizer is much faster for many texts at once. Nearly always, all texts are one group.
+        # The tokenizer is much faster for many texts at once. So one call gets all texts in a row that need the same
+        # argument. Nearly always, these are all texts.
         for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
             tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
             encodings.extend(tokens.encodings)
@@ -314,7 +322,7 @@ class ConversationEncoder:
         prepared = []
         for message in messages:
             if message['role'] == 'assistant':
-                # Templates treat white space around an answer in different ways.
+                # Templates treat white space around an answer in different ways, so it is removed.
                 message = {
                     **message,
                     **text_message('assistant', text_of(message).strip()),
@@ -330,9 +338,10 @@ class ConversationEncoder:
     ) -> None:
         """Refuses an audio whose end the processor cuts off silently.
 
-        Whether it does so is tried, because nothing tells it. Of an audio that is longer than the window, Qwen2-Audio
-        and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows up to a limit. So the part
-        in the last window is replaced by noise. If this changes no tensor, the processor has not read that part.
+        No attribute of a processor says whether it does so. Of an audio that is longer than the window (see
+        `_window_of`), Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows
+        up to a limit. So it is tried: the part in the last window is replaced by noise. If this changes no tensor, the
+        processor has not read that part.
         """
         window = self._audio_window
         if window is None or self._longest_audio is None:
@@ -342,9 +351,9 @@ class ConversationEncoder:
             length = len(audio)
             if length <= self._longest_audio:
                 continue
-            end_of_windows = (length - 1) // window * window
-            noise = np.random.default_rng(0).standard_normal(length - end_of_windows, dtype=np.float32)
-            changed_audio = np.concatenate([audio[:end_of_windows], noise])
+            start_of_last_window = (length - 1) // window * window
+            noise = np.random.default_rng(0).standard_normal(length - start_of_last_window, dtype=np.float32)
+            changed_audio = np.concatenate([audio[:start_of_last_window], noise])
             changed_audios = list(audios)
             changed_audios[number] = changed_audio
             changed = self._encode(text, {**media, 'audio': changed_audios})
@@ -371,7 +380,7 @@ class ConversationEncoder:
     def _adds_special_tokens(self, text: str) -> bool:
         """Tells whether the tokenizer must add special tokens, as in ``apply_chat_template(tokenize=True)``.
 
-        A processor adds them if the template has not written the first one. A tokenizer by itself adds none.
+        A processor adds them if the text does not begin with the BOS token. Without a processor none are added.
         """
         bos = self.tokenizer.bos_token
         return bool(self.parts) and not (bos and text.startswith(bos))
@@ -393,7 +402,7 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # The message names the processor: 'math domain error' alone would seem to be about the sample.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:
+        if not self._has_query_tokens:  # `_check_query_tokens` checks the media of BLIP
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
@@ -428,7 +437,7 @@ class ConversationEncoder:
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
             return
-        if encoded['pixel_values'].dim() == 5:
+        if encoded['pixel_values'].dim() == 5:  # (1, images and frames, 3, height, width)
             name = type(self.processor).__name__
             raise InvalidInputError(
                 f'{name} takes one video in a conversation, and no image with it. Split the conversation'
@@ -451,13 +460,14 @@ class ConversationEncoder:
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
-        The processor always writes the query tokens of one image. The model does not check the number.
+        The processor always writes the query tokens of one image, or (InstructBLIPVideo) of a clip of four frames. The
+        model does not check the number.
         """
         pixels = encoded.get('pixel_values')
         expected = 0
         if pixels is not None:
-            num_images = pixels.shape[:-3].numel()
-            expected = self.processor.num_query_tokens * num_images
+            num_frames = pixels.shape[:-3].numel()  # an image is one frame
+            expected = self.processor.num_query_tokens * num_frames
         token = getattr(self.processor, 'image_token', None) or self.processor.video_token
         token_id = self.tokenizer.convert_tokens_to_ids(str(token))
         num_tokens = int((encoded['input_ids'] == token_id).sum())
@@ -573,7 +583,7 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
 
 
 def _window_of(extractor: Any) -> int | None:
-    """Returns the length, in samples, above which a feature extractor may cut off an audio; None: it has no window."""
+    """Returns the length, in samples, above which an extractor may cut off an audio. None: no limit or no extractor."""
     parameters = inspect.signature(type(extractor).__call__).parameters
     default = parameters['max_length'].default if 'max_length' in parameters else None  # Gemma 3n
     windows = [getattr(extractor, 'n_samples', None), default]  # Whisper has `n_samples`
@@ -589,7 +599,7 @@ def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tor
 
 
 def _spans_of(encoding: Encoding, answers: Sequence[AnswerSpan]) -> list[tuple[int, int]]:
-    """Returns positions ``[start, end)`` of all tokens that hold characters of an answer, for each answer."""
+    """Returns for each answer the positions ``[start, end)`` of the tokens that hold its characters."""
     starts, ends = np.array(encoding.offsets).T
     spans = []
     for answer in answers:
