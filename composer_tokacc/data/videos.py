@@ -58,7 +58,7 @@ HEAD_BYTES = 4096
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""From here on, a size in the header of a WAV file means that the size is not known. Programs that write the file to a
+"""From here on, a size in the header of a WAV or AIFF file means that the size is not known. Programs that write to a
 pipe write such a size, near 2**31 or 2**32."""
 MAX_SAMPLE = 2**20
 """Limit for the values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers. The
@@ -127,7 +127,7 @@ class VideoSampling:
         """
         count = self.num_frames
         if count is None:
-            # The small number is for rounding: 0.3 s x 10 is 2.9999999.
+            # The small number is for rounding: 4 frames at 10 a second last 0.39999999 s, and x 10 this is 3.9999999.
             frames_of_rate = int(duration * (self.fps or DEFAULT_FPS) + 1e-6)
             count = min(frames_of_rate, num_frames)
         return min(max(count, self.min_frames), self.max_frames)
@@ -229,19 +229,19 @@ def _check_last_bytes(file: BinaryIO) -> None:
     """
     file.seek(0)
     head = file.read(HEAD_BYTES)
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - MAX_OGG_PAGE))
+    file_size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, file_size - MAX_OGG_PAGE))
     last_bytes = file.read()
     is_complete = True
     if head.startswith(b'OggS'):
         is_complete = _is_last_ogg_page(last_bytes)
     elif head.startswith(b'\x1aE\xdf\xa3'):
-        is_complete = _is_complete_matroska(file, size, head)
+        is_complete = _is_complete_matroska(file, file_size, head)
     elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
-        is_complete = _has_complete_chunk(file, size, b'data', 'little')
+        is_complete = _has_complete_chunk(file, file_size, b'data', 'little')
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
-        is_complete = _has_complete_chunk(file, size, b'SSND', 'big')
-    elif head.startswith(b'GIF8'):
+        is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
+    elif head.startswith(b'GIF8'):  # zeros after the last byte of the format are no damage
         is_complete = last_bytes.rstrip(b'\0').endswith(b';')
     elif head.startswith(b'\x89PNG'):
         is_complete = last_bytes.rstrip(b'\0').endswith(b'IEND\xaeB`\x82')
@@ -262,7 +262,7 @@ def _is_last_ogg_page(last_bytes: bytes) -> bool:
     return is_marked and len(page) >= 27 + num_segments + sum(segment_sizes)
 
 
-def _is_complete_matroska(file: BinaryIO, size: int, head: bytes) -> bool:
+def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
     """Tells whether the segment of a Matroska file, which holds everything, ends inside the file.
 
     The segment begins with an id. Its size comes next, in one to eight bytes. The first byte has a zero for each
@@ -278,26 +278,27 @@ def _is_complete_matroska(file: BinaryIO, size: int, head: bytes) -> bool:
     if not size_bytes:
         return False
     num_bytes = 9 - size_bytes[0].bit_length()
-    unknown = (1 << 7 * num_bytes) - 1
-    length = int.from_bytes(size_bytes[:num_bytes], 'big') & unknown
-    return length == unknown or place + num_bytes + length <= size
+    all_size_bits = (1 << 7 * num_bytes) - 1
+    length = int.from_bytes(size_bytes[:num_bytes], 'big') & all_size_bits
+    is_unknown = length == all_size_bits
+    return is_unknown or place + num_bytes + length <= file_size
 
 
 def _has_complete_chunk(
     file: BinaryIO,
-    size: int,
+    file_size: int,
     chunk_id: bytes,
     byteorder: Literal['little', 'big'],
 ) -> bool:
     """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file."""
     place = 12  # after the name of the format
-    while place + 8 <= size:
+    while place + 8 <= file_size:
         file.seek(place)
         head = file.read(8)
         length = int.from_bytes(head[4:], byteorder)
         if head[:4] == chunk_id:
             is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
-            return is_unknown or place + 8 + length <= size
+            return is_unknown or place + 8 + length <= file_size
         place += 8 + length + length % 2  # chunks begin at even places
     return True  # FFmpeg reports the missing chunk
 
@@ -314,17 +315,17 @@ def _check_end(container: InputContainer, end: float) -> None:
         return  # `_check_last_bytes` has checked its end
     if container.duration is None:
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
-    start = (container.start_time or 0) / 1e6
+    start = (container.start_time or 0) / 1e6  # PyAV counts the times of a container in microseconds
     if container.format.name.startswith('matroska'):
         start = 0  # its duration may count from 0, even if the video begins later
     seconds = end - start
     duration = container.duration / 1e6
-    if seconds < _shortest(duration, container):
+    if seconds < _shortest_complete(duration, container):
         raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
 
 
-def _shortest(duration: float, container: InputContainer) -> float:
-    """Returns the seconds that must be there of something that should have this duration."""
+def _shortest_complete(duration: float, container: InputContainer) -> float:
+    """Returns the shortest length, in seconds, that still counts as complete for this duration."""
     tolerance = 0.5 if container.streams.video else 0.1
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
@@ -341,6 +342,7 @@ def _end_of(packet: Packet) -> float:
 def _stamp_of(packet: Packet) -> int | None:
     """Returns the time at which the frame of a packet is shown, in units of its time base.
 
+    If the packet does not say it, this is the time at which the frame is decoded.
     None if the packet has no time, or no content. A packet without content only marks the end of a stream.
     """
     if not packet.size:
@@ -385,7 +387,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
     packet_times = []  # starts and ends of the packets of the audio
     decoded_seconds = 0.0
-    end = None  # of the last frame
+    end = None  # end of the last decoded frame, in seconds
     for packet in container.demux():
         end_of_file = max(end_of_file, _end_of(packet))
         if packet.stream is not stream:
@@ -399,6 +401,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             start = frame.time
             if start is None:  # it follows the frame before it
                 start = end or 0.0
+            # A gap of more than half a frame is no rounding: a frame is missing.
             if is_steady and end is not None and start - end > seconds / 2:
                 raise InvalidInputError(f'{start - end:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
             end = start + seconds
@@ -406,12 +409,12 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
             yield frame
     if end is None:
         raise InvalidInputError('it holds no audio')
-    _check_end(container, max(end_of_file, end))
+    _check_end(container, max(end_of_file, end))  # packets may have no duration, but frames have one
     if stream.duration is not None and stream.time_base is not None:
         duration = float(stream.duration * stream.time_base)
     else:  # some containers do not have a duration for each stream
         duration = max(packet_times, default=0.0) - min(packet_times, default=0.0)
-    if decoded_seconds < _shortest(duration, container):
+    if decoded_seconds < _shortest_complete(duration, container):
         raise InvalidInputError(
             f'only {decoded_seconds:.1f} of its {duration:.1f} s of audio can be decoded: it is damaged, or has '
             'pauses. Write it again, with silence for the pauses: `ffmpeg -i FILE -af aresample=async=1 other.wav`'
@@ -424,7 +427,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Files have no times, so the images are taken to follow one another at the ``fps`` of the sampling.
+    Image files have no times. So they count as frames of a video that has the ``fps`` of the sampling.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -524,7 +527,7 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
         stamp = _stamp_of(packet)
         if stamp is None:
             continue
-        if packet.stream is not stream or packet.is_discard:
+        if packet.stream is not stream or packet.is_discard:  # a discarded frame is not shown
             continue
         stamps.append(stamp)
         if packet.is_keyframe:
@@ -541,7 +544,8 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_stamps: Sequence[
     Args:
         file: The file, which is opened here.
         stamps: The stamps, sorted.
-        key_stamps: Stamps of the key frames, sorted. Decoding jumps to the last one before each frame.
+        key_stamps: Stamps of the key frames, sorted. Decoding jumps to the last one before each frame. If it is empty,
+            the video is decoded from its start.
     """
     stamps_after_key: dict[int, list[int]] = {}
     for stamp in stamps:
@@ -557,6 +561,7 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_stamps: Sequence[
                 container.seek(key_stamp, stream=stream)
             frame_of_stamp |= _take_frames(container.decode(stream), stamps_after, key_stamp)
         stamps_of_frames = [frame.pts for frame in frame_of_stamp.values()]
+        # `_take_frames` takes a later frame, or none, if the frame of a stamp did not come.
         is_exact = stamps_of_frames == list(stamps)
         if not key_stamps and len(frame_of_stamp) < len(stamps):
             missing = float(stamps[len(frame_of_stamp)] * stream.time_base)
@@ -584,7 +589,7 @@ def _take_frames(
 ) -> dict[int, VideoFrame]:
     """Returns for each stamp the first frame that is shown at this stamp or later.
 
-    Stamps after the last frame have none. So the result is a frame for each of the first stamps, or for all.
+    Stamps after the last frame get none, and are not in the result.
 
     Args:
         frames: The frames of the decoder, sorted by the time at which they are shown.
