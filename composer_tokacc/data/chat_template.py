@@ -24,7 +24,10 @@ MARKER = '\ue000{}\ue001'
 """Stands for a text. Its two characters are private-use ones of Unicode, which no text has and no template strips."""
 
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
-"""A part of :func:`example_conversation` as Python or JSON prints it."""
+"""A part of :func:`example_conversation` as Python or JSON prints it.
+
+A template for strings may write a list of parts like this.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,9 @@ class ChatTemplate:
         owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
             it (BLIP), while its tokenizer still has it.
         tokenizer: The tokenizer. Its special and added tokens may end an answer.
-        has_parts: Whether messages may hold lists of parts. Templates of text models take strings. So do others in
-            turns of some roles (the assistant's in Pixtral, the system's in Llama 3.2 Vision).
+        takes_media: Whether messages may hold media. Then the content of a message is a list of parts. Templates of
+            text models take strings. So do others in turns of some roles (the assistant's in Pixtral, the system's in
+            Llama 3.2 Vision).
         processor_adds_placeholders: Whether the processor adds the placeholders of media, and not the template (BLIP).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
@@ -65,16 +69,16 @@ class ChatTemplate:
         owner: Any,
         tokenizer: Any,
         *,
-        has_parts: bool,
+        takes_media: bool,
         processor_adds_placeholders: bool,
         add_end_token: bool,
     ) -> None:
         self._owner = owner
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
-        self._has_parts = has_parts
-        self._takes_parts: dict[str, bool] = {}
-        """Whether turns of a role may hold lists of parts."""
+        self._takes_media = takes_media
+        self._role_takes_parts: dict[str, bool] = {}
+        """Whether the content of a turn may be a list of parts, by the role of the turn."""
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         self._placeholder_results: dict[tuple[str, str], bool] = {}
@@ -101,15 +105,15 @@ class ChatTemplate:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
         text = self.apply(messages)
-        answers = _indices_of_answers(messages)
-        learned = [index for index in answers if _carries_loss(messages[index])]
-        rendered = self._render_around_markers(messages, answers, text)
+        answer_indices = _indices_of_answers(messages)
+        learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
+        rendered = self._render_around_markers(messages, answer_indices, text)
         # Answers without loss may be changed: the model reads them as the template writes them.
-        if rendered is None and learned != answers:
-            rendered = self._render_around_markers(messages, learned, text)
+        if rendered is None and learned_indices != answer_indices:
+            rendered = self._render_around_markers(messages, learned_indices, text)
         # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
         # answer brings its own thought, so it does not fit between the texts around the marker.
-        if rendered is None and learned == [len(messages) - 1]:
+        if rendered is None and learned_indices == [len(messages) - 1]:
             rendered = self._render_after_prompt(messages, text)
         if rendered is None:
             raise InvalidInputError(
@@ -130,11 +134,12 @@ class ChatTemplate:
         plain_messages = []
         for message in messages:
             role = message['role']
-            if role not in self._takes_parts:
-                self._takes_parts[role] = self._has_parts
-                if self._has_parts:
-                    self._takes_parts[role] = self._writes_parts(role)  # renders a list of parts
-            content = message['content'] if self._takes_parts[role] else text_of(message)
+            if role not in self._role_takes_parts:
+                # Set first, because `_writes_parts` calls this method to render a list of parts.
+                self._role_takes_parts[role] = self._takes_media
+                if self._takes_media:
+                    self._role_takes_parts[role] = self._writes_parts(role)
+            content = message['content'] if self._role_takes_parts[role] else text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
             return self._owner.apply_chat_template(
@@ -173,22 +178,22 @@ class ChatTemplate:
                 return False
         return lengths[0] < lengths[1] < lengths[2]
 
-    def _render_around_markers(self, messages: Sequence[Message], answers: Sequence[int], text: str) -> Rendered | None:
-        """Replaces markers by answers again, and so knows where each answer is.
+    def _render_around_markers(self, messages: Sequence[Message], indices: Sequence[int], text: str) -> Rendered | None:
+        """Finds answers: renders markers in their place, and puts the answers between the texts around the markers.
 
         Returns None if the result is not the text of the template. Then the template has changed an answer, or writes
         other text around it than around a marker.
 
         Args:
             messages: The conversation.
-            answers: Indices of the answers that markers stand for.
+            indices: Indices of the messages whose answers are replaced by markers.
             text: The conversation as the template writes it.
         """
-        before_first, *texts_after = self._text_around(messages, answers)
+        before_first, *texts_after = self._text_around(messages, indices)
         as_written = before_first
         with_endings = before_first  # the same, plus the ending tokens that the template does not write
         spans = []
-        for index, text_after in zip(answers, texts_after, strict=True):
+        for index, text_after in zip(indices, texts_after, strict=True):
             answer = text_of(messages[index])
             as_written += answer + text_after
             start = len(with_endings)
@@ -245,25 +250,25 @@ class ChatTemplate:
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Checks that no turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
-            if message['role'] != 'assistant':  # answers were compared with the text already
+            if message['role'] != 'assistant':  # `render` has compared the answers that carry loss
                 _check_written(message, text)
         # The text of a turn may also occur elsewhere in the conversation. A marker cannot. So the conversation is
         # rendered again with markers, once for all conversations with the same roles.
         roles = tuple(message['role'] for message in messages)
         if roles in self._checked_roles:
             return
-        with_markers = []
+        marked_messages = []
         for index, message in enumerate(messages):
-            with_markers.append(_with_markers(message, index))
-        marked_text = self.apply(with_markers)
-        for message in with_markers:
+            marked_messages.append(_with_markers(message, index))
+        marked_text = self.apply(marked_messages)
+        for message in marked_messages:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
 
     def _writes_parts(self, role: str) -> bool:
         """Tells whether the template can write a list of parts in a turn of this role.
 
-        A template for strings raises, or writes the list as Python prints it.
+        A template for strings raises, or writes the list as Python or JSON prints it.
         """
         question, answer = example_conversation()
         turn = {**question, 'role': role}
@@ -280,15 +285,15 @@ class ChatTemplate:
             return False
         return PRINTED_PART.search(text) is None
 
-    def _text_around(self, messages: Sequence[Message], turns: Sequence[int]) -> list[str]:
-        """Returns the text before the first of these turns, between them, and after the last."""
-        with_markers = list(messages)
-        for index in turns:
-            with_markers[index] = _with_markers(messages[index], index)
-        remaining = self.apply(with_markers)
+    def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
+        """Returns the texts before the first, between, and after the last of the messages with these indices."""
+        marked_messages = list(messages)
+        for index in indices:
+            marked_messages[index] = _with_markers(messages[index], index)
+        remaining = self.apply(marked_messages)
         pieces = []
-        for index in turns:
-            piece, _, remaining = remaining.partition(text_of(with_markers[index]))
+        for index in indices:
+            piece, _, remaining = remaining.partition(text_of(marked_messages[index]))
             pieces.append(piece)
         return [*pieces, remaining]
 
@@ -359,7 +364,8 @@ def _find_endings(
     if shared:
         return (''.join(shared),)
     if endings:
-        # A token that follows questions, too, ends all turns, unless it begins them. Others begin only questions.
+        # The token after an earlier answer may end it, or begin the next question. It counts as its end only if it
+        # follows questions, too, and begins no turn.
         ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
         ends_of_turns -= set(_first_tokens(before, tokens))
         return endings[0], *ends_of_turns.intersection(endings_of_answer[:1])
@@ -372,10 +378,10 @@ def _find_endings(
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns the tokens at the start of a text, until one that is not among these. Leaves out white space before."""
+    """Returns those of the tokens with which a text begins, in order. Ignores white space before the first."""
     remaining = text.lstrip()
     first_tokens = []
-    # The longest, because one token may be the beginning of another.
+    # Of the tokens that fit, takes the longest, because one token may be the beginning of another.
     while token := max(filter(remaining.startswith, tokens), key=len, default=''):
         first_tokens.append(token)
         remaining = remaining.removeprefix(token)

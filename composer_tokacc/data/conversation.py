@@ -120,7 +120,7 @@ class ConversationEncoder:
         self.template = ChatTemplate(
             template_owner,
             tokenizer,
-            has_parts=bool(self.parts),
+            takes_media=bool(self.parts),
             processor_adds_placeholders=self._has_query_tokens,
             add_end_token=add_end_token,
         )
