@@ -600,7 +600,7 @@ def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tor
 
 def _spans_of(encoding: Encoding, answers: Sequence[AnswerSpan]) -> list[tuple[int, int]]:
     """Returns for each answer the positions ``[start, end)`` of the tokens that hold its characters."""
-    starts, ends = np.array(encoding.offsets).T
+    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T  # there may be no tokens at all
     spans = []
     for answer in answers:
         has_characters = (starts < answer.end) & (ends > answer.start)

@@ -10,11 +10,16 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.chat_template import AnswerSpan
+from composer_tokacc.data.conversation import ConversationEncoder, _spans_of
 from composer_tokacc.data.records import BadSampleError, Record
+from composer_tokacc.refusals import InvalidInputError
 from tests.data.chat_processors import PROCESSORS, QWEN, blip2, learned_text, llava, qwen2_vl, small, tokenizer
 from tests.model_types.processors import small_processor
 from tests.support.conversations import IMAGE, assistant, message, parse, turns, user
@@ -169,6 +174,17 @@ SPOKEN = [
     user('What is <|end|>?'),
     assistant('Yes.<|end|><|user|> No.'),
 ]
+
+
+@pytest.mark.parametrize('text', ['Which colour?\u200b', '\u200b'])
+def test_answer_without_tokens_is_refused(text):
+    """Tokenizers such as BERT's drop characters that have no width. Of the second text nothing is left."""
+    bert = Tokenizer(WordLevel({'[UNK]': 0}, unk_token='[UNK]'))
+    bert.normalizer = BertNormalizer()
+    bert.pre_tokenizer = BertPreTokenizer()
+    answer = AnswerSpan(len(text) - 1, len(text))
+    with pytest.raises(InvalidInputError, match='an answer must have tokens'):
+        _spans_of(bert.encode(text), [answer])
 
 
 def test_control_tokens_become_text():
