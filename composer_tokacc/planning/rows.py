@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,10 +155,12 @@ def checked_table(
     *,
     least: int = 0,
     dtype: type = np.int64,
+    sample_ids: Sequence[str] | None = None,
 ) -> np.ndarray:
     """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`.
 
-    Without ``num_samples`` the table may have any length except 0.
+    Without ``num_samples`` the table may have any length except 0. ``sample_ids`` are names of the samples, for the
+    message.
     """
     try:
         table = np.asarray(values)
@@ -187,7 +189,10 @@ def checked_table(
     if not (table.min() >= least and table.max() < end):
         first_bad = int(np.argmin((table >= least) & (table < end)))
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
-        raise InvalidInputError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
+        sample = f'sample {first_bad}'
+        if sample_ids is not None:
+            sample += f' ("{sample_ids[first_bad]}")'
+        raise InvalidInputError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at {sample}.')
     return table.astype(dtype)
 
 

@@ -40,7 +40,7 @@ class SampleSizes:
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths."""
         if isinstance(lengths, Sequence | np.ndarray):
-            tokens = checked_table('lengths', lengths, least=1)
+            tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
         # If a column is 0 for all samples, nobody has counted it.
         loss_tokens = None
@@ -50,7 +50,7 @@ class SampleSizes:
         if lengths.vision_patches.any():
             vision_patches = lengths.vision_patches
         return cls(
-            tokens=checked_table('lengths', lengths.lengths, least=1),
+            tokens=checked_table('lengths', lengths.lengths, least=1, sample_ids=sample_ids),
             image_tokens=lengths.image_tokens.astype(np.int64),
             loss_tokens=loss_tokens,
             vision_patches=vision_patches,
