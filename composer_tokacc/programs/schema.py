@@ -378,8 +378,9 @@ def check_arguments(
     """
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
-    for name in getattr(target, 'keywords', ()):  # of a partial
-        if name in arguments and name not in (extra_keys or ()):
+    names_of_program = without(getattr(target, 'keywords', {}), *(extra_keys or ()))  # of a partial
+    for name in names_of_program:
+        if name in arguments:
             raise ConfigError(
                 _join(path, name),
                 f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}. Perhaps '
@@ -392,7 +393,7 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
             annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
             if parameter.default is parameter.empty and parameter.name not in arguments:
                 raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')

@@ -561,7 +561,8 @@ class ShardSource(Source):
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         names_of_ours = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
-        extra_keys = {**names_of_ours, 'streams': Sections | None}
+        # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
+        extra_keys = {**without(names_of_ours, 'processor', 'kwargs'), 'streams': Sections | None}
         with_loader = partial(StreamingDataset, batch_size=None, shuffle=None)
         check_arguments(path, with_loader, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
         if not any(arguments.get(place) for place in SHARD_PLACES):

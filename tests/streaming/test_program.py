@@ -148,6 +148,8 @@ def open_plain(config):
 MISTAKES = {
     'dataset.sufle_seed=1': '`dataset` has no key sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out here',
+    'dataset.kwargs=1': '`dataset` has no key kwargs',
+    'dataset.eval={local: x, processor: {}}': '`dataset.eval` has no key processor',
     'dataset.local=null': '`dataset` must name its shards by one of local, remote, streams',
     'dataset.streams=[1]': '`dataset.streams` must be a mapping, got: [1]',
     'dataset.streams={a: {locl: x}}': '`dataset.streams.a` has no key locl. Did you mean local?',
