@@ -192,6 +192,8 @@ def build_part(
 def import_by_name(path: str, name: str) -> Any:
     """Returns the class or function that a dotted name stands for; ``path`` is the key that has it."""
     module_name, _, attribute = name.rpartition('.')
+    if not module_name:
+        raise ConfigError(path, f'must be a dotted name such as package.module.name, got: {name}')
     with building(path):
         imported = getattr(importlib.import_module(module_name), attribute)
         inspect.signature(imported)  # a module, for example, has none

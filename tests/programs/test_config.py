@@ -132,6 +132,7 @@ def test_misspelt_names_are_refused(override, expected):
         ),
         # Our own rules.
         ('report.name=examples.digits.nothing', '`report.name`: AttributeError: '),
+        ('report.name=mine', '`report.name` must be a dotted name such as package.module.name, got: mine'),
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),
         ('trainer.max_duration=0ba', 'must be longer than nothing'),
         ('trainer.device_train_microbatch_size=4', 'must be left out here, because the program sets it, got: 4'),
