@@ -575,11 +575,16 @@ def _without_tf32() -> Iterator[None]:
     backends = [torch.backends.cuda.matmul, cudnn]
     name = 'allow_tf32'
     float32: object = False
-    if hasattr(torch.backends, 'fp32_precision'):  # new in torch 2.9
+    try:
+        saved = [getattr(backend, name) for backend in backends]
+    except RuntimeError:
+        # Someone has set the names that are new in torch 2.9. Torch refuses to read the names above if both have been
+        # set to different values. So the new names are only used here: otherwise a forward could not read the old ones,
+        # which `torch.backends.cudnn.flags()` does.
         backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
         name = 'fp32_precision'
         float32 = 'ieee'
-    saved = [getattr(backend, name) for backend in backends]
+        saved = [getattr(backend, name) for backend in backends]
     try:
         for backend in backends:
             setattr(backend, name, float32)

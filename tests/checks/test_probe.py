@@ -221,6 +221,16 @@ def test_float32_is_not_tf32(with_tf32):
     assert allows_tf32() == [True, True]
 
 
+def test_forward_sets_flags_of_cudnn():
+    """The flags read whether TF32 is allowed. Torch 2.9 refuses that if only its new names were set."""
+
+    def loss(logits, batch):
+        with torch.backends.cudnn.flags(enabled=False):
+            return causal(logits, batch)
+
+    assert find_loss_rule(probe_of(loss), row_for_rule()) == 'causal'
+
+
 def test_kernel_of_half_precision_only():
     model = text_model()
 
