@@ -210,7 +210,9 @@ def _difference_of_forwards(
 ) -> float:
     """Returns the relative difference of the logits of two equal forwards; leaves the module as it is."""
     logits = []
-    with torch.no_grad(), undisturbed(module):
+    with torch.no_grad(), undisturbed(module) as snapshot:
+        # The backward of the forward before is still to come.
+        snapshot.lend_copies()
         for _ in range(2):
             with same_random_numbers():
                 logits.append(logits_of(module(*args, **kwargs)))

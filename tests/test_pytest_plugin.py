@@ -307,11 +307,28 @@ def test_sharded_and_frozen_parameters(shards, fault, message, tmp_path):
     assert bool(message) == bool(faults)
 
 
+class NormOfBatch(torch.nn.BatchNorm1d):
+    """Writes its running mean. The backward checks that nobody else has written it since."""
+
+    def forward(self, states):
+        return super().forward(states.transpose(1, 2)).transpose(1, 2)
+
+
+class ScaledByMean(RunningMean):
+    """Multiplies by its state, so the backward needs the state as it was in the forward."""
+
+    def forward(self, states):
+        self.update(states.detach().mean(dim=(0, 1)))
+        return torch.addcmul(states, states, self.running)
+
+
 @pytest.mark.parametrize(
     ('make_layer', 'written'),
     [
         (torch.nn.Identity, ''),
         (Statistic, ''),
+        (lambda: NormOfBatch(32), ''),
+        (ScaledByMean, r'`\S+running`'),
         (spectral_norm, r'`\S+parametrizations\.weight\.0\._u`'),
         (RunningMean, r'`\S+running`'),
         (ReplacedMean, r'`\S+running`'),

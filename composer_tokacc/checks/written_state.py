@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -123,6 +123,22 @@ class StateSnapshot:
                 # Only in this mode can tensors be written that a forward has made in it.
                 with torch.inference_mode():
                     state.value.copy_(state.content)
+
+    def lend_copies(self) -> None:
+        """Puts the copies in the place of the tensors, until :meth:`restore`. Then forwards write into the copies.
+
+        A graph that needs such a tensor for its backward stays valid. It would not if a forward wrote into the tensor,
+        even if the old content came back.
+        """
+        copies: dict[int, Tensor] = {}  # by the identity of the tensor: modules may share it
+        lent = []
+        for state in self.states:
+            if isinstance(state.content, Tensor):
+                state.container[state.key] = copies.setdefault(id(state.value), state.content)
+                # Without a copy of the content, only the tensor itself comes back.
+                state = replace(state, content=None)
+            lent.append(state)
+        self.states = lent
 
     @torch.no_grad()
     def perturb(self, states: Iterable[State]) -> None:
