@@ -447,11 +447,12 @@ class RowComparison(Generic[RulesT]):
         cut_kind: CutKind,
     ) -> None:
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
-        changes = self._largest_changes(gradients, rows)
-        # All ranks decide by the same numbers, because a change above the tolerance takes one more forward.
-        errors_of_ranks = self._probe.gather([change.error for change in changes])
-        for change, *errors in zip(changes, *errors_of_ranks, strict=True):
-            error = max(errors)
+        changes_of_ranks = self._probe.gather(self._largest_changes(gradients, rows))
+        # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
+        # with the largest change also explains it.
+        for changes in zip(*changes_of_ranks, strict=True):
+            change = max(changes, key=lambda change: change.error)
+            error = change.error
             allowed = self._allowed(change.point, error)
             if error <= allowed:
                 continue

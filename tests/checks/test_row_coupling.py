@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from composer_tokacc.checks.comparison import CutFailure, CutKind, RowComparison, _Change
 from tests.support.text import collate, gpt2, next_token_loss, ragged_batch, text_model, text_rows
 from tests.support.training import fit, hugging_face
 
@@ -135,3 +136,25 @@ def test_leak_beside_biases_of_a_fresh_model():
     model.transformer.h[1].attn.register_forward_hook(center)
     with pytest.raises(RuntimeError, match='rows beside it'):
         fit(model, ragged_batch())
+
+
+def test_rank_with_the_change_explains_it():
+    """This rank has no change, but it raises the error of the rank that has one."""
+    change = _Change(('tokens', 0), row=1, error=1e-3, factor=1.0, error_without_factor=1e-3)
+
+    class ProbeOfTwoRanks:
+        is_random = False
+
+        def gather(self, changes):
+            return [changes, [change]]
+
+    unchanged = _Change(('tokens', 0), row=0, error=0.0, factor=1.0, error_without_factor=0.0)
+    comparison = RowComparison.__new__(RowComparison)
+    comparison._probe = ProbeOfTwoRanks()
+    comparison._rows = {'sample_ids': ['first', 'second']}
+    comparison._counts = [1, 1]
+    comparison._largest_changes = lambda gradients, rows: [unchanged]
+    comparison._allowed = lambda point, error: 1e-6
+    comparison._explained = lambda difference, cut_kind: difference
+    with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
+        comparison._check_gradients({}, [0, 1], CutKind.SINGLE_ROW)
