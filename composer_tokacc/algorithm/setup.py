@@ -150,7 +150,7 @@ class RunContext:
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train.
         self._norms = _batch_norms(model) if options.check_loss else {}
         # Before anything is added to the model, so that a refused model stays as it was.
-        self.check_norms()
+        self.check_batch_norms()
         self.world_size = get_world_size()
         self._reads_weights = options.token_weights == 'column'
         coefficient = None
@@ -265,7 +265,7 @@ class RunContext:
             )
         log.info('Logits are computed at all positions: %s.', why)
 
-    def check_norms(self) -> None:
+    def check_batch_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.
 
         Checked in every step, because Composer puts the model into training mode after each evaluation.

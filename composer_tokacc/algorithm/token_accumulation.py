@@ -82,7 +82,7 @@ class TokenAccumulation(Algorithm):
     :math:`t` and :math:`T` are sums of their weights. Together with Composer's weight this gives the gradient of one
     forward over the whole global batch, for any microbatch size, number of ranks and padding.
 
-    Runs on ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
+    Its main events are ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
     ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss), ``AFTER_TRAIN_BATCH`` (checks the weights
     of the tokens, before the optimizer steps) and ``BATCH_END`` (frees the batch).
 
@@ -109,7 +109,10 @@ class TokenAccumulation(Algorithm):
             positions, for callbacks that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch
             check shows that loss and gradient stay the same. With logits at labels ``outputs.logits`` has one row, in
             the order of the labels. Default: ``'auto'``.
-        check_loss (bool): Whether the probe compares the rule with the model's own loss. Default: ``True``.
+        check_loss (bool): Whether to check the model's loss. The first-batch check compares it with the rule, tokens
+            are measured in each step, and the run is refused if somebody adds a term to the loss, or if a BatchNorm is
+            in training mode. ``False`` needs an explicit ``loss_tokens``; the first two remain if tokens have weights.
+            Default: ``True``.
 
     Raises:
         ValueError: If an argument is not one of the above.
@@ -145,8 +148,8 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._reduces_once = False  # whether ranks meet only in the last microbatch of a step
-        self._token_choice = TokenChoice()  # a new one in each fit
+        self._reduces_once = False  # whether DDP reduces gradients only in the last microbatch of a step
+        self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
         self._actions: dict[Event, Action] = {
@@ -156,7 +159,7 @@ class TokenAccumulation(Algorithm):
             Event.BEFORE_FORWARD: self._begin_forward,
             Event.AFTER_LOSS: self._replace_loss,
             Event.BEFORE_BACKWARD: self._scale,
-            Event.AFTER_BACKWARD: self._restore,
+            Event.AFTER_BACKWARD: self._end_microbatch,
             Event.AFTER_TRAIN_BATCH: self._finish,
             Event.BATCH_END: self._end_step,
             Event.EPOCH_END: self._end_epoch,
@@ -190,6 +193,18 @@ class TokenAccumulation(Algorithm):
         return self._context
 
     @property
+    def _known_rule(self) -> str:
+        """The loss rule, after the first-batch check, which names or finds one."""
+        rule = self._run.check.rule
+        assert rule is not None
+        return rule
+
+    @property
+    def _step_number(self) -> int:
+        """The number of the step that runs now, from 0 in each fit."""
+        return self._token_choice.step
+
+    @property
     def has_logits(self) -> bool:
         """Whether the model returns logits. If not, it returns hidden states, and the head is part of its loss."""
         return self._context is None or self._context.check.has_logits
@@ -207,7 +222,7 @@ class TokenAccumulation(Algorithm):
         return self._context.selector is not None
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
-        """Makes the next forward of the model compute logits only at the labels of a microbatch, if the run does so.
+        """Makes the model compute logits only at labels in its next forward, if :meth:`selects_logits` returns True.
 
         Args:
             state: The trainer's state.
@@ -220,7 +235,7 @@ class TokenAccumulation(Algorithm):
             num_positions = labels_of(batch).numel()
             # A microbatch without labels gets one, see ModelBatch.
             num_labels = max(num_labels, 1)
-            selector.begin_forward(self.rule or '', num_labels, num_positions)
+            selector.begin_forward(self._known_rule, num_labels, num_positions)
 
     def match(self, event: Event, state: State) -> bool:
         """Returns whether to run at an event."""
@@ -243,7 +258,7 @@ class TokenAccumulation(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """Returns only plain values, because Composer's next release loads checkpoints with ``weights_only=True``."""
         state = super().state_dict()
-        state['rule'] = self.rule
+        state['rule'] = self.rule  # for a reader of the checkpoint. A resumed run finds it again
         state['num_empty_steps'] = self.num_empty_steps
         state['reduces_once'] = self._reduces_once
         return state
@@ -280,7 +295,7 @@ class TokenAccumulation(Algorithm):
             split.loss_rule = self.rule
 
     def _end_fit(self, state: State) -> None:
-        """FIT_END: gives the model back to the user."""
+        """FIT_END: removes our hooks from the model, and has the split forget it."""
         if self._context is not None:
             self._context.end()
 
@@ -293,7 +308,7 @@ class TokenAccumulation(Algorithm):
         if self._context is None:
             self._context = RunContext(state, self.options)
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
-            self._context.prove(state.batch)
+            self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
@@ -315,12 +330,13 @@ class TokenAccumulation(Algorithm):
         (num_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
-        is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0)
+        # Not due in the first step, whose rows have just been proven.
+        is_check_due = run.check.is_due(self._step_number, has_new_rows=num_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)
         check_widths(
             sums['widths'],
-            lambda: run.width_of(step),
+            lambda: run.width_of(step),  # not the width from above, because prove() may have changed the rules
             was_checked=is_check_due,
             is_trimmed=run.split is not None,
         )
@@ -334,10 +350,11 @@ class TokenAccumulation(Algorithm):
         num_copies = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
         batch = _with_copies_marked(state.batch, num_copies)
         # The counts are in the batch, so that the split also cuts them into microbatches.
-        counted_batch = with_counts(batch, self.rule or '', self.options.token_weights)
+        counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=rows_of(state.batch),
+            # Composer copies every microbatch, but only metrics of training read the copies.
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
@@ -346,7 +363,7 @@ class TokenAccumulation(Algorithm):
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
         """Marks the rows of a counted batch that have new labels."""
-        has_new_label = self._token_choice.rows_with_new_labels(batch, self.rule or '')
+        has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
         marked_rows = []
@@ -375,7 +392,7 @@ class TokenAccumulation(Algorithm):
         """
         run = self._run
         step = run.step
-        run.check_norms()
+        run.check_batch_norms()
         run.reductions.start_attempt()
         step.microbatches = []
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
@@ -391,6 +408,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
+        # Then ranks may have different numbers of microbatches, and an earlier reduction could wait forever.
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
@@ -435,7 +453,7 @@ class TokenAccumulation(Algorithm):
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
-        step_number = self._token_choice.step
+        step_number = self._step_number
         # Checked in steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_power_of_two = step_number & (step_number - 1) == 0
         needs_coefficient = self.options.check_loss or run.terms.router_coefficient is not None
@@ -465,29 +483,30 @@ class TokenAccumulation(Algorithm):
         record.batch = _checked_entries(state.batch)
         self._check_no_added_term(state)
         del self._edges_of_loss  # they hold the graph
-        record.num_microbatches = self._num_averaged(state)
+        record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
         record.composers_weight = sample_weight(
             record.counts.samples,
             int(totals.samples),
             world_size=run.world_size,
         )
-        # The weight that the mean over the tokens of the microbatch must have in the step.
-        share = token_weight(
+        # The factor that the mean over the tokens of the microbatch must have in the step. It may be over 1, because
+        # gradients are averaged over the ranks.
+        weight_of_mean = token_weight(
             record.counts.loss_weight,
             totals.loss_weight,
             world_size=run.world_size,
         )
         _check_added_rows(state, record, run.terms)
-        self._observe_tokens(state, record, share)
+        self._weigh_and_measure_tokens(state, record, weight_of_mean)
         self._raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
             self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
-            assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
+            assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
             num_microbatches = record.num_microbatches or 1
             state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
-        scales = _scales_of(record, share)
+        scales = _scales_of(record, weight_of_mean)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
     def _check_no_added_term(self, state: State) -> None:
@@ -502,10 +521,11 @@ class TokenAccumulation(Algorithm):
                 '(docs/errors.md#model-loss).'
             )
 
-    def _observe_tokens(self, state: State, record: MicrobatchRecord, share: float) -> None:
-        """Notes the losses of the tokens if they have weights, and measures tokens if it is the microbatch's turn.
+    def _weigh_and_measure_tokens(self, state: State, record: MicrobatchRecord, weight_of_mean: float) -> None:
+        """Applies the weights of tokens, if they have some, and measures tokens if it is the microbatch's turn.
 
-        ``share`` is the weight that the mean over the tokens must have in the step.
+        Also notes the sum of the losses of weighted tokens. ``weight_of_mean`` is the factor that the mean over the
+        tokens must have in the step.
         """
         run = self._run
         step = run.step
@@ -516,10 +536,10 @@ class TokenAccumulation(Algorithm):
         place = len(step.microbatches) - 1
         is_chosen = self.is_weighted or self._token_choice.includes(place, record.counts)
         if record.has_weight and is_chosen and run.check.has_logits:
-            self._watch_tokens(state, record, share=share * step.gradient_scale)
+            self._weigh_and_watch_logits(state, record, scaled_weight=weight_of_mean * step.gradient_scale)
 
-    def _num_averaged(self, state: State) -> int | None:
-        """Returns the number of microbatches of this rank; None if no term of the loss is averaged over them."""
+    def _num_microbatches_with_samples(self, state: State) -> int | None:
+        """Returns the number by which terms of the unit ``'microbatches'`` are divided; None if the loss has none."""
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
             return None
@@ -528,17 +548,17 @@ class TokenAccumulation(Algorithm):
         # Composer's own split makes microbatches of a fixed number of rows.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
-    def _watch_tokens(self, state: State, record: MicrobatchRecord, *, share: float) -> None:
-        """Applies the token weights to a microbatch. Adds a hook that measures in the backward how tokens weigh.
+    def _weigh_and_watch_logits(self, state: State, record: MicrobatchRecord, *, scaled_weight: float) -> None:
+        """Applies the token weights by a hook on the logits. Adds another, which measures how tokens weigh.
 
         Args:
             state: The trainer's state.
             record: The record of the microbatch.
-            share: The weight that the mean over its tokens must have in the step, times the loss scale.
+            scaled_weight: The factor that the mean over its tokens must have in the step, times the loss scale.
         """
         run = self._run
-        is_whole = self._token_choice.draws_all()
         logits = logits_of(state.outputs)
+        # If tokens have weights, check_step() refuses the step after each of these two returns.
         if logits is None or logits.grad_fn is None:
             return
         rule = record.counts.rule
@@ -566,13 +586,17 @@ class TokenAccumulation(Algorithm):
         # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
         units_of_terms = list(run.terms.units.values())
         is_one_mean = units_of_terms in ([], ['tokens'])
-        unit = None
+        plain_token_weight = None
         if is_one_mean and run.check.token_scale is not None:
-            unit = run.check.token_scale * share / num_tokens
-        record.watch(logits, weights, unit, is_whole=is_whole, selected=selected)
+            plain_token_weight = run.check.token_scale * scaled_weight / num_tokens
+        measures_all = self._token_choice.draws_all()
+        record.watch(logits, weights, plain_token_weight, is_whole=measures_all, selected=selected)
 
-    def _restore(self, state: State) -> None:
-        """AFTER_BACKWARD: puts the model's own loss back, because callbacks read it at the end of the batch."""
+    def _end_microbatch(self, state: State) -> None:
+        """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the model's own loss back.
+
+        Callbacks read the loss at the end of the batch.
+        """
         run = self._run
         step = run.step
         run.reductions.complete_for_ddp()
@@ -589,11 +613,11 @@ class TokenAccumulation(Algorithm):
     # After the step.
 
     def _finish(self, state: State) -> dict[str, float]:
-        """AFTER_TRAIN_BATCH: gradients are complete, and the optimizer has not moved yet. Returns metrics."""
+        """AFTER_TRAIN_BATCH: checks the step before the optimizer moves, and returns its metrics."""
         run = self._run
         step = run.step
         check_reduced(state.model)
-        if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
+        if self._step_number == 0 and not (self.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
         run.has_bypass = step.has_bypass
@@ -667,7 +691,7 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # True for entries that are hidden, and for those that nobody has changed.
+            # The original comes back if nobody has replaced what the model got. Of a hidden entry both are None.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -711,8 +735,8 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
     """Raises RuntimeError if a term over samples has a loss in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
-    num_rows = len(record.rows)
-    if not 0 < len(added_rows) < num_rows:
+    row_count = len(record.rows)
+    if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(state.outputs)
     terms_of_samples = terms.of_unit(state.loss, 'samples')
@@ -720,26 +744,26 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
         return
     loss = sum_of_means(terms_of_samples)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if gradient is None or len(gradient) != num_rows:
+    if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():
         raise NotExactError(
             'A term over samples must be 0 for the rows without labels that fill up a rank, but it has a gradient in '
-            f'such rows ({len(added_rows)} of {num_rows} rows fill up). Multiply what a row adds by '
+            f'such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds by '
             '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
         )
 
 
-def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
+def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
     """Returns the factor of the terms of each unit. Composer applies its own weight in addition.
 
-    ``share`` is the weight that the mean over the tokens of the microbatch must have in the step.
+    ``weight_of_mean`` is the factor that the mean over the tokens of the microbatch must have in the step.
     """
     if record.counts.samples == 0:
         return dict.fromkeys(LOSS_UNITS, 0.0)
     num_with_samples = sum(row.samples > 0 for row in record.rows)
     return {
-        'tokens': share / record.composers_weight,
+        'tokens': weight_of_mean / record.composers_weight,
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
@@ -750,7 +774,7 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and to its total."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    changed_names = (means_over_tokens[0], 'total')
+    changed_names = (means_over_tokens[0], 'total')  # Composer takes only the gradient of a total, if there is one
 
     def with_added(term: Term) -> torch.Tensor:
         return term.value + added if term.name in changed_names else term.value
