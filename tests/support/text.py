@@ -41,7 +41,7 @@ def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
 
 
 class ColumnCounter(GPT2LMHeadModel):
-    """Counts positions from the first column, and takes none of the batch."""
+    """Counts positions from the first column. Its forward has no argument ``position_ids``."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -61,7 +61,7 @@ def column_counter() -> ColumnCounter:
 
 
 def whisper_model() -> WhisperForConditionalGeneration:
-    """Returns a Whisper for sounds of 8 mel bins and 16 frames."""
+    """Returns a Whisper for audio of 8 mel bins and 16 frames, which its encoder halves to 8 positions."""
     config = WhisperConfig(
         vocab_size=VOCABULARY,
         d_model=32,
@@ -96,9 +96,9 @@ def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
-def text_rows(shape: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def text_rows(row_sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     """Returns rows of the given (length, labelled tokens)."""
-    return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(shape)]
+    return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(row_sizes)]
 
 
 def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -133,12 +133,12 @@ def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pa
     return batch
 
 
-def ragged_batch(shape: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
     """Returns rows of the given (length, labelled tokens). Takes the options of :func:`collate`."""
-    return collate(text_rows(shape), **options)
+    return collate(text_rows(row_sizes), **options)
 
 
-def named_batch(shape: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
     """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
-    sample_ids = [f'sample-{row}' for row in range(len(shape))]
-    return {**ragged_batch(shape, **options), 'sample_ids': sample_ids}
+    sample_ids = [f'sample-{row}' for row in range(len(row_sizes))]
+    return {**ragged_batch(row_sizes, **options), 'sample_ids': sample_ids}
