@@ -12,6 +12,7 @@ import torch
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.data_spec.split import split_of
 from tests.matrix.native_models import NativeModel
 from tests.support.text import (
     RAGGED,
@@ -38,8 +39,9 @@ WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
 def rules_after_exact_steps(model, *batches):
+    """Returns the rules by which rows are cut at the end. A rule that was proven also has the width of its rows."""
     recorder = assert_exact(model, *batches)
-    return recorder.trainer._train_data_spec.split_batch.__self__._split.rules
+    return split_of(recorder.trainer.state.train_dataloader).rules
 
 
 @pytest.mark.parametrize(
@@ -71,12 +73,12 @@ def test_cuts_that_failed_are_logged(caplog):
 )
 def test_later_padding_is_proven_first(side, rules):
     """The first batch has no padding, so it cannot show how padding may be cut."""
-    batches = [ragged_batch(shape, side=side) for shape in (WITHOUT_PADDING, RAGGED, RAGGED[1:])]
+    batches = [ragged_batch(row_sizes, side=side) for row_sizes in (WITHOUT_PADDING, RAGGED, RAGGED[1:])]
     assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
 class NeedsWideRows(ColumnCounter):
-    """Computes no rows of less than 6 tokens, as models that pool or convolve along the text (Funnel)."""
+    """Raises for rows under 6 tokens, as models that pool or convolve along the text do (Funnel)."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         if input_ids.shape[1] < 6:
@@ -101,21 +103,20 @@ class RecordsHoles(NeedsWideRows):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         has_hole = attention_mask.diff(dim=1).eq(1).any()
-        if len(input_ids) == 1 and has_hole and not torch.is_grad_enabled():
+        is_check = not torch.is_grad_enabled()  # training computes with gradients
+        if len(input_ids) == 1 and has_hole and is_check:
             self.checked_widths.append(input_ids.shape[1])
         return super().forward(input_ids, attention_mask, labels)
 
 
 def test_new_rules_are_proven_on_every_kind_of_row():
-    """Holes were checked under the earlier rules only. The second batch has new lengths, and the rules change."""
+    """The second batch has a row of 3 tokens, which changes the rules. So its row with a hole is checked again."""
     first = ragged_batch([(9, 7), (14, 8), (11, 7), (6, 1)])
     second = ragged_batch([(14, 3), (3, 2), (13, 3), (8, 3), (11, 3), (10, 3)])
-    for batch, row in ((first, 2), (second, 4)):
+    for batch, row in ((first, 2), (second, 4)):  # the rows of length 11
         batch['attention_mask'][row, 4] = 0
     model = gpt2(RecordsHoles)
-    recorder = assert_exact(model, first, second)
-    rules = recorder.trainer._train_data_spec.split_batch.__self__._split.rules
-    assert rules.right == 'keep'
+    assert rules_after_exact_steps(model, first, second).right == 'keep'
     # Trimmed under the first rules, and as wide as the batch under the second ones.
     assert set(model.checked_widths) == {11, 14}
 
@@ -133,11 +134,12 @@ def write_into(microbatch):
     return microbatch
 
 
+# The check takes the longest row first. If the rows are in this order, its rows may be a view of the batch.
 @pytest.mark.parametrize('writer', ['model', 'transform'])
-@pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
-def test_check_leaves_the_batch_alone(writer, shape):
+@pytest.mark.parametrize('row_sizes', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
+def test_check_leaves_the_batch_alone(writer, row_sizes):
     """If the check wrote into the batch, training would add 1 to its ids for a second time."""
-    batch = ragged_batch(shape)
+    batch = ragged_batch(row_sizes)
     trained_batch = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
     expected, _ = reference_gradients(gpt2(), trained_batch)
     if writer == 'model':
