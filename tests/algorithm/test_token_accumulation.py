@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Each step of the Trainer has the gradient of one plain forward over its batch, or is refused."""
+"""Each step of the Trainer has the gradient of one plain forward over its batch, or is refused.
+
+``fit`` and ``assert_exact`` split a plain ``batch`` with ``token_data_spec``. Composer itself splits ``loader(batch)``.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split
 
 @pytest.mark.parametrize('counts_tokens', [False, True])
 def test_stock_composer_is_wrong(model, counts_tokens):
-    """On these rows wrong weights show: the error is over 10 %. Composer's own counter also counts padding."""
+    """Its wrong weights give an error of over 10 % on these rows. Its own counter also counts padding."""
     batch = ragged_batch(RAGGED[:4])
     expected, _ = reference_gradients(model, batch)
     options = COMPOSERS_FLAG if counts_tokens else {}
@@ -129,7 +132,7 @@ def test_custom_sample_counter_is_refused(model, batch):
         fit(model, spec)
 
 
-def test_labels_masked_after_counting(model, batch):
+def test_labels_masked_after_counting_are_refused(model, batch):
     def mask_last_labels(batch):
         batch['labels'][:, -2:] = -100
         return batch
@@ -156,8 +159,8 @@ def test_split_that_drops_rows_is_refused(model, batch):
         fit(model, DataSpec(loader(batch), split_batch=first_microbatch_only))
 
 
-class At(Algorithm):
-    """Calls a function with the state at an event. An algorithm, because its place among the algorithms matters."""
+class AlgorithmOn(Algorithm):
+    """Does the same as the callback :class:`.On`. An algorithm, because its place among the algorithms matters."""
 
     def __init__(self, event, function):
         self.event = event
@@ -174,13 +177,14 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
     def halve(state):
         state.loss = state.loss * 0.5
 
+    algorithms = [TokenAccumulation(), AlgorithmOn(Event.BEFORE_BACKWARD, halve)]
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
-        fit(model, loader(batch), algorithms=[TokenAccumulation(), At(Event.BEFORE_BACKWARD, halve)])
+        fit(model, loader(batch), algorithms=algorithms)
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
 @pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
-def test_term_added_by_an_algorithm(model, batch, event, is_in_place):
+def test_term_added_by_algorithm_is_refused(model, batch, event, is_in_place):
     """A mean over all positions of a microbatch. Weighted by tokens, it would depend on the cut."""
     states = []
     model.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
@@ -193,7 +197,7 @@ def test_term_added_by_an_algorithm(model, batch, event, is_in_place):
             state.loss = state.loss + term
 
     with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm'):
-        fit(model, loader(batch), algorithms=[At(event, add_term), TokenAccumulation()])
+        fit(model, loader(batch), algorithms=[AlgorithmOn(event, add_term), TokenAccumulation()])
 
 
 def test_images_leave_the_device_after_their_microbatch(model, batch):
@@ -238,7 +242,7 @@ def test_repeated_sample_counts_nothing(model, microbatch_size):
 
 @pytest.mark.usefixtures('as_second_rank')
 def test_repeated_sample_in_joined_row(model, caplog):
-    """A collator makes one row of three samples, so the last row is not the repeated sample."""
+    """A collator joins three samples, so no row can be left out. The repeated sample counts twice, with a warning."""
     rows = text_rows(RAGGED[:5])
     sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
     data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=packed_row))
@@ -246,7 +250,7 @@ def test_repeated_sample_in_joined_row(model, caplog):
     assert 'counts twice' in caplog.text
 
 
-def test_sampler_for_more_ranks_than_launched(model):
+def test_sampler_for_missing_ranks_is_refused(model):
     """Half of the samples would never be trained."""
     rows = text_rows(RAGGED)
     sampler = DistributedSampler(rows, num_replicas=2, rank=0)
@@ -297,7 +301,7 @@ def test_step_without_labels_moves_nothing(model, batch):
     recorder = fit(
         model,
         loader(batch, empty_batch),
-        algorithms=[TokenAccumulation(), At(Event.BATCH_END, keep_state)],
+        algorithms=[TokenAccumulation(), AlgorithmOn(Event.BATCH_END, keep_state)],
         callbacks=[NaNMonitor()],
         optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
         max_duration='2ba',
@@ -333,7 +337,7 @@ def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)
-    algorithms = [At(Event.BEFORE_LOSS, run_out_of_memory), TokenAccumulation(token_weights=token_weights)]
+    algorithms = [AlgorithmOn(Event.BEFORE_LOSS, run_out_of_memory), TokenAccumulation(token_weights=token_weights)]
     recorder = fit(model, data, algorithms=algorithms, microbatch_size=4)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
@@ -356,7 +360,8 @@ def test_gradient_clipping_after_the_algorithm(model, batch):
     ('make_model', 'options', 'tolerance'),
     [
         pytest.param(text_model, {}, 1e-5, id='dense'),
-        # Its microbatches are also counted more than once. LBFGS divides by small changes of the gradient.
+        # Its microbatches are also counted more than once. The tolerance is larger, because LBFGS divides by the change
+        # of the gradient, which is small here.
         pytest.param(mixture_of_experts, {'router_balance': 'step'}, 1e-4, id='experts'),
     ],
 )
@@ -379,20 +384,21 @@ def test_step_of_several_closures(make_model, options, tolerance, optimizer):
 
 
 def test_step_of_several_closures_counts_once(model, batch):
-    """Otherwise the checks in steps 16, 32 and so on might never be due."""
+    """If each closure counted, the first-batch check might miss steps 16, 32 and so on, in which it looks again."""
     algorithm = TokenAccumulation()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.0, max_iter=3, tolerance_change=-1.0)
     empty_batch = ragged_batch([(5, 0), (7, 0)])
     recorder = fit(model, loader(batch, empty_batch), algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
     assert len(recorder.steps) > 3
     assert algorithm.num_empty_steps == 1
-    assert algorithm._token_choice.step == 2
+    assert algorithm._step_number == 2
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])
 def test_scale_of_grad_scaler(precision, model, batch, monkeypatch):
     """The scale is not taken for a wrong weight. On a GPU the scaler is always enabled, but used only in AMP_FP16."""
     callbacks = set_precision(precision, monkeypatch)
+    # The model computes in float32. In float16 its round-off would be larger than the tolerance.
     monkeypatch.setattr('composer.trainer.trainer.get_precision_context', lambda *_: nullcontext())
     scaled_losses = []
 
