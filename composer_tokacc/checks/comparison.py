@@ -36,7 +36,7 @@ from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""A unit of loss terms, and the number of one of the last layers: a gradient is that of the terms by its output."""
+"""A unit of loss terms, and the number of one of the last layers: the gradient of these terms by the layer's output."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -48,17 +48,17 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""Largest relative difference of a loss from a plain mean of cross-entropies. Steps have a wider tolerance, because
-small terms may grow."""
+"""A loss is a plain mean of cross-entropies if no token's gradient differs by more than this from the one in that mean,
+relatively. Stricter than the tolerance of steps, because a term that is small now may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
 LARGEST_FACTOR_ERROR = 0.1
-"""If less than this part of a change is left without a factor on the gradient, the change is a wrong weight, and not a
-leak."""
+"""A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
+change, the row has a wrong weight. Otherwise something leaks into the row."""
 
 NOT_COMPUTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors of a model that cannot compute rows that are trimmed or packed, or logits only at labels."""
+"""Errors that a model may raise on rows that are trimmed or packed, or with logits only at labels."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
@@ -120,8 +120,8 @@ class RowComparison(Generic[RulesT]):
         layout: Which parts of each tensor belong to which row.
         on_device: Returns a batch as the model gets it.
         rule: The loss rule of the model.
-        rows: As returned by :func:`.chosen_rows`.
-        check_loss: Whether tokens must have equal weights in the loss.
+        rows: A batch of the rows, with labels and without row counts.
+        check_loss: Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row.
         varies_weights: Whether the probe varies weights whose entries are all equal.
     """
 
@@ -143,7 +143,7 @@ class RowComparison(Generic[RulesT]):
         self._check_loss = check_loss
         self._varies_weights = varies_weights
         self.at_own_weights: RowComparison[RulesT] | None = None
-        """A comparison of the same rows that varies no weights. Every cut must pass it, too. None: none were varied."""
+        """The same comparison without varied weights, if weights were varied. Single and packed rows must pass both."""
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
@@ -172,19 +172,19 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
-        """The result of all rows with one more rounding at every layer. It is only needed for deep models."""
+        """The result of all rows with one more rounding at every layer. Computed only if a change needs it."""
         return self._probe.run(self.batch, rounded=True, varies_weights=self._varies_weights)
 
     @cached_property
     def _noise(self) -> dict[Point, float]:
-        """How far round-off may change a row's gradient, relative to it, by unit and point."""
+        """How far round-off may change a row's gradient, relative to it, by point."""
         rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
         noise = {}
         for point, expected in self._expected.items():
             changes = _relative_errors(rounded[point], expected)
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
-        return self._probe.gather(noise)[0]
+        return self._probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples that the terms of a unit are divided by.
@@ -211,16 +211,16 @@ class RowComparison(Generic[RulesT]):
         # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
         squares = measured.plain_norms.square()
         weighted_squares = measured.weights * squares
-        mean = float(weighted_squares.sum() / squares.sum())
-        if mean == 0 or not math.isfinite(mean):
+        mean_weight = float(weighted_squares.sum() / squares.sum())
+        if mean_weight == 0 or not math.isfinite(mean_weight):
             return None
-        relative_weights = measured.weights / mean
-        # For the same reason a weight that differs counts only as far as it changes the gradient.
+        relative_weights = measured.weights / mean_weight
+        # For the same reason a weight that differs from the mean counts only as far as it changes the gradient.
         changes = (relative_weights - 1).abs() * measured.plain_norms
         worst = max(float(changes.max()), float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
             return None
-        return mean * sum(self._counts)
+        return mean_weight * sum(self._counts)
 
     # The cuts.
 
@@ -255,8 +255,8 @@ class RowComparison(Generic[RulesT]):
             if self.has_shown_trimming:
                 return candidate
             # No row was trimmed. If no row has padding, or all have a label behind it, nothing was learnt about
-            # trimming, and rows that are padded on this side keep their earlier rules. If trimming was tried and has
-            # failed, the new rules keep the padding, and stay.
+            # trimming. Then rows that are padded on this side keep their earlier rules. If trimming was tried and has
+            # failed, the candidate says to keep the padding, and with_side_of() leaves that as it is.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -269,14 +269,14 @@ class RowComparison(Generic[RulesT]):
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
 
-        ``media`` maps the number of a row to its media, padded as in the row's own microbatch.
+        ``media`` maps the number of a row to its media, padded as in the microbatch that the loader has collated.
         """
         for row, row_media in media.items():
             single_row = self._layout.select(self._rows, [row])
             batch = dict(single_row)
             for key, value in row_media.items():
                 entry = self._layout.entry_of(single_row, key)
-                # Only the media keep the padding of the microbatch. Here the text is as wide as in all rows together.
+                # Media keep the padding of that microbatch. A mask of them for each token gets the width of this text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
@@ -339,8 +339,8 @@ class RowComparison(Generic[RulesT]):
         Each row is also packed by itself, because a loss may depend on which rows are together: on their number, on the
         longest or the shortest one, or on the share of tokens with labels.
         """
-        total = sum(self._facts.lengths)
-        num_copies = max(math.ceil(largest_packed_row / total), 1)
+        num_tokens = sum(self._facts.lengths)
+        num_copies = max(math.ceil(largest_packed_row / num_tokens), 1)
         groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
         if len(self._all_rows) > 1:
             groups += [[row] for row in self._all_rows]
@@ -361,8 +361,9 @@ class RowComparison(Generic[RulesT]):
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
             except NOT_COMPUTED as error:
+                # This error already says what is wrong. In packed rows it only says why they cannot be packed.
                 if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
-                    raise  # already says what is wrong
+                    raise
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_num_tokens(batch, rows, cut_kind)
@@ -418,8 +419,8 @@ class RowComparison(Generic[RulesT]):
                     continue
                 row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
                 aligned[unit, index] = row_gradients
-                # Only a packed microbatch has fewer rows: it has one, and at least two rows are packed. Others may have
-                # dummy rows after their own rows.
+                # Two or more packed rows are documents of one row. A row that is packed by itself is aligned like any
+                # single row. Microbatches that are not packed may have dummy rows after their own rows.
                 if len(gradient) < len(rows):
                     documents = documents_of(batch)[0]
                     document = 0
@@ -472,7 +473,7 @@ class RowComparison(Generic[RulesT]):
             raise CutFailure(self._explained(f'{name}: {difference}', cut_kind))
 
     def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
-        """Returns the row whose gradient differs most from the expected one, for each point."""
+        """Returns the change of the row whose gradient differs most from the expected one, for each point."""
         # A microbatch may leave out a term. Then it adds nothing to the gradient of this term.
         zero = torch.zeros(len(self._all_rows), self._width, 1)
         zero_of_rows = zero[rows]
@@ -485,14 +486,14 @@ class RowComparison(Generic[RulesT]):
             expected = all_expected[rows]
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
-            unscaled = row_gradients / factors[:, None, None]
+            without_factor = row_gradients / factors[:, None, None]
             # If the loss is not checked, rows may have any weight, so the factor is removed.
             if not self._check_loss:
-                row_gradients = unscaled
+                row_gradients = without_factor
             errors = _relative_errors(row_gradients, expected, largest)
             worst = int(errors.argmax())
-            unscaled_error = _relative_errors(unscaled[worst][None], expected[worst][None])
-            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(unscaled_error))
+            remainder = _relative_errors(without_factor[[worst]], expected[[worst]])
+            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainder))
             changes.append(change)
         return changes
 
@@ -518,7 +519,7 @@ class RowComparison(Generic[RulesT]):
                 denominator = self._denominator(unit, part.rows)
                 total += denominator
                 if denominator:  # the loss of a part without tokens may be NaN
-                    # A step also takes a term that a microbatch leaves out for 0.
+                    # A term that a microbatch leaves out is 0, as in a step.
                     weighted_sum += part.losses.get(unit, 0.0) * denominator
             if total == 0:
                 continue
@@ -534,7 +535,7 @@ class RowComparison(Generic[RulesT]):
             )
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
-        """Returns whether another loss differs only by round-off, on all ranks."""
+        """Returns whether the loss of all rows equals the mean of their microbatches up to round-off, on all ranks."""
         is_same = self.reference.is_same_loss(unit, mean)
         if all(self._probe.gather(is_same)):
             return True
@@ -580,14 +581,14 @@ class RowComparison(Generic[RulesT]):
 def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
-    Attention by document is tried first. A model that does not accept it may still find the documents by their
-    positions. If that fails too, the message names both failures.
+    ``failures`` has one entry for each way to pack. Attention by document is tried first. If the model does not accept
+    it, but computes another way with a wrong result, the message names both failures. Otherwise it names the first.
     """
     first = failures[0]
-    computed = next((failure for failure in failures if failure.reason is None), first)
-    if computed is first:
+    first_computed = next((failure for failure in failures if failure.reason is None), first)
+    if first_computed is first:
         return str(first)
-    return f'{computed} Attention document by document was not possible: {first.reason}.'
+    return f'{first_computed} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
@@ -623,7 +624,8 @@ def documents_of(packed: Batch) -> Tensor:
         # The mask is (documents, width), and each position is in one document: argmax finds which.
         documents = mask.int().argmax(dim=0)
         return documents[None]
-    positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
+    # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
+    positions = packed['position_ids'].flatten(0, -2)[:1]
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
     restarts = positions.diff(dim=1) != 1
     documents = restarts.cumsum(dim=1)
