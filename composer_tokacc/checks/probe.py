@@ -43,8 +43,8 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""The largest number that is added to a weight with equal entries, in a weight with one column. The numbers are divided
-by the root of the number of columns, so that outputs of wide and narrow layers change by about as much."""
+"""The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
+columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 
 Outputs: TypeAlias = Any
 """The outputs of a model. Hosts have no type for them."""
@@ -70,13 +70,14 @@ class ProbeResult:
     # Sums of the loss terms that must not depend on the cut, by unit: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. The last one is by the logits. The one before is by the states before the logits, but
-    # only of the part of the loss that does not use them through the logits. None if the loss does not use an output.
+    # ``(rows, width, entries)``. The last one is by the logits. The one before is by the states before the logits. The
+    # graph is cut between the two, so it shows only loss terms that use these states without the logits. None: the loss
+    # does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
-    output_size: int | None  # number of logits at a position
-    output_address: int | None  # address of the logits
+    output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
+    output_address: int | None  # memory address of the output
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
     has_broken_tie: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
@@ -129,7 +130,7 @@ class _LayerOutput(NamedTuple):
 class _Forward(NamedTuple):
     """One forward, with the graph of its last layers."""
 
-    terms: Mapping[str, Tensor]  # the loss by units
+    terms: Mapping[str, Tensor]  # the terms of the loss, by unit
     points: Sequence[Tensor]  # where gradients are taken, the logits last
     logits: Tensor | None
 
@@ -137,8 +138,8 @@ class _Forward(NamedTuple):
 class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
-    The layers run as in training, because a loss may be different in evaluation, but without dropout. If the forward is
-    random nevertheless, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
+    The layers run as in training, but without dropout. In evaluation a loss may be different. If the forward is random
+    even without dropout, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
     weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32, and not in
     bfloat16.
     """
@@ -154,8 +155,8 @@ class Probe:
     ) -> None:
         self.model = model
         self.gather = gather
-        """Returns the values of all ranks. They share what they decide by, because FSDP hangs unless all ranks run the
-        same forwards. Alone they would decide differently: ranks round differently, and only some may have a state."""
+        """Returns the values of all ranks. All decisions use them, because FSDP hangs unless all ranks run the same
+        forwards. The values of one rank are not enough: ranks round differently, and a state may exist on some only."""
         self._forward_model = forward
         self._loss = loss
         self._precision = precision
@@ -178,7 +179,7 @@ class Probe:
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._varied_weights = _VariedWeights(self._modules)
-        # The type of the first parameter stands for all.
+        # Whether forwards run in float32, without `precision`. The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
         self._uses_float32 = parameter is not None and parameter.dtype == torch.float32
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
@@ -221,7 +222,7 @@ class Probe:
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
         """
-        # The model is examined with the first batch.
+        # The model is examined with the first batch, by calls of this method.
         if not self._was_examined:
             self._was_examined = True
             self._examine(batch)
@@ -249,8 +250,8 @@ class Probe:
     def has_varied_weights(self) -> bool:
         """Whether forwards have varied some weights. Varied weights show faults that equal entries hide.
 
-        They also hide faults. Biases that begin at 0 are larger, varied, than the states of a fresh model, so a leak
-        between rows is small beside them.
+        They also hide faults, so rows are compared without them, too. For example, a bias that begins at 0 becomes
+        larger than the states of a fresh model, so a leak between rows is small compared with it.
         """
         return self._varied_weights.has_any
 
@@ -263,10 +264,10 @@ class Probe:
     def _examine(self, batch: Batch) -> None:
         """Finds the last layers, whether the loss is random, and whether it depends on written state."""
         first = self._find_last_layers(batch)
-        # This forward has a graph at the last layers, and another seed.
+        # This forward has another seed, so its loss changes if it depends on random numbers.
         second = self.run(batch)
-        is_repeated = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
-        self.is_random = not all(self.gather(all(is_repeated)))
+        is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
+        self.is_random = not all(self.gather(all(is_same)))
         self.judge_written_state(batch)
         # If the result depends on state that a forward writes, the loss changes for that reason, and is not random.
         if self.is_random and self.is_training and self.state_dependence is None:
@@ -290,7 +291,7 @@ class Probe:
                 layer_output = _LayerOutput(module, output.shape[-1], output.data_ptr())
                 outputs.append(layer_output)
 
-        with _hooked(_leaves(self._modules), note):
+        with _hooked(_without_children(self._modules), note):
             result = self.run(batch, seed=1)
         # The last layer is the one whose output is the logits. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
@@ -327,26 +328,26 @@ class Probe:
         return sorted(set().union(*self.gather(list(states))))
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
-        """Judges some states. They do not stay as they were."""
+        """Judges some states for :meth:`judge_written_state`. The caller puts the state of the model back."""
 
-        def result() -> ProbeResult:
+        def run_forward() -> ProbeResult:
             return self.run(batch, seed=1, keeps_state=True)
 
-        result()  # fills the caches
+        run_forward()  # fills the caches
         snapshot = StateSnapshot.of_states(states)
-        expected = result()
+        expected = run_forward()
         rewritten = {state.name: state for state in snapshot.written()}
         snapshot.restore()
         names = self._names_on_ranks(rewritten)
         if not names:
             return
         # On a GPU two forwards of the same rows may differ by round-off.
-        tolerance = max(NOISE_FACTOR * expected.distance(result()), STATE_TOLERANCE)
+        tolerance = max(NOISE_FACTOR * expected.distance(run_forward()), STATE_TOLERANCE)
         snapshot.restore()
 
         def changes_result(names: Sequence[str]) -> bool:
             snapshot.perturb([rewritten[name] for name in names if name in rewritten])
-            distance = expected.distance(result())
+            distance = expected.distance(run_forward())
             snapshot.restore()
             return any(self.gather(distance > tolerance))
 
@@ -373,17 +374,18 @@ class Probe:
         copied = with_copied_tensors(batch)
         rounded_layers: list[Module] = []
         if rounded:
-            rounded_layers = _leaves(self._modules)
-        weights: AbstractContextManager[object] = nullcontext()
+            rounded_layers = _without_children(self._modules)
+        varied_weights: AbstractContextManager[object] = nullcontext()
         if varies_weights:
-            weights = self._varied_weights.shown()
+            varied_weights = self._varied_weights.shown()
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
+            # The caller disarms it.
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
-            weights,
+            varied_weights,
             _hooked(rounded_layers, _rounded),
             _graph_from(self._layers, shapes) as leaves,
         ):
@@ -393,15 +395,16 @@ class Probe:
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
+        # No layer returns these logits, for example, if the model changes the output of its head once more.
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
         return _Forward(terms, points, logits)
 
     @contextmanager
     def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
-        """Switches dropout and TF32 off, and BatchNorm to evaluation, or all modules if the forward is random.
+        """Switches dropout, TF32 and compilation off, and seeds the random numbers. Yields the mode that notes ties.
 
-        Also seeds the random numbers. Yields the mode that notes ties.
+        Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
         kind_to_switch = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
@@ -488,7 +491,7 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                # A module that no forward has reached yet may have such weights.
+                # A module that no forward has reached yet has no entry. It may have such weights.
                 if self._names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
@@ -518,7 +521,10 @@ class _VariedWeights:
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` would add."""
+    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` would add.
+
+    Returns False for float8 (one byte), because torch cannot add it.
+    """
     if isinstance(weight, DTensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return False
     if not weight.numel():
@@ -560,7 +566,7 @@ def _golden_numbers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio."""
+    """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio, modulo 1."""
     numbers = torch.arange(1, size + 1) * 0.618034 % 1
     return numbers.to(device, dtype)
 
@@ -637,6 +643,7 @@ class _ProbeMode(TorchFunctionMode):
         largest: bool = True,
         **options: object,
     ) -> None:
+        # A top-k over anything but positions, such as over experts, does not depend on the width.
         if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
             return
         scores = input
@@ -751,7 +758,7 @@ def _is_of_shape(output: object, shapes: Sequence[tuple[int, ...]]) -> TypeGuard
     return tuple(output.shape[:2]) in shapes
 
 
-def _leaves(modules: Iterable[Module]) -> list[Module]:
+def _without_children(modules: Iterable[Module]) -> list[Module]:
     """Returns the modules without children."""
     return [module for module in modules if next(module.children(), None) is None]
 
