@@ -64,7 +64,7 @@ LOOK_AGAIN = 16
 """Rows are checked again in this step, and in steps 32, 64 and so on. A model may change in a way that the measurements
 of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
 MAX_ROWS = 6
-"""Most rows of a check."""
+"""Most rows of a check. There may be more with several new modalities, or by :func:`with_unequal_row`."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_TIED_TOKENS = 3
@@ -95,7 +95,7 @@ class SharedRows(NamedTuple):
 class RowOffer:
     """Message of a rank to the others. It tells how much a check of its rows would show."""
 
-    can_show_rule: bool  # whether a row has a token to predict from another one, or two tokens, so that it can get one
+    can_show_rule: bool  # whether a row has a label behind its first token, or a second token that can get one
     num_missing: int  # number of properties of its rows that lie outside of the proven ranges
     num_rows: int
     ranges: RowRanges
@@ -131,7 +131,7 @@ class FirstBatchCheck(Generic[RulesT]):
     loss_tokens: str
     """The loss rule that the user has named, or ``'auto'``."""
     check_loss: bool
-    """Whether to check the loss rule. If not, ``loss_tokens`` names one."""
+    """Whether to check the loss rule, and that rows keep their weights. If not, ``loss_tokens`` names a rule."""
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     rule: str | None = field(default=None, init=False)
@@ -157,24 +157,27 @@ class FirstBatchCheck(Generic[RulesT]):
         if not self.check_loss:
             self.rule = self.loss_tokens
 
-    def _ranges_of(self, sources: Sequence[RowFacts]) -> RowRanges:
+    def _ranges_of(self, batch_facts: Sequence[RowFacts]) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(sources, self._largest_packed_row(sources))
+        return ranges_of(batch_facts, self._largest_packed_row(batch_facts))
 
-    def _largest_packed_row(self, sources: Sequence[RowFacts]) -> int:
+    def _largest_packed_row(self, batch_facts: Sequence[RowFacts]) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         if self.cutter is None:
             return 0
-        return self.cutter.largest_packed_row(sources, self.microbatch_size)
+        return self.cutter.largest_packed_row(batch_facts, self.microbatch_size)
 
-    def has_new_rows(self, sources: Sequence[RowFacts]) -> bool:
-        """Returns whether this rank has rows outside of the proven ranges. ``sources`` are the facts of its batch."""
-        return bool(self._proven.missing(self._ranges_of(sources)))
+    def has_new_rows(self, batch_facts: Sequence[RowFacts]) -> bool:
+        """Returns whether this rank has rows outside of the proven ranges.
+
+        ``batch_facts`` are the facts of its batch, or of each of its microbatches.
+        """
+        return bool(self._proven.missing(self._ranges_of(batch_facts)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.
 
-        In these steps a check is due until one has run, because then :meth:`prove` does not ask for new rows.
+        In these steps it also notes that a check is due, so that :meth:`prove` checks rows even if none are new.
         """
         is_power_of_two = step & (step - 1) == 0
         if step >= LOOK_AGAIN and is_power_of_two:
@@ -204,7 +207,7 @@ class FirstBatchCheck(Generic[RulesT]):
             (is_any_missing,) = max_over_ranks([bool(missing)])
             if self._was_run and not is_any_missing:
                 return rules
-            # A rank whose rows have one token each cannot show the loss rule.
+            # Every rank offers its rows. Rows that cannot show the loss rule are the last choice.
             offers = all_gather_object(
                 RowOffer(
                     _can_show_rule(batch),
@@ -277,7 +280,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
-        compare = partial(
+        new_comparison = partial(
             RowComparison[RulesT],
             self.probe,
             self.layout,
@@ -286,9 +289,10 @@ class FirstBatchCheck(Generic[RulesT]):
             rows,
             self.check_loss,
         )
-        comparison = compare()
+        comparison = new_comparison()
+        # Varied weights may hide a fault, so rows are compared without them, too.
         if any(self.probe.gather(self.probe.has_varied_weights)):
-            comparison.at_own_weights = compare(varies_weights=False)
+            comparison.at_own_weights = new_comparison(varies_weights=False)
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
         if self.cutter is None or rules is None:
@@ -302,9 +306,10 @@ class FirstBatchCheck(Generic[RulesT]):
         return rules, self._checked_ranges(comparison, rows, rules, shared.largest_packed_row)
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
-        """Learns whether the model's output holds logits, and checks written states. Warns that rows are not compared.
+        """Warns that rows are not compared.
 
-        The whole batch is computed, but only its first row has labels.
+        If the loss is checked, also learns whether the model's output holds logits, and checks written states. For that
+        the whole batch is computed, but only its first row has labels.
         """
         log.warning(
             'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
@@ -393,6 +398,7 @@ class FirstBatchCheck(Generic[RulesT]):
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
+        # A model may begin to choose keys at some width, so ties are tried whenever a width is new.
         tied = None
         if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
             tied = row_with_ties(self.layout, batch)
@@ -413,7 +419,7 @@ def find_loss_rule(
     *,
     loss_tokens: str = 'auto',
 ) -> str:
-    """Finds the rule by which the model counts labels, or confirms the given one.
+    """Finds the rule by which the model counts labels, or confirms the rule ``loss_tokens``.
 
     The gradient by the logits shows it: it is not zero at the positions that predict the counted labels. The rule
     depends on the model class and the version of transformers. Nothing else shows a wrong rule.
@@ -421,15 +427,15 @@ def find_loss_rule(
     Args:
         probe: The probe of the model.
         row: As returned by :func:`rule_batch`, on the device of the model.
-        loss_tokens: The given rule, or ``'auto'``.
+        loss_tokens: The rule that the user has named, or ``'auto'``.
 
     Raises:
-        RuntimeError: If no rule fits the model, or the given one does not.
+        RuntimeError: If no rule fits the model, or ``loss_tokens`` does not.
     """
     result = probe.run(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    # If the loss has means over tokens, these are the first unit.
+    # The first unit is 'tokens', if the loss has terms in this unit.
     gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
     # The last gradient counts, because its layer is nearest to the loss.
@@ -469,9 +475,9 @@ def find_loss_rule(
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     """Returns one of the rows, with labels that tell the rules apart: on its first position, and on an unattended one.
 
-    All labels are the same token, so most of them do not fit the text. There is no gradient at
-    a label that the model is sure of. It may be sure of the row's real labels, but hardly of one token at several
-    positions. If the layout is unknown, the other rows stay in the batch, without labels.
+    All labels are the same token, so most of them do not fit the text. At a label that the model is sure of there is no
+    gradient. It may be sure of the row's real labels, but hardly of one token at several positions. If the layout is
+    unknown, the other rows stay in the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -506,6 +512,7 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     num_media = layout.media_per_row(rows)
 
     def cost(row: int) -> tuple[bool, bool, bool]:
+        # False sorts first, so these are the faults of a row, the worst one first.
         return num_labels[row] < 2, num_labels[row] < NUM_LABELS, num_media[row] == 0
 
     return min(range(len(num_labels)), key=cost)
@@ -609,6 +616,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(smallest_first, lacks_modality))
         # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
         criteria.append(Criterion(largest_first, lacks_modality, needs_new_row=True))
+    # A hole is a position without attention between attended ones.
     if {'holes', 'holes beside media'}.intersection(missing):
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
         criteria.append(Criterion(lengths, lacks_hole))
@@ -622,11 +630,13 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     about_half = (min(lengths) + facts.width) / 2
     medium_first = [abs(length - about_half) for length in lengths]
     criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
+    # They come earlier if the check runs for a new width.
     if any(name.startswith('rows padded') for name in missing):
         criteria += criteria_of_widths
+    # The shortest row of text only, and the row with the most media.
     has_media = [num_media > 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]
-    criteria.append(Criterion(lengths, has_media))
+    criteria.append(Criterion(lengths, lacks=has_media))
     criteria.append(Criterion(most_media_first, lacks_nothing))
     return criteria + criteria_of_widths
 
@@ -730,7 +740,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts labels on all tokens but the first of rows that have a label, because a leak may show only at some tokens.
+    """Puts a label on every token after the first, in rows that have a label. A leak may show only at some tokens.
 
     Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
     prompt also keeps its labels, to show a loss term over positions without a label. A row without any label gets one
@@ -755,9 +765,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
                 last = columns[-1]
                 labels[row, last] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last]
         elif not num_media[row] and row != longest_prompt:
-            empty_columns = columns[labels[row, columns] == IGNORE_INDEX]
-            repeated = torch.arange(len(empty_columns)) % len(tokens)
-            labels[row, empty_columns] = tokens[repeated]
+            unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
+            repeated = torch.arange(len(unlabelled_columns)) % len(tokens)
+            labels[row, unlabelled_columns] = tokens[repeated]
     return {**batch, 'labels': labels}
 
 
@@ -775,7 +785,7 @@ def with_unequal_row(
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = describe(layout, rows).lengths
-    # The first row that is long enough for several labels is copied.
+    # The first row that is long enough for several labels is copied. If all are short, it is the first row.
     is_short = [length < 4 for length in lengths]
     copied_row = is_short.index(min(is_short))
     extended = layout.select(rows, [*range(len(counts)), copied_row])
