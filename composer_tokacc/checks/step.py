@@ -36,15 +36,16 @@ from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Largest relative error of a weight of Composer. It is computed in double precision and applied in float32."""
+"""Largest relative error of the weight that Composer gives a microbatch. It is computed in double precision and applied
+in float32. It is also the tolerance of the sum of the token weights of a step."""
 WEIGHT_TOLERANCE = 1e-3
 """Largest relative error of a sum of token weights. The device adds them in float32, and in another order."""
 NUM_SAMPLED = 16
 """Number of tokens of a microbatch that are measured. A loss that is divided by a wrong number changes the weight of
 every token of the microbatch, so any token shows it."""
 WHOLE_SHARE = 1 / 64
-"""After the first step every position is measured in this part of the microbatches. With a large vocabulary that takes
-a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
+"""After the first step every position is measured in this part of the measured microbatches. With a large vocabulary
+that takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 
@@ -58,7 +59,7 @@ class TokenChoice:
     """
 
     def __init__(self) -> None:
-        self.step = 0
+        self.step = 0  # number of steps that have ended
         self._is_known = torch.zeros(0, dtype=torch.bool)  # by token id: whether a batch had it as a label
         self._num_microbatches = 1  # of the last step
 
@@ -119,12 +120,13 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that was applied to its loss
     token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
-    # How far the gradient at each measured position is off, as a multiple of a plain token's weight, ``(positions,)``.
-    # None: nothing was measured.
+    # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
+    # relative weight is 1. None: nothing was measured.
     deviations: Tensor | None = None
     # The measured positions, as indices into the flattened logits. None: every position was measured.
     positions: Tensor | None = None
-    count: Tensor | None = None  # number of its loss-generating tokens, counted on the device, ``()``
+    # Number of its loss-generating tokens, counted on the device, ``()``. None: `check_step` counts them.
+    count: Tensor | None = None
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
@@ -151,7 +153,7 @@ class MicrobatchRecord:
         Args:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
-            unit: The weight of a plain token; None: nothing is measured.
+            unit: The weight of a token whose relative weight is 1. None: tokens are not measured.
             is_whole: Whether to measure all tokens, or only some.
             selected: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`. None: the labels of
                 the microbatch have this shape.
@@ -177,7 +179,7 @@ class MicrobatchRecord:
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
-        """Notes the gradient of the scaled loss, which is the weight that Composer applied; a tensor hook."""
+        """A hook on the scaled loss. Notes its gradient: the weight of Composer, times the gradient scale."""
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.factor is not None:
             factor = self.factor + factor
@@ -196,8 +198,8 @@ class MicrobatchRecord:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
-        # Tokens are numbered from 1. A position without a token has the number of the last token before it, so the last
-        # position has the number of all tokens.
+        # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the last
+        # position has the number of the last token, which is how many there are.
         ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
         # If logits were computed only at labels, their number was an input, so counting them would show nothing.
         if self.positions_of_logits is None:
@@ -243,7 +245,7 @@ class StepTotals(NamedTuple):
 
     loss_tokens: float
     samples: float
-    loss_weight: float
+    loss_weight: float  # sum of the weights of loss-generating tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -278,7 +280,7 @@ class Step:
 
 
 def check_step(step: Step) -> None:
-    """Raises RuntimeError unless all samples and tokens of a step were computed with their weights.
+    """Raises RuntimeError unless all samples and tokens of a step were computed with their right weights.
 
     Args:
         step: After its last backward.
@@ -301,10 +303,11 @@ def check_step(step: Step) -> None:
             )
     _check_factors(step)
     _check_tokens(step)
-    _check_number(step)
+    _check_num_microbatches(step)
 
 
 def _check_reached(step: Step) -> None:
+    """Raises RuntimeError unless token weights apply to the whole loss: its gradient comes through the logits alone."""
     for record in step.with_weight:
         if record.was_reached and not record.has_bypass:
             continue
@@ -323,6 +326,7 @@ def _read(step: Step) -> None:
         if record.count is not None and not step.is_weighted:
             values['tokens'] = record.count
         else:
+            # With token weights the mask is needed anyway, for the sum of the weights.
             counted = loss_mask(record.batch, record.counts.rule)
             values['tokens'] = counted.sum()
             if step.is_weighted:
@@ -378,8 +382,8 @@ def _check_factors(step: Step) -> None:
 def _check_tokens(step: Step) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-    The first step whose tokens have weight notes whether the loss has terms that are not made of the logits. Later
-    steps are compared with it.
+    The first step whose tokens have weight notes in ``step.has_bypass`` whether the loss has terms that are not made of
+    the logits. The algorithm gives this note to later steps, which are compared with it.
     """
     for record in step.with_weight:
         if record.has_bypass and step.has_bypass is False:
@@ -403,7 +407,7 @@ def _check_tokens(step: Step) -> None:
         step.has_bypass = any(record.has_bypass for record in step.microbatches)
 
 
-def _check_number(step: Step) -> None:
+def _check_num_microbatches(step: Step) -> None:
     """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
     number = sum(record.counts.samples > 0 for record in step.microbatches)
     for record in step.microbatches:
