@@ -25,8 +25,8 @@ SURE = 1e-3
 """The model is sure of a label if the norm of softmax - onehot is smaller than this. (The norm is about 1 - p of the
 label.) Then the gradient is mostly round-off."""
 OTHER = 0.5
-"""If this part of the gradient at a position is not explained by a label, the gradient comes from something else: from
-a z-loss at a position without a label, or from soft labels."""
+"""If more than this part of the gradient at a position is not explained by a label, the gradient comes from something
+else: from a z-loss at a position without a label, or from soft labels."""
 MOST_LISTED = 8
 """Number of unequal tokens that a line names."""
 
@@ -35,10 +35,10 @@ class _Backward(NamedTuple):
     """Measurements of one gradient of logits. They stay on the device, because the host would wait to read them."""
 
     weights: Tensor  # float32 (positions,)
-    tells: Tensor  # bool (positions,), whether the weight at a position was measured well enough to count
+    is_reliable: Tensor  # bool (positions,), whether the weight at a position was measured well enough to count
     num_left_out: Tensor  # number of positions with a loss whose weight does not count
     residual: Tensor  # part of the gradient that no token's cross-entropy explains
-    forward: int  # number of the watched forward, from 0
+    forward: int  # number of its forward, from 0
     has_weight: Tensor  # bool (), whether any token adds to the gradient
 
 
@@ -59,13 +59,13 @@ class TokenWeightsReport:
         self._backwards: list[_Backward] = []
         self._had_forward = False
         self._is_open = True
-        self._watched: list[_WatchedForward] = []
+        self._forwards: list[_WatchedForward] = []
         self._tolerance = 0.0
 
     @property
     def weights(self) -> list[Tensor]:
         """Weights of tokens, float32 ``(tokens,)``: one tensor for each gradient of logits, in the order they came."""
-        return [backward.weights[backward.tells] for backward in self._backwards]
+        return [backward.weights[backward.is_reliable] for backward in self._backwards]
 
     @property
     def spread(self) -> float:
@@ -88,7 +88,10 @@ class TokenWeightsReport:
 
     @property
     def known_to(self) -> float:
-        """By how much round-off may lift the spread of equal weights above 1. It may enlarge one and shrink another."""
+        """By how much round-off may lift the spread of equal weights above 1.
+
+        Twice the error of a weight, because round-off may enlarge one weight and shrink another.
+        """
         return 2 * (self._tolerance + self.residual)
 
     def forwards_without_weight(self) -> list[str]:
@@ -96,14 +99,14 @@ class TokenWeightsReport:
         reached = {backward.forward for backward in self._backwards}
         weighed = {backward.forward for backward in self._backwards if backward.has_weight}
         sentences = []
-        for number, forward in enumerate(self._watched):
+        for number, forward in enumerate(self._forwards):
             is_empty = forward.has_labels is not None and not forward.has_labels
             if number in weighed or forward.in_backward or is_empty:
                 continue
             reason = '`backward` did not reach its logits'
             if number in reached:
                 reason = 'its gradient is 0'
-            sentences.append(f'Forward {number + 1} of {len(self._watched)} adds nothing to the gradient: {reason}.')
+            sentences.append(f'Forward {number + 1} of {len(self._forwards)} adds nothing to the gradient: {reason}.')
         return sentences
 
     def unequal_tokens(self) -> str:
@@ -135,13 +138,14 @@ class TokenWeightsReport:
         return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
-        # A copy of the model, such as an average of weights, has copies of the hooks. They must end with this report.
+        # A copy of the model, such as an average of weights, has copies of the hooks. They must write into this report,
+        # and stop when it is closed.
         return self
 
     def __str__(self) -> str:
         lines = ['backward    tokens       smallest           mean        largest  residual']
         for number, backward in enumerate(self._backwards, start=1):
-            weights = backward.weights[backward.tells]
+            weights = backward.weights[backward.is_reliable]
             # There may be no weight that counts.
             low = mean = high = torch.nan
             if len(weights):
@@ -165,14 +169,15 @@ class TokenWeightsReport:
             lines.append(
                 f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
             )
-        num_unread = len(self._watched) - len(self._backwards)
+        num_unread = len(self._forwards) - len(self._backwards)
         if num_unread > 0:
-            lines.append(f'{num_unread:,} of {len(self._watched):,} forwards had no gradient at their logits')
+            lines.append(f'{num_unread:,} of {len(self._forwards):,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
         sizes_of_backwards = [weights.abs().cpu() for weights in self.weights]
+        # An empty tensor comes first, because `cat` needs at least one.
         sizes = torch.cat([torch.zeros(0), *sizes_of_backwards])
         if not len(sizes):
             return -torch.inf, torch.inf
@@ -206,16 +211,16 @@ class TokenWeightsReport:
         if 'labels' not in kwargs:
             batch = next(iter(args), None)
         has_labels = _has_labels(batch)
-        # A module around this one may return the same logits again. A note at their node shows that they are watched.
-        watchers: Any = node.metadata
-        if (self, index) in watchers:
-            forward = self._watched[watchers[self, index]]
+        # A module around this one may return the same logits again. The number of their forward is noted at their node.
+        forward_numbers: Any = node.metadata
+        if (self, index) in forward_numbers:
+            forward = self._forwards[forward_numbers[self, index]]
             if forward.has_labels is None:
                 forward.has_labels = has_labels
             return
-        number = len(self._watched)
-        watchers[self, index] = number
-        self._watched.append(_WatchedForward(is_in_backward(), has_labels))
+        number = len(self._forwards)
+        forward_numbers[self, index] = number
+        self._forwards.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(
             partial(
@@ -245,29 +250,29 @@ class TokenWeightsReport:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
-            tells = mask.flatten() & (weights != 0)
+            is_reliable = mask.flatten() & (weights != 0)
             self._backwards.append(
                 _Backward(
                     weights,
-                    tells,
+                    is_reliable,
                     num_left_out=zero.long(),
                     residual=zero,
                     forward=number,
-                    has_weight=tells.any(),
+                    has_weight=is_reliable.any(),
                 )
             )
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
-        # Neither kind of position says anything about weights.
+        # Positions of these two kinds say nothing about weights.
         is_sure = measured.plain_norms < SURE
         is_other = measured.residual_norms > OTHER * measured.norms
-        tells = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
+        is_reliable = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
         self._backwards.append(
             _Backward(
                 measured.weights.flatten(),
-                tells.flatten(),
-                num_left_out=has_loss.sum() - tells.sum(),
+                is_reliable.flatten(),
+                num_left_out=has_loss.sum() - is_reliable.sum(),
                 residual=measured.residual,
                 forward=number,
                 has_weight=has_loss.any(),
@@ -278,7 +283,7 @@ class TokenWeightsReport:
         """Returns why nothing was measured."""
         if not self._had_forward:
             return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
-        if not self._watched:
+        if not self._forwards:
             return 'its outputs hold no logits (rows, width, vocabulary). Turn a fused loss off; call `model()` itself'
         return 'no gradient came to its logits. Call `backward` inside, of a loss of the logits that it returns'
 
@@ -353,7 +358,8 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _has_labels(batch: Any) -> Tensor | None:
     """Returns whether a batch has a label that counts by every rule, bool ``()``; None if it shows no labels.
 
-    The label that :func:`.with_one_label` gives to an empty microbatch does not count, because its factor is 0.
+    The label that :func:`.with_one_label` gives to an empty microbatch does not count, because its factor is 0. A batch
+    has it if that function would not change the batch. A real label 0 at the same place cannot be told from it.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -364,5 +370,5 @@ def _has_labels(batch: Any) -> Tensor | None:
     mask = batch.get('attention_mask')
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         has_label = has_label & (mask != 0)
-    placeholder = with_one_label(batch)['labels']
-    return has_label[:, 1:].any() & (labels != placeholder).any()
+    with_written_label = with_one_label(batch)['labels']
+    return has_label[:, 1:].any() & (labels != with_written_label).any()
