@@ -48,8 +48,9 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""A loss is a plain mean of cross-entropies if no token's gradient differs by more than this from the one in that mean,
-relatively. Stricter than the tolerance of steps, because a term that is small now may grow."""
+"""In a plain mean of cross-entropies no token's gradient is off by more than this multiple of the mean weight, and at
+most this part of the gradient comes from other terms. It is stricter than the tolerance of a step, because a term that
+is small in the first batch may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
@@ -172,7 +173,7 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
-        """The result of all rows with one more rounding at every layer. Computed only if a change needs it."""
+        """The result of all rows with one more rounding at every layer. Computed only to judge a change."""
         return self._probe.run(self.batch, rounded=True, varies_weights=self._varies_weights)
 
     @cached_property
@@ -276,7 +277,7 @@ class RowComparison(Generic[RulesT]):
             batch = dict(single_row)
             for key, value in row_media.items():
                 entry = self._layout.entry_of(single_row, key)
-                # Media keep the padding of that microbatch. A mask of them for each token gets the width of this text.
+                # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
@@ -361,7 +362,7 @@ class RowComparison(Generic[RulesT]):
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
             except NOT_COMPUTED as error:
-                # This error already says what is wrong. In packed rows it only says why they cannot be packed.
+                # This error already says what is wrong. For packed rows it is only the reason not to pack them.
                 if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
                     raise
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.

@@ -138,8 +138,8 @@ class _Forward(NamedTuple):
 class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
-    The layers run as in training, but without dropout. In evaluation a loss may be different. If the forward is random
-    even without dropout, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
+    The layers run as in training, because a loss may be different in evaluation. Only dropout is off. If the forward is
+    random nevertheless, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
     weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32, and not in
     bfloat16.
     """
