@@ -46,9 +46,9 @@ class MicrobatchTimer(Callback):
 
     Args:
         layout: Layout of the model's batches. None: a text model.
-        hidden_size: Hidden size of the language model. The timer does not use it. It is here for the argument
-            `quadratic` of :func:`fit_cost`.
-        patches: Returns the number of patches that the vision encoder computes for a batch of one row. None: the
+        hidden_size: Hidden size of the language model. The timer only keeps it: `size.py` computes the argument
+            `quadratic` of :func:`fit_cost` from it.
+        patches: Function that counts the patches that the vision encoder computes for a batch of one row. None: the
             encoder is not timed.
         skip: Number of first steps that are not recorded, because caches warm up.
     """
@@ -103,7 +103,7 @@ class MicrobatchTimer(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         """Ends the previous step and starts the next."""
         started = self._now()
-        # `batch` is the number of the step that starts. The previous one is recorded if its number is at least `skip`.
+        # The step that has ended is number `batch - 1`. It is recorded if that is `skip` or more.
         if int(state.timestamp.batch) > self.skip:
             seconds_of_step = started - self._step_started
             self.outside.append(seconds_of_step - self._seconds_in_microbatches)
@@ -159,9 +159,9 @@ class MicrobatchTimer(Callback):
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
     """Fits a cost model to timed microbatches. Returns it, and the median of the other seconds of a step.
 
-    If the vision encoder was timed, the images of a row cost ``a * patches^2 + b * patches + c``, with the patches of
-    all of them, and the cost of the rest of a microbatch depends only on its text. If not, the cost of an image depends
-    on its tokens.
+    If the vision encoder was timed, all images of a row together cost ``a * p^2 + b * p + c`` in it, where ``p`` is the
+    sum of their patches. The rest of a microbatch then costs only by its text. If the encoder was not timed, an image
+    costs by its tokens.
 
     Args:
         timers: Timers of runs with microbatches of many shapes.
@@ -185,15 +185,15 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     patch_sums = [_patch_sums(microbatch) for microbatch in microbatches]
     patch_features = np.array(patch_sums, dtype=np.float64)
     has_patches = patch_features[:, 1] > 0
-    per_square = per_patch = per_image = 0.0
-    if has_patches.any() and vision_seconds[has_patches].all():
+    per_square = per_patch = per_row_with_images = 0.0
+    if has_patches.any() and (vision_seconds[has_patches] > 0).all():
         vision_fit = _fit(patch_features[has_patches], vision_seconds[has_patches])
-        per_square, per_patch, per_image = vision_fit.tolist()
+        per_square, per_patch, per_row_with_images = vision_fit.tolist()
         # The fit above prices the images, so the fit below must not price them again by their tokens.
         seconds = seconds - vision_seconds
         image_tokens = np.zeros_like(image_tokens)
-    text_cost = rows * (widths + widths**2 / quadratic)
-    features = np.stack([text_cost, image_tokens, np.ones_like(rows)], axis=1)
+    text_units = rows * (widths + widths**2 / quadratic)  # the unit of CostModel: a token in the dense layers
+    features = np.stack([text_units, image_tokens, np.ones_like(rows)], axis=1)
     per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
     if per_token <= 0:
         raise InvalidInputError(
@@ -202,7 +202,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     cost = CostModel(
         quadratic=quadratic,
         vision_per_token=per_image_token / per_token,
-        vision_per_image=per_image / per_token,
+        vision_per_image=per_row_with_images / per_token,  # CostModel counts the images of a sample as one
         vision_per_patch=per_patch / per_token,
         vision_per_square=per_square / per_token,
         launch=per_microbatch / per_token,
@@ -212,7 +212,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
 
 
 def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
-    """Returns the sums that set the cost in the vision encoder: patches^2, patches, and the rows that have any."""
+    """Returns sums over the rows, which set the cost in the vision encoder: patches^2, patches, rows with images."""
     patches = np.array(microbatch.patches)
     sum_of_squares = (patches**2).sum()
     num_rows_with_images = (patches > 0).sum()
@@ -221,11 +221,10 @@ def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Returns the cost of one of each feature, (features,). Minimizes relative errors; no cost is negative."""
-    solution = np.zeros(features.shape[1])
-    # A busy machine delays some microbatches. These are left out, and the others are fitted again.
-    is_on_time = np.ones(len(seconds), dtype=bool)
-    for _ in range(3):
+    solution = relative_fit(features, seconds)
+    # A busy machine delays some microbatches. They are left out by this fit, and again by the better one without them.
+    for _ in range(2):
+        is_on_time = seconds <= LATE * np.maximum(features @ solution, 1e-12)
         if is_on_time.any():
             solution = relative_fit(features[is_on_time], seconds[is_on_time])
-        is_on_time = seconds <= LATE * np.maximum(features @ solution, 1e-12)
     return solution
