@@ -50,7 +50,7 @@ class MicrobatchTimer(Callback):
             `quadratic` of :func:`fit_cost` from it.
         patches: Function that counts the patches that the vision encoder computes for a batch of one row. None: the
             encoder is not timed.
-        skip: Number of first steps that are not recorded, because caches warm up.
+        skip: Number of first steps of a fit that are not recorded, because caches warm up.
     """
 
     layout: BatchLayout | None = None
@@ -63,6 +63,8 @@ class MicrobatchTimer(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Puts hooks on the vision encoder and its projector."""
+        # A resumed run does not begin with step 0.
+        self._first_recorded_step = int(state.timestamp.batch) + self.skip
         # Set here, because an encoder may run before the first step, and its hooks read these values.
         self._num_running_encoders = 0  # more than one if an encoder is part of another
         self._encoder_seconds = 0.0
@@ -103,8 +105,8 @@ class MicrobatchTimer(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         """Ends the previous step and starts the next."""
         started = self._now()
-        # The step that has ended is number `batch - 1`. It is recorded if that is `skip` or more.
-        if int(state.timestamp.batch) > self.skip:
+        # The step that starts is number `batch`, and the one that has ended is number `batch - 1`.
+        if int(state.timestamp.batch) - 1 >= self._first_recorded_step:
             seconds_of_step = started - self._step_started
             self.outside.append(seconds_of_step - self._seconds_in_microbatches)
         self._step_started = started
@@ -140,7 +142,7 @@ class MicrobatchTimer(Callback):
         seconds = ended - self._microbatch_started
         self._microbatch_started = ended
         self._seconds_in_microbatches += seconds
-        if int(state.timestamp.batch) < self.skip:
+        if int(state.timestamp.batch) < self._first_recorded_step:
             return
         vision_seconds = self._encoder_seconds
         if self._gradient_arrived is not None:

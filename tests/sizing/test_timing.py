@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,24 @@ def test_placeholders_of_videos_and_sounds(family: str, modality: str) -> None:
     assert num_placeholders > 0
     (microbatch,) = timer.microbatches
     assert microbatch.image_tokens == num_placeholders
+
+
+def test_first_steps_of_resumed_run_are_skipped(tmp_path: Path) -> None:
+    case = FAMILIES['qwen2_vl']()
+    batches = [case.rows[0]] * 8
+    train(
+        case.model,
+        token_data_spec(loader(*batches)),
+        max_duration='4ba',
+        save_folder=str(tmp_path),
+        save_filename='ba{batch}.pt',
+        save_interval='4ba',
+    )
+    timer = MicrobatchTimer(skip=2)
+    load_path = str(tmp_path / 'ba4.pt')
+    train(case.model, token_data_spec(loader(*batches)), max_duration='8ba', load_path=load_path, callbacks=[timer])
+    assert len(timer.microbatches) == 2  # steps 6 and 7
+    assert len(timer.outside) == 1  # of step 6: a step ends when the next one starts
 
 
 def test_encoder_has_its_own_terms() -> None:
