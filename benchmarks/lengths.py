@@ -129,7 +129,7 @@ def compare(path: Path, processor: Any) -> Row:
     from_headers, _ = rounds[0]
     headers_seconds = statistics.median(seconds for _, seconds in rounds)
     # All samples are read if the dataset has no more than this.
-    with mock.patch.object(lengths, 'FEWEST_FOR_HEADERS', len(dataset)):
+    with mock.patch.object(lengths, 'MOST_SAMPLES_WITHOUT_HEADERS', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
     equal = {}
     for column in lengths.TABLE_COLUMNS:

@@ -52,9 +52,9 @@ TABLE_COLUMNS = (
     'vision_patches',
     SHRINK_STEPS,
 )
-FEWEST_FOR_WORKERS = 512
+MOST_SAMPLES_WITHOUT_WORKERS = 512
 """Up to this number of samples, no processes are started, because starting them takes longer than reading."""
-FEWEST_FOR_HEADERS = 512
+MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
 """Samples that are also read if headers are used, to check the sizes from headers."""
@@ -260,7 +260,7 @@ def _measure_rows(
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(row_sizes.dataset, on_error):
         rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
-    for place, row in mapper.map_missing(rows, row_sizes.read, indices, FEWEST_FOR_WORKERS):
+    for place, row in mapper.map_missing(rows, row_sizes.read, indices, MOST_SAMPLES_WITHOUT_WORKERS):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # not raised here: all ranks raise it together, after they have exchanged their rows
@@ -292,7 +292,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     """Tells whether most samples are measured from headers. Not with ``'skip'``: only reading finds all bad ones."""
-    return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'unexpanded')
+    return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
 
 
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:

@@ -39,11 +39,11 @@ DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
 """Texts that go through the tokenizer together."""
-FEWEST_TEXTS = 2048
-"""With this number of texts or fewer, no processes are started, because starting them takes longer than the work."""
-FEWEST_SIZES = 128
+MOST_TEXTS_WITHOUT_WORKERS = 2048
+"""Up to this number of texts, no processes are started, because starting them takes longer than the work."""
+MOST_SIZES_WITHOUT_WORKERS = 128
 """The same for distinct lists of sizes."""
-FEWEST_VIDEOS = 32
+MOST_VIDEOS_WITHOUT_WORKERS = 32
 """The same for samples with videos."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
@@ -53,8 +53,9 @@ class TableRow(NamedTuple):
     """The sizes of one sample: a row of the length table."""
 
     length: int
-    """Tokens, image tokens included."""
+    """All tokens, including those of media."""
     image_tokens: int
+    """Tokens that stand for images, videos and audio."""
     loss_tokens: int
     """Positions with loss under the causal shift."""
     vision_patches: int
@@ -81,7 +82,7 @@ class SampleMapper:
         self,
         function: Callable[[Any], MapResult],
         items: Sequence[MapItem],
-        fewest: int,
+        most_without_workers: int,
         *,
         batch_size: int | None = None,
     ) -> Iterator[MapResult]:
@@ -90,18 +91,18 @@ class SampleMapper:
         Args:
             function: Gets one item. If ``batch_size`` is set, it gets a list of items.
             items: The items.
-            fewest: With this number of items or fewer, no processes are started.
+            most_without_workers: Up to this number of items, no processes are started.
             batch_size: Most items of a list.
         """
         num_workers = 0
-        if len(items) > fewest:
+        if len(items) > most_without_workers:
             num_workers = self.num_workers
         # The workers of a DataLoader run `collate_fn` on the items that they read.
         loader: Any = DataLoader(
             items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
             batch_size=batch_size,
             num_workers=num_workers,
-            generator=torch.Generator(),  # without one it would draw a random number of the run
+            generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
             collate_fn=function,  # pyright: ignore[reportArgumentType]
         )
         # None shows the bar only if the output is a terminal.
@@ -117,7 +118,7 @@ class SampleMapper:
         rows: Sequence[object],
         function: Callable[[MapItem], MapResult],
         items: Sequence[MapItem],
-        fewest: int,
+        most_without_workers: int,
     ) -> Iterator[tuple[int, MapResult]]:
         """Runs the function on the items that have no row yet. Yields the place of each item and its result.
 
@@ -125,7 +126,7 @@ class SampleMapper:
             rows: The row of each item. None if it is missing.
             function: Gets one item.
             items: All items.
-            fewest: With this number of missing rows or fewer, no processes are started.
+            most_without_workers: Up to this number of missing rows, no processes are started.
         """
         places = []
         items_without_row = []
@@ -133,7 +134,7 @@ class SampleMapper:
             if row is None:
                 places.append(place)
                 items_without_row.append(items[place])
-        results = self(function, items_without_row, fewest)
+        results = self(function, items_without_row, most_without_workers)
         yield from zip(places, results, strict=True)
 
 
@@ -204,7 +205,8 @@ def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
         num_patches = _patches_of(images, patch_size, sample.get('image_sizes'))
     videos = sample.get('pixel_values_videos')
     if videos is not None:
-        if videos.dim() == 5:  # every frame of a clip is computed, grey ones too
+        if videos.dim() == 5:
+            # Flattened, because `_patches_of` leaves out tiles of zeros, and the model computes every frame of a clip.
             videos = videos.flatten(0, 1)
         num_patches += _patches_of(videos, patch_size, None)
     return num_patches
@@ -273,24 +275,26 @@ class RowSizes:
 
     def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
         """Returns the rows of samples without decoding their images. None for a sample that must be read."""
-        texts: list[tuple[TableRow | None, ImageSizes]] = []
-        for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, batch_size=TEXTS_TOGETHER):
-            texts.extend(measured)
+        rows_and_sizes: list[tuple[TableRow | None, ImageSizes]] = []  # the row of the text, and its images' sizes
+        batches = map_samples(self._measure_texts, indices, MOST_TEXTS_WITHOUT_WORKERS, batch_size=TEXTS_TOGETHER)
+        for rows_and_sizes_of_batch in batches:
+            rows_and_sizes.extend(rows_and_sizes_of_batch)
         expansion = ImageExpansion(self)
         probe_rows = {expansion((size,)) for size in PROBE_SIZES}
         if len(probe_rows) == 1:
-            # With this processor every image adds the same row. So all images are treated as images of one size.
+            # With this processor every image adds the same row, so all images are treated as images of one size. (Or
+            # `expansion` returned None for every size. Then it does so below too, and samples with images are read.)
             one_size = PROBE_SIZES[:1]
-            texts = [(row, one_size * len(sizes)) for row, sizes in texts]
+            rows_and_sizes = [(row, one_size * len(sizes)) for row, sizes in rows_and_sizes]
         # The expensive part: one call of the processor for each distinct list of sizes.
-        distinct_sizes = sorted({sizes for _, sizes in texts})
-        added_rows = map_samples(expansion, distinct_sizes, FEWEST_SIZES)
+        distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes})
+        added_rows = map_samples(expansion, distinct_sizes, MOST_SIZES_WITHOUT_WORKERS)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
-        for row, sizes in texts:
+        for row, sizes in rows_and_sizes:
             rows.append(self._add_images(row, additions[sizes]))
         # The shapes of a video are known when one frame is decoded.
-        for place, row in map_samples.map_missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
+        for place, row in map_samples.map_missing(rows, self._measure_videos, indices, MOST_VIDEOS_WITHOUT_WORKERS):
             rows[place] = row
         return rows
 
@@ -299,15 +303,15 @@ class RowSizes:
 
         A sample that must be read has None instead of a row.
         """
-        texts: list[tuple[TableRow | None, ImageSizes]] = []
+        rows_and_sizes: list[tuple[TableRow | None, ImageSizes]] = []
         for result in self.dataset.unexpanded(indices):
             if result is None:
-                texts.append((None, ()))
+                rows_and_sizes.append((None, ()))
             else:
                 sample, sizes = result
                 row = self.measure(sample)
-                texts.append((row, sizes))
-        return texts
+                rows_and_sizes.append((row, sizes))
+        return rows_and_sizes
 
     def _add_images(self, row: TableRow | None, added: AddedRow | None) -> TableRow | None:
         """Returns the row of a text with its images. None if the sample must be read."""
@@ -317,7 +321,7 @@ class RowSizes:
             return None  # the user has written a placeholder token into the text
         total = row.plus(added.row)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
-            return None  # the sample is bad, and reading it raises the error
+            return None  # over a cap: reading it raises the error, or makes its media smaller (`fit.py`)
         return total
 
     def _measure_videos(self, index: int) -> TableRow | None:
@@ -347,7 +351,7 @@ class ImageExpansion:
     def __init__(self, row_sizes: RowSizes) -> None:
         self._measure = row_sizes.measure
         self._encoder = copy(row_sizes.dataset.encoder)
-        self._encoder.max_length = None
+        self._encoder.max_length = None  # a probe may be longer than the cap
 
     def __call__(self, sizes: ImageSizes) -> AddedRow | None:
         """Returns the row that the images add. None if only reading the sample can tell."""
@@ -358,7 +362,7 @@ class ImageExpansion:
             return None
         text_row = self._measure(text)
         added = self._measure(sample).minus(text_row)
-        if added.loss_tokens:  # the processor has changed the answer, because images carry no loss
+        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
             return None
         return AddedRow(added, text_row.image_tokens)
 

@@ -55,7 +55,7 @@ def test_bad_samples_of_parts(tmp_path):
 
 
 def test_workers_name_the_same_samples(monkeypatch):
-    monkeypatch.setattr(lengths, 'FEWEST_FOR_WORKERS', 0)
+    monkeypatch.setattr(lengths, 'MOST_SAMPLES_WITHOUT_WORKERS', 0)
     dataset = DigitsWithBadSamples(109)
     table = build(dataset, on_error='skip', num_workers=0)
     table_of_workers = build(dataset, on_error='skip', num_workers=2)
