@@ -36,8 +36,8 @@ from composer_tokacc.data.identity import (
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data.sizes import (
     SHRINK_STEPS,
-    RowSizes,
     SampleMapper,
+    SampleMeasurer,
     TableRow,
     patch_size_of,
 )
@@ -240,9 +240,9 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     mapper = SampleMapper(num_workers, shows_bar=rank == 0)
-    row_sizes = RowSizes(dataset, processor, patch_size_of(patch_size, processor))
+    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
     indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(row_sizes, indices, mapper, on_error)
+    rows = _measure_rows(measurer, indices, mapper, on_error)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
     # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
@@ -251,16 +251,16 @@ def build_length_table(
 
 
 def _measure_rows(
-    row_sizes: RowSizes,
+    measurer: SampleMeasurer,
     indices: Sequence[int],
     mapper: SampleMapper,
     on_error: OnError,
 ) -> list[MeasuredRow]:
     """Returns the rows of this rank's samples. With ``'raise'`` it stops at the first bad one."""
     rows: list[MeasuredRow] = [None] * len(indices)
-    if _uses_headers(row_sizes.dataset, on_error):
-        rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
-    for place, row in mapper.map_missing(rows, row_sizes.read, indices, MOST_SAMPLES_WITHOUT_WORKERS):
+    if _uses_headers(measurer.dataset, on_error):
+        rows = _check_rows(measurer.from_headers(indices, mapper), indices, measurer)
+    for place, row in mapper.map_missing(rows, measurer.read, indices, MOST_SAMPLES_WITHOUT_WORKERS):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # not raised here: all ranks raise it together, after they have exchanged their rows
@@ -295,12 +295,12 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
+def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measurer: SampleMeasurer) -> list[MeasuredRow]:
     """Reads some random samples and compares their rows with those from headers.
 
     Returns the rows. If one differs on any rank, returns None for all samples on all ranks, so that all are read.
     """
-    num_samples = len(row_sizes.dataset)
+    num_samples = len(measurer.dataset)
     # The same samples on every rank and in every run, so that the result does not change between starts.
     random = np.random.default_rng(0)
     chosen = set(random.choice(num_samples, NUM_CHECKED, replace=False).tolist())
@@ -310,7 +310,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_siz
         row = rows[place]
         if index not in chosen or row is None:
             continue
-        row_read = row_sizes.read(index)
+        row_read = measurer.read(index)
         checked[place] = row_read
         if row_read != row and not isinstance(row_read, str):
             difference = f'sample {index}: {tuple(row)} instead of {tuple(row_read)}'

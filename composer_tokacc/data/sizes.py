@@ -236,7 +236,7 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     return num_tiles * (height // patch_size) * (width // patch_size)
 
 
-class RowSizes:
+class SampleMeasurer:
     """Measures the samples of a dataset.
 
     Args:
@@ -348,9 +348,9 @@ class ImageExpansion:
     computed.
     """
 
-    def __init__(self, row_sizes: RowSizes) -> None:
-        self._measure = row_sizes.measure
-        self._encoder = copy(row_sizes.dataset.encoder)
+    def __init__(self, measurer: SampleMeasurer) -> None:
+        self._measure = measurer.measure
+        self._encoder = copy(measurer.dataset.encoder)
         self._encoder.max_length = None  # a probe may be longer than the cap
 
     def __call__(self, sizes: ImageSizes) -> AddedRow | None:
