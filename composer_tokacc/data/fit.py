@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes images and videos of a sample over its caps smaller, with the arguments of its processor."""
+"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ BUDGETS = (
     'max_num_patches',
     'max_image_tokens',
 )
-"""Arguments of image and video processors that limit the tokens of an image. ``size`` may have a ``longest_edge``."""
+"""Arguments of image and video processors that limit the tokens of an image.
+
+If a processor has a ``size`` with a ``longest_edge``, that is its only budget, see `_budgets_of`.
+"""
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Side of the image, and frames of the video, that show whether a budget changes the number of tokens."""
@@ -62,7 +65,8 @@ def share_of(steps: int) -> float:
 def find_pixel_coordinates(text: str) -> str | None:
     """Returns the first box or point in a text that may be in pixels. None if there is none.
 
-    Numbers from 0 to 1 are shares of a side, which hold for an image of any size.
+    Coordinates in pixels are wrong once the image is smaller, and this module does not change them. Numbers from 0 to 1
+    are shares of a side, which hold for an image of any size.
     """
     for pattern in (_BOX, _POINT):
         for match in pattern.finditer(text):
@@ -95,9 +99,10 @@ class FittingEncoder(ConversationEncoder):
     processor. Text and audio are never cut.
 
     Args:
-        processor: As for :class:`.ConversationEncoder`, and ``options``.
+        processor: As for :class:`.ConversationEncoder`.
         max_length: Most tokens of a sample, including its media.
         max_image_tokens: Most tokens of its media.
+        **options: Other arguments of :class:`.ConversationEncoder`.
 
     Raises:
         ValueError: If there is no cap, or no budget of the processor changes the number of tokens.
@@ -142,8 +147,9 @@ class FittingEncoder(ConversationEncoder):
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: The number of steps, if it is known. Then it is not searched for, and not in the sample: all samples
-                of a batch need the same entries, and those of other datasets of a mixture have no steps.
+            steps: The number of steps, if it is known, as in training. Then it is not searched for, and the sample has
+                no ``shrink_steps``: all samples of a batch need the same entries, and those of other datasets of a
+                mixture have none.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:
@@ -175,15 +181,17 @@ class FittingEncoder(ConversationEncoder):
         return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
-        """Finds the fewest steps with which a sample fits, by bisection. Media are not decoded for it."""
-        # More steps never make a sample longer. So if some number of steps fits, every larger number fits.
+        """Returns the fewest steps with which a sample fits, or MOST_STEPS if none do. Does not decode whole media."""
+        # Bisection: more steps never make a sample longer, so if some number of steps fits, every larger number fits.
         low, high = 1, MOST_STEPS
         while low < high:
             middle = (low + high) // 2
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                fits = True  # too small for the processor, so the search goes on with fewer steps
+                fits = (
+                    True  # media are too small for the processor: count this as fitting, so that fewer steps are tried
+                )
             if fits:
                 high = middle
             else:
@@ -228,6 +236,7 @@ class FittingEncoder(ConversationEncoder):
         many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
         few = self._probe('video', budgets, num_frames=self.video.min_frames)
         pixels = many.get('pixel_values_videos')
+        # Without this entry it is not known whether clips are stacked.
         if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
@@ -251,11 +260,11 @@ class FittingEncoder(ConversationEncoder):
         side = PROBE_SIDE // 2
         frame = np.zeros((side, side, 3), np.uint8)
         frame_numbers = list(range(num_frames))
-        video = make_video([frame] * num_frames, frame_numbers, num_frames, 0.5)
+        video = make_video([frame] * num_frames, frame_numbers, num_frames, step=0.5)
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
-        """Returns the reason why a sample is refused whose media are as small as possible."""
+        """Returns why a sample is refused that is over a cap even with its smallest media."""
         length = sample['input_ids'].shape[1]
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
         name = type(self.processor).__name__
