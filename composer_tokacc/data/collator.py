@@ -64,7 +64,8 @@ class VisionLanguageCollator:
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
     shapes: list[tuple[int, ...]] = []
-    if not isinstance(samples, Mapping):  # a single sample, or a batch, by mistake
+    # A mapping is one sample, or a batch, by mistake. It gets no shapes, so it is refused below.
+    if not isinstance(samples, Mapping):
         for sample in samples:
             input_ids = dict(sample).get('input_ids')
             shapes.append(tuple(getattr(input_ids, 'shape', ())))
