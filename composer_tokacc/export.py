@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
-from composer_tokacc.programs.process import quiet_hosts
+from composer_tokacc.programs.process import silence_harmless_warnings
 
 __all__ = ['main']
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != 2 and not merges:
         print(USAGE, file=sys.stderr)
         return 2
-    quiet_hosts()  # the warnings of torch, Composer and Transformers
+    silence_harmless_warnings()  # of torch, Composer and Transformers
     # Imported here, because it takes seconds.
     from composer_tokacc.programs.export_folder import export_checkpoint
 

@@ -57,7 +57,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
         sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as stderr does by default
     if announces:
         say('loading torch, Composer and Transformers ...')
-    quiet_hosts()
+    silence_harmless_warnings()
     from composer_tokacc.compat import put_back_torch_names
 
     put_back_torch_names()
@@ -134,7 +134,7 @@ def without_warnings() -> Iterator[None]:
         yield
 
 
-def quiet_hosts() -> None:
+def silence_harmless_warnings() -> None:
     """Silences the warnings of hosts that are known to be harmless, so that a healthy run ends with its report."""
     for words in HARMLESS_WARNINGS:
         warnings.filterwarnings('ignore', message=f'.*{words}')
