@@ -136,7 +136,7 @@ def _is_table(file: str) -> bool:
     return file.endswith('.parquet') or signature == PARQUET_SIGNATURE
 
 
-# JSON. The decoder `JSON` does not raise an error for a wrong value, but returns the error in its place. So only the
+# JSON. `DECODER_WITH_ERRORS` does not raise an error for a wrong value, but returns the error in its place. So only the
 # entry that holds the value is refused, and the other entries of the array are read.
 
 
@@ -153,6 +153,7 @@ def _read_text(file: str) -> str:
             else:
                 content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
+            # A ValueError. The last `except` below completes its message.
             raise InvalidInputError(
                 f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or write it as parquet'
             )
@@ -183,8 +184,8 @@ def _read_json(file: str) -> Iterator[RawRecord]:
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
-        entries = JSON.decode(text)
-        # Inside of `try`, because an entry that is nested too deep may raise RecursionError in `_first_error` only.
+        entries = DECODER_WITH_ERRORS.decode(text)
+        # Inside of `try`, because for deep nesting perhaps only `_first_error` raises RecursionError.
         errors = [_first_error(entry) for entry in entries]
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidInputError(
@@ -198,7 +199,7 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
 def _decode_value(text: str) -> object:
     """Returns the value of a JSON text, such as a line, or the error of decoding it."""
     try:
-        value = JSON.decode(text)
+        value = DECODER_WITH_ERRORS.decode(text)
         return _first_error(value) or value
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
@@ -242,7 +243,7 @@ def _first_error(value: object) -> ValueError | None:
     return None
 
 
-JSON = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_integer)  # pyright: ignore[reportArgumentType]
+DECODER_WITH_ERRORS = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_integer)  # pyright: ignore[reportArgumentType]
 
 
 def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
@@ -282,7 +283,7 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
 
 
 def _open_table(path: str, split: str | None) -> Dataset:
-    """Returns a table of `datasets`. It may lack the name of its split if it is the only one."""
+    """Returns a table of `datasets`. ``split`` may be None if the table has no splits, or only one."""
     if importlib.util.find_spec('datasets') is None:
         remedy = "pip install 'composer_tokacc[datasets]'"
         raise InvalidInputError(f'`path` must be JSON, because `datasets` is not installed, got: {path}. {remedy}')
@@ -335,7 +336,8 @@ def _without_decoding(feature: Any) -> Any:
         return [_without_decoding(inner) for inner in feature]
     if hasattr(feature, 'feature'):  # List, LargeList and Sequence of `datasets`
         return replace(feature, feature=_without_decoding(feature.feature))
-    if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':  # Image, Audio, Video
+    # Image, Audio and Video. `Json` has `decode` too, but it must stay set: its values are kept as JSON texts.
+    if hasattr(feature, 'decode') and type(feature).__name__ != 'Json':
         return replace(feature, decode=False)
     return feature
 
@@ -347,6 +349,7 @@ def _read_value(
     keys: tuple[str | int, ...],
 ) -> Any:
     """Reads a row from the table and returns the value that the keys lead to. Without keys, the whole row."""
+    # Decodes no media, because `features` are those of `_without_decoding`.
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:
         value = value[key]
@@ -365,7 +368,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
     """
     if isinstance(value, bytes):
         if not value:
-            return None
+            return None  # empty bytes stand for a missing file
         name = '.'.join(map(str, keys))
         return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
     if isinstance(value, Mapping):
