@@ -21,13 +21,13 @@ from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.media import decode_media, open_files
 from tests.data.chat_processors import learned_text, small
-from tests.support.conversations import parse, png, turns, write_dataset_info, write_json
+from tests.support.conversations import DATASET_NAME, parse, png, turns, write_dataset_info, write_json
 
 RED = png()
 BLUE = png('blue')
 RED_TEXT = base64.b64encode(RED).decode()
 RED_URI = f'data:image/png;base64,{RED_TEXT}'
-LOUD_RED_URI = f'DATA:image/png;BASE64,{RED_TEXT}'
+UPPERCASE_RED_URI = f'DATA:image/png;BASE64,{RED_TEXT}'
 WAV_TEXT = base64.b64encode(b'RIFF').decode()
 WAV_URI = f'data:audio;base64,{WAV_TEXT}'
 COLOUR_NAMES = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
@@ -65,8 +65,8 @@ def assistant_turn(text):
     return {'role': 'assistant', 'content': text}
 
 
-def part(modality, **entries):
-    return {'type': modality, **entries}
+def part(part_type, **entries):
+    return {'type': part_type, **entries}
 
 
 def ask(*parts):
@@ -99,14 +99,17 @@ LINES_ABOUT_RED = [*PLAIN_TURNS, 'image red.png']
 
 @dataclass(frozen=True)
 class Example:
-    """A record as a project documents it, and how it is read. Many are the plain question about the red image."""
+    """A record as a project documents it, and the lines that it is read as, see `lines_of`."""
 
     record: dict[str, Any]
     lines: Sequence[str]
 
 
 def example_about_red(record, *, name='red.png'):
-    """Returns an example that is read as the plain question. ``name`` is the name of the image in messages."""
+    """Returns an example that is read as the plain question about one image.
+
+    ``name`` is the image's name in error messages: its file, or what holds its bytes.
+    """
     return Example(record, [*PLAIN_TURNS, f'image {name}'])
 
 
@@ -205,7 +208,7 @@ FORMATS = {
     'ms-swift query': example_about_red(
         {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}
     ),
-    'Monkey beside a list': Example(
+    'Monkey, `<img>` beside the key `image`': Example(
         {
             'image': 'blue.png',
             'conversations': [
@@ -259,7 +262,7 @@ FORMATS = {
         ],
     ),
     'data URI in capitals, image and images the same': example_about_red(
-        about_red(image=LOUD_RED_URI, images=[LOUD_RED_URI]),
+        about_red(image=UPPERCASE_RED_URI, images=[UPPERCASE_RED_URI]),
         name='DATA:image/png',
     ),
     'LLaMA-Factory ShareGPT, videos and audio': Example(
@@ -359,6 +362,7 @@ def test_record_is_what_its_project_means(folder, name):
 
 
 def test_line_breaks_around_placeholders():
+    """Those beside a placeholder are left out, because chat templates write their own. All others stay."""
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
     messages = [{'role': 'system', 'content': 'Rules:\n'}, user_turn(question), ANSWER]
     record = parse({'messages': messages, 'images': ['a.png', 'b.png']})
@@ -395,7 +399,7 @@ REFUSED = {
     'broken base64': (about_red(image='data:image/png;base64,???'), 'must be base64'),
     'data URI of text': (about_red(image='data:image/svg+xml,<svg/>'), 'must be base64'),
     'bare base64': (about_red(image='iVBORw0KGgo' * 100), 'Write bytes as `data:image/<type>;base64'),
-    'part of a video': (
+    'segment of a video': (
         {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]},
         '`start` is not supported',
     ),
@@ -608,7 +612,7 @@ def test_untagged_key_of_turn_is_refused(folder, key):
     question, answer = record['messages']
     record = {**record, 'messages': [question, {**answer, key: 'gpt'}]}
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
-    with pytest.raises(BadSampleError, match=f'`{key} .* is not supported, it would be dropped'):
+    with pytest.raises(BadSampleError, match=rf'`{key} \(named by no tag\)` of a turn is not supported'):
         LlavaDataset(path, small())
 
 
@@ -638,17 +642,17 @@ def test_dataset_info_of_videos_and_audio(folder):
 )
 def test_unsupported_dataset_info_is_refused(folder, entry, message):
     path = describe(folder, entry, [{}])
-    with pytest.raises(ValueError, match=rf'dataset_info\.json#mine: {message}'):
+    with pytest.raises(ValueError, match=rf'dataset_info\.json#{DATASET_NAME}: {message}'):
         LlavaDataset(path, small())
 
 
 def test_missing_dataset_and_broken_list(folder):
     path = describe(folder, {}, [])
-    with pytest.raises(ValueError, match=r"got: 'yours'\. It has .*'mine'"):
-        LlavaDataset(path.replace('#mine', '#yours'), small())
+    with pytest.raises(ValueError, match=rf"got: 'yours'\. It has .*'{DATASET_NAME}'"):
+        LlavaDataset(path.replace(f'#{DATASET_NAME}', '#yours'), small())
     with pytest.raises(BadSampleError, match=r'not valid JSON.*A file holds one array, or an object in each line'):
-        LlavaDataset(path.replace('#mine', ''), small())
-    (folder / 'dataset_info.json').write_text('{"mine": {')
+        LlavaDataset(path.removesuffix(f'#{DATASET_NAME}'), small())
+    (folder / 'dataset_info.json').write_text('{"a": {')
     with pytest.raises(ValueError, match=r'valid JSON file before the #, got: .*dataset_info\.json: Expecting'):
         LlavaDataset(path, small())
 

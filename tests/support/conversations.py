@@ -32,6 +32,8 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 IMAGE = {'type': 'image'}
+DATASET_NAME = 'mine'
+"""Name of the dataset that :func:`write_dataset_info` describes."""
 
 
 def message(role: str, *parts: Any) -> dict[str, Any]:
@@ -66,5 +68,5 @@ def write_json(folder: Path, records: Sequence[Any]) -> Path:
 
 def write_dataset_info(folder: Path, entry: dict[str, Any]) -> str:
     """Writes a ``dataset_info.json`` of LLaMA-Factory, and returns the path of its dataset with this entry."""
-    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, 'mine': entry}, indent=2))
-    return f'{folder}/dataset_info.json#mine'
+    (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, DATASET_NAME: entry}, indent=2))
+    return f'{folder}/dataset_info.json#{DATASET_NAME}'
