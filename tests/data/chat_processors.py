@@ -91,6 +91,7 @@ QWEN_TOKENIZER = partial(tokenizer, '<|im_start|>', '<|im_end|>', eos_token='<|i
 
 
 def small() -> Any:
+    """Returns the processor of a small LLaVA: images of 16 x 16 pixels, and a tokenizer trained on TEXTS."""
     return small_llava_processor(train_tokenizer(TEXTS, vocab_size=512), image_size=16, patch_size=8)
 
 
