@@ -454,28 +454,29 @@ class BatchLayout:
         row_groups = [list(rows) for rows in groups]
         for rows in row_groups:
             _check_rows(rows, num_rows)
-        ends: dict[str, list[int]] | None = None
+        offsets: dict[str, list[int]] | None = None
         selected = []
         for rows in row_groups:
             if rows == all_rows:
                 selected.append(dict(batch))
                 continue
             # Counting media takes a while, and a group of all rows does not need it.
-            if ends is None:
-                ends = self._ends_of_rows(batch, entries)
-            selected.append(select_rows(batch, entries, ends, rows))
+            if offsets is None:
+                offsets = self._offsets_of_rows(batch, entries)
+            selected.append(select_rows(batch, entries, offsets, rows))
         return selected
 
-    def _ends_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
-        """Returns the ends of the rows among the entries of each unit: see :data:`.UnitEnds`."""
+    def _offsets_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
+        """Returns where the entries of each row begin, for each unit of the batch: see :data:`.RowOffsets`."""
         units = {'row'}
         for entry in entries.values():
+            # Slots belong to rows. The images tell how many slots the selected rows need.
             units.add('image' if entry.slot_dim is not None else entry.unit)
         units.discard('shared')
-        ends = {}
+        offsets = {}
         for unit in units:
-            ends[unit] = [0, *accumulate(self.units_per_row(batch, unit))]
-        return ends
+            offsets[unit] = [0, *accumulate(self.units_per_row(batch, unit))]
+        return offsets
 
     def _check_entry(
         self,

@@ -162,14 +162,15 @@ def cat_padded(
     return joined
 
 
-UnitEnds = Mapping[str, Sequence[int]]
-"""The ends of the rows among the entries of each unit, after a 0. Row i has the entries ``ends[i]:ends[i + 1]``."""
+RowOffsets = Mapping[str, Sequence[int]]
+"""Where the entries of each row begin, by unit. Row i has the entries ``offsets[i]:offsets[i + 1]``, so the last offset
+is the number of all entries."""
 
 
 def select_rows(
     batch: Batch,
     entries: Mapping[str, Entry],
-    ends: UnitEnds,
+    offsets: RowOffsets,
     rows: Sequence[int],
 ) -> dict[str, Any]:
     """Returns a batch of these rows, in this order.
@@ -177,7 +178,7 @@ def select_rows(
     Args:
         batch: The batch.
         entries: How each tensor belongs to rows.
-        ends: The ends of the rows of the batch, for every unit.
+        offsets: Where the entries of each row of the batch begin, for every unit.
         rows: Numbers of rows.
     """
     selected: dict[str, Any] = {}
@@ -188,11 +189,11 @@ def select_rows(
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
             continue
-        chosen = _select_units(key, value, entry, ends, rows)
+        chosen = _select_units(key, value, entry, offsets, rows)
         if entry.points_into is not None:
             patches_per_item = batch[entry.points_into].shape[1]
-            item_ends = ends[entries[entry.points_into].unit]
-            chosen = _repointed(chosen, ends[entry.unit], item_ends, patches_per_item, rows)
+            item_offsets = offsets[entries[entry.points_into].unit]
+            chosen = _repointed(chosen, offsets[entry.unit], item_offsets, patches_per_item, rows)
         # Rows without images get no image tensors at all. Models do not take empty ones.
         if not entry.is_media or chosen.numel() > 0:
             selected[key] = chosen
@@ -201,8 +202,8 @@ def select_rows(
 
 def _repointed(
     pointers: torch.Tensor,
-    pointer_ends: Sequence[int],
-    item_ends: Sequence[int],
+    pointer_offsets: Sequence[int],
+    item_offsets: Sequence[int],
     patches_per_item: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
@@ -210,8 +211,8 @@ def _repointed(
 
     Args:
         pointers: Pointers of the chosen rows.
-        pointer_ends: The ends of the rows of the batch among its pointers.
-        item_ends: The ends of the rows of the batch among its images.
+        pointer_offsets: Where the pointers of each row of the batch begin.
+        item_offsets: Where the images of each row of the batch begin.
         patches_per_item: Patches of an image.
         rows: Numbers of the chosen rows.
     """
@@ -219,10 +220,10 @@ def _repointed(
     shifts = []
     new_first_patch = 0
     for row in rows:
-        num_pointers.append(pointer_ends[row + 1] - pointer_ends[row])
-        old_first_patch = patches_per_item * item_ends[row]
+        num_pointers.append(pointer_offsets[row + 1] - pointer_offsets[row])
+        old_first_patch = patches_per_item * item_offsets[row]
         shifts.append(new_first_patch - old_first_patch)
-        num_items = item_ends[row + 1] - item_ends[row]
+        num_items = item_offsets[row + 1] - item_offsets[row]
         new_first_patch += patches_per_item * num_items
     return renumber(pointers, num_pointers, shifts)
 
@@ -231,29 +232,29 @@ def _select_units(
     key: str,
     value: torch.Tensor,
     entry: Entry,
-    ends: UnitEnds,
+    offsets: RowOffsets,
     rows: Sequence[int],
 ) -> torch.Tensor:
     """Returns the entries of some rows, in the order of ``rows``, without image slots that none of these rows needs."""
     if entry.unit == 'shared':
         return value
-    unit_ends = ends[entry.unit]
-    if unit_ends[-1] != value.shape[entry.row_dim]:
-        units_per_row = [end - start for start, end in pairwise(unit_ends)]
+    unit_offsets = offsets[entry.unit]
+    if unit_offsets[-1] != value.shape[entry.row_dim]:
+        units_per_row = [end - start for start, end in pairwise(unit_offsets)]
         raise InvalidInputError(
-            f'`batch[{key!r}]` must have {unit_ends[-1]} entries, one for each {entry.unit} ({units_per_row} by row), '
-            f'got: {value.shape[entry.row_dim]}. Keep its entries and the rows together in the collator.'
+            f'`batch[{key!r}]` must have {unit_offsets[-1]} entries, one for each {entry.unit} ({units_per_row} by '
+            f'row), got: {value.shape[entry.row_dim]}. Keep its entries and the rows together in the collator.'
         )
     index: list[int] = []
     for row in rows:
-        index += range(unit_ends[row], unit_ends[row + 1])
+        index += range(unit_offsets[row], unit_offsets[row + 1])
     chosen = take(value, entry.row_dim, index)
     if entry.slot_dim is None:
         return chosen
-    image_ends = ends['image']
+    image_offsets = offsets['image']
     most_images = 0
     for row in rows:
-        most_images = max(most_images, image_ends[row + 1] - image_ends[row])
+        most_images = max(most_images, image_offsets[row + 1] - image_offsets[row])
     num_slots = min(most_images, chosen.shape[entry.slot_dim])
     narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
     # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
