@@ -74,7 +74,8 @@ class BatchLayout:
     config: Any = None
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
-    """How each unregistered key may be read, after the earlier batches of the fit: see :meth:`with_readings`."""
+    """The ways in which each unregistered tensor may belong to rows, unless an earlier batch of the fit has ruled them
+    out: see ``found.py``."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -105,9 +106,11 @@ class BatchLayout:
     def with_entries(self, **entries: Entry) -> BatchLayout:
         """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``.
 
-        An entry replaces the one that the layout has for the key. The shape of the tensor does not change it.
+        An entry replaces the one that the layout has for the key. The shape of the tensor can only remove its
+        ``seq_dims``: see :meth:`entry_of`.
         """
         layout = replace(self, extra={**self.extra, **entries})
+        # replace() does not copy `readings`, because it is no argument.
         return layout.with_readings(self.readings)
 
     def with_readings(self, readings: Readings) -> BatchLayout:
@@ -145,7 +148,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Largest width of a batch at which the rotary embedding is still that of narrower batches; None: no limit."""
+        """Largest width up to which the rotary embedding does not depend on the batch's width; None: no limit."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -214,13 +217,14 @@ class BatchLayout:
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
-        elif key not in self.extra:
+        elif key not in self.extra:  # an entry of the user holds for every shape
             entry = _entry_by_shape(batch, key, entry)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
+        # Without `input_ids` (Whisper) the text is the decoder's.
         is_of_decoder = batch.get('input_ids') is None
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
@@ -283,14 +287,18 @@ class BatchLayout:
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
 
-        The first of these that tells it decides:
+        Each row has one ``'row'``, and the patches of its items, by the grids in the batch. An item is an image, a
+        video or an audio. The first of these that tells the items of each row decides:
 
-        - the slots of the images, if the family has slots;
+        - the slots of the images, if the family has slots: see ``Family.slots``;
+        - ``num_<unit>s`` in the batch, else 0 for each row, if no tensor has the items;
         - the number of rows, because a single row has all items;
-        - ``num_<unit>s`` in the batch, if the numbers add up to the items of the batch;
-        - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item.
+        - ``num_<unit>s``, if the numbers add up to the items of the batch;
+        - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item. Those
+          of items whose tensors are not registered are inferred: see ``found.py``.
 
-        If the family has queries, only the placeholders are asked.
+        If the family has queries (InstructBLIP), and the config names the placeholders, the placeholders decide instead
+        of the two lines before them: see ``Family.has_queries``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -323,15 +331,15 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        return reach_of(is_occupied, 'right').tolist()
+        return reach_of(is_occupied, side='right').tolist()
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
         unit = self._unit_of_items(batch, unit)
-        modality, _, num_inferred = unit.partition('/')
+        modality, _, num_inferred = unit.partition('/')  # the unit may be 'image/12', see _unit_of_items()
         carried = carried_counts(batch, modality)
-        # The numbers only help. If they cannot be those of these rows, the placeholders must tell the items.
+        # The numbers are optional. If they cannot be those of these rows, the placeholders must tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
         num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
@@ -355,9 +363,11 @@ class BatchLayout:
         num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
         if not num_entries:
             return None
-        if len(set(num_entries.values())) > 1:
+        distinct_nums = set(num_entries.values())
+        if len(distinct_nums) > 1:
             raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-        return max(num_entries.values())
+        (num_items,) = distinct_nums
+        return num_items
 
     def _unit_of_items(self, batch: Batch, unit: str) -> str:
         """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
@@ -377,7 +387,7 @@ class BatchLayout:
         unit: str,
         num_items: int,
     ) -> list[int]:
-        """Returns the items of each row: as many as together have the placeholders of the row."""
+        """Returns the items of each row. Takes items in order until they have as many placeholders as the row."""
         media = self.family.media.get(unit)
         num_rows = self.num_rows(batch)
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
@@ -392,18 +402,18 @@ class BatchLayout:
                 f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: nothing '
                 f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
             )
-        tokens = is_placeholder.sum(dim=1).tolist()
-        if num_items == 0 and not any(tokens):
+        tokens_per_row = is_placeholder.sum(dim=1).tolist()
+        if num_items == 0 and not any(tokens_per_row):
             return [0] * num_rows
-        sizes = media.sizes(batch, self.config, num_items, sum(tokens))
-        items = items_of_rows(tokens, sizes)
+        tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
+        items = items_of_rows(tokens_per_row, tokens_per_item)
         if items is None:
             remedy = f'{carry}, or do not cut rows inside their media'
             if self.family.has_queries:
                 remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
             raise InvalidInputError(
-                f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens} by row, where the '
-                f'{unit}s fill {sizes or "an unknown number"}. {remedy}.'
+                f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens_per_row} by row, '
+                f'where the {unit}s fill {tokens_per_item or "an unknown number"}. {remedy}.'
             )
         return items
 
@@ -631,9 +641,7 @@ class BatchLayout:
         _check_are_tensors(key, present_values)
         entries = [self.entry_of(batch, key) for batch in present]
         _check_same_form(key, present_values, entries)
-        # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that
-        # has no `seq_dims` in one of them has none, because a decoder's labels can have the encoder's width by chance.
-        entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
+        entry = _joined_entry(entries)
         if entry.unit == 'shared':
             return _widest_shared(key, present_values)
         if entry.unit == 'video' and present[0][key].dim() == 5:
@@ -678,17 +686,14 @@ class BatchLayout:
             if entry.slot_dim is not None:
                 shape[entry.slot_dim] = 0
             absent = entry.absent or 0
-            # An integer tensor cannot hold NaN.
+            # `absent` may be NaN, which an integer tensor cannot hold.
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
         return values
 
 
 def _entry_by_shape(batch: Batch, key: str, entry: Entry) -> Entry:
-    """Returns the entry of a known key. Masks and positions have another one in some shapes.
-
-    The entry of a key that the user has registered is never changed.
-    """
+    """Returns the entry of a known key. Masks and positions have another one in some shapes."""
     value: torch.Tensor = batch[key]
     num_rows, width = text_of(batch).shape[:2]
     is_shared = num_rows > 1 and value.shape[:1] == (1,)
@@ -766,6 +771,21 @@ def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence
             f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
             'sample the same number of dimensions, and masks of one dtype.'
         )
+
+
+def _joined_entry(entries: Sequence[Entry]) -> Entry:
+    """Returns how a tensor of the joined batch belongs to rows; ``entries`` say it for each batch.
+
+    The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that has no
+    ``seq_dims`` in one of them has none, because a decoder's labels can have the encoder's width by chance.
+    """
+    for entry in entries:
+        if entry.unit == 'shared':
+            return entry
+    for entry in entries:
+        if not entry.seq_dims:
+            return entry
+    return entries[0]
 
 
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:
