@@ -48,7 +48,7 @@ class Cutter(Protocol[RulesT]):
         """Yields the rules to try on such rows, the cheapest first. ``earlier`` are the rules from earlier checks."""
         ...
 
-    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+    def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         ...
 

@@ -157,22 +157,22 @@ class FirstBatchCheck(Generic[RulesT]):
         if not self.check_loss:
             self.rule = self.loss_tokens
 
-    def _ranges_of(self, batch_facts: Sequence[RowFacts]) -> RowRanges:
+    def _ranges_of(self, facts_of_batches: Sequence[RowFacts]) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(batch_facts, self._largest_packed_row(batch_facts))
+        return ranges_of(facts_of_batches, self._largest_packed_row(facts_of_batches))
 
-    def _largest_packed_row(self, batch_facts: Sequence[RowFacts]) -> int:
+    def _largest_packed_row(self, facts_of_batches: Sequence[RowFacts]) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         if self.cutter is None:
             return 0
-        return self.cutter.largest_packed_row(batch_facts, self.microbatch_size)
+        return self.cutter.largest_packed_row(facts_of_batches, self.microbatch_size)
 
-    def has_new_rows(self, batch_facts: Sequence[RowFacts]) -> bool:
+    def has_new_rows(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether this rank has rows outside of the proven ranges.
 
-        ``batch_facts`` are the facts of its batch, or of each of its microbatches.
+        ``facts_of_batches`` are the facts of its batch, or of each of its microbatches.
         """
-        return bool(self._proven.missing(self._ranges_of(batch_facts)))
+        return bool(self._proven.missing(self._ranges_of(facts_of_batches)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.

@@ -209,10 +209,10 @@ def zero_weight(batch: Batch) -> BatchDict:
     return with_rows(without_labels, rows)
 
 
-def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None:
+def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
     """Returns the row with the fewest items of a modality, and of these the shortest, without weight."""
     candidates: list[tuple[RowFacts, int]] = []
-    for facts in sources:
+    for facts in facts_of_batches:
         items_per_row = facts.counts.get(modality, ())
         for row, num_items in enumerate(items_per_row):
             if num_items > 0:

@@ -6,6 +6,8 @@
 :class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
 microbatches. On several ranks it adds dummy rows and empty microbatches, so that no rank waits for another without
 end. The functions at the end find the split and the layout of a loader.
+
+``facts_of_batches`` are always the facts of the device batch, or of each microbatch of a pre-split one.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ class MicrobatchSplit:
         self.rules = CutRules()
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            sources = describe_all(self.layout, batch)
-            self._tries_packing = self._packing_costs_less(sources, microbatch_size)
+            facts_of_batches = describe_all(self.layout, batch)
+            self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
@@ -110,11 +112,11 @@ class MicrobatchSplit:
         self.reduces_once = False
         self.step = None
 
-    def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
+    def _packing_costs_less(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
-        lengths = np.array(_lengths_of(sources))
+        lengths = np.array(_lengths_of(facts_of_batches))
         longest = int(lengths.max())
-        budget = self._budget(sources, microbatch_size)
+        budget = self._budget(facts_of_batches, microbatch_size)
         without_caps = self.options.without_caps()
         options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
         cost = options.cost
@@ -146,20 +148,20 @@ class MicrobatchSplit:
 
     # Called by the first-batch check.
 
-    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+    def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
-        if not sources or not (self.packing or self._tries_packing):
+        if not facts_of_batches or not (self.packing or self._tries_packing):
             return 0
-        lengths = _lengths_of(sources)
-        budget = self._budget(sources, microbatch_size)
+        lengths = _lengths_of(facts_of_batches)
+        budget = self._budget(facts_of_batches, microbatch_size)
         largest_group = min(budget, sum(lengths))
         longest_row = max(lengths)  # a row over the budget is packed alone
         return max(largest_group, longest_row)
 
-    def _budget(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+    def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the decoder's text, if there is one."""
-        width = self.options.slot_tokens or max(facts.width for facts in sources)
-        decoder_width = max(facts.decoder_width for facts in sources)
+        width = self.options.slot_tokens or max(facts.width for facts in facts_of_batches)
+        decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         return token_budget(microbatch_size, width + decoder_width)
 
     @property
@@ -242,23 +244,23 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)
             return self._split_in_order(layout, batch, num_rows)
-        sources = self._describe(layout, batch)
+        facts_of_batches = self._describe(layout, batch)
         planned = batch if isinstance(batch, PreSplitBatch) else None
-        if planned is not None and not self._may_stay_pre_split(sources):
-            sources = [self._joined(layout, planned, sources)]
+        if planned is not None and not self._may_stay_pre_split(facts_of_batches):
+            facts_of_batches = [self._joined(layout, planned, facts_of_batches)]
             planned = None
-        self._check_packing(sources)
-        budget = self._budget(sources, microbatch_size)
+        self._check_packing(facts_of_batches)
+        budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
-        pieces = self._cut(sources, options, planned)
-        dummies = self._dummy_rows(sources)
+        pieces = self._cut(facts_of_batches, options, planned)
+        dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
-        self._warn_of_padding(sources)
+        self._warn_of_padding(facts_of_batches)
         self._warn_of_dummies(pieces)
         microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
         if num_empty:
-            microbatches += [_empty_microbatch(sources, dummies)] * num_empty
+            microbatches += [_empty_microbatch(facts_of_batches, dummies)] * num_empty
         if self.step is not None:
             self.step.planned = microbatches
         return microbatches
@@ -289,7 +291,7 @@ class MicrobatchSplit:
                 return describe_all(layout, batch)
         return self.step.facts
 
-    def _may_stay_pre_split(self, sources: Sequence[RowFacts]) -> bool:
+    def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
 
         Rows padded on the left must be joined if their positions depend on the padding, or if a pad predicts a first
@@ -297,37 +299,37 @@ class MicrobatchSplit:
         """
         if not self.options.regroup or self.packing or self.rules.right != 'trim':
             return False
-        if _width_matters(sources):
+        if _width_matters(facts_of_batches):
             return False
-        padded_left = [facts for facts in sources if facts.side == 'left']
+        padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
         # Microbatches without padding read as padded on the right. The widest one tells whether the policy for rows
         # padded on the left was shown to hold for all of them.
-        widest = max(sources, key=lambda facts: facts.width)
+        widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) == 'trim'
 
-    def _joined(self, layout: BatchLayout, planned: PreSplitBatch, sources: Sequence[RowFacts]) -> RowFacts:
+    def _joined(self, layout: BatchLayout, planned: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
 
         Raises ValueError if joining would change a loss: narrower microbatches get more padding on the left. It may
         move positions, and a pad may predict a first label.
         """
-        self._check_positions(sources)
+        self._check_positions(facts_of_batches)
         joined = planned.joined(layout)
         facts = describe(layout, joined)
         _check_first_labels([facts], COLLATED_BY_LOADER)
         return facts
 
-    def _check_positions(self, sources: Sequence[RowFacts]) -> None:
+    def _check_positions(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Raises if the model counts positions from the first column, and rows are padded on the left.
 
         In each planned microbatch they have another number of pads than in the joined batch.
         """
-        for facts in sources:
+        for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
                 raise InvalidInputError(
                     'Rows must be padded on the right in microbatches that a loader has collated if the model counts '
@@ -335,7 +337,7 @@ class MicrobatchSplit:
                     'the left. Pad on the right, or give `position_ids` (docs/errors.md#padding).'
                 )
 
-    def _check_packing(self, sources: Sequence[RowFacts]) -> None:
+    def _check_packing(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Raises if rows cannot be packed, although the rules or the options say that they are."""
         if self.options.packing and not self.checked:
             raise NotExactError(
@@ -345,21 +347,23 @@ class MicrobatchSplit:
             )
         if not self.packing:
             return
-        _check_first_labels(sources, 'packed rows')
-        if _width_matters(sources):
-            width_limit = sources[0].layout.width_limit
-            widest = max(facts.width for facts in sources)
+        _check_first_labels(facts_of_batches, 'packed rows')
+        if _width_matters(facts_of_batches):
+            width_limit = facts_of_batches[0].layout.width_limit
+            widest = max(facts.width for facts in facts_of_batches)
             raise NotExactError(
                 f'Rows must not be wider than {width_limit} tokens for `packing=True`, got: {widest}. In wider rows '
                 'the rotary embedding of this model depends on the width, and packing changes the width. Set '
                 '`packing=False`, which keeps the width.'
             )
 
-    def _cut(self, sources: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None) -> list[Piece]:
+    def _cut(
+        self, facts_of_batches: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None
+    ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch of a planned batch stays as it is if it fits."""
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
-        for number, facts in enumerate(sources):
+        for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
             indices = None
             if planned is not None and planned.indices is not None:
@@ -382,17 +386,17 @@ class MicrobatchSplit:
     # waits for gradients when it reduces them. In most runs it reduces only in the last microbatch, where
     # `ReductionWatch` gives it zeros.
 
-    def _dummy_rows(self, sources: Sequence[RowFacts]) -> DummyRows:
+    def _dummy_rows(self, facts_of_batches: Sequence[RowFacts]) -> DummyRows:
         """Returns the dummy rows for microbatches without media; with several ranks a collective."""
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
-            return _dummies_of_first_modality(sources) if needs_media else {}
+            return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         may_have_media = True
         if self.layout is not None:
             may_have_media = bool(self.layout.family.media or self.layout.extra)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
-            return _dummies_of_ranks(sources)
+            return _dummies_of_ranks(facts_of_batches)
         return {}
 
     def _num_microbatches(self, num_pieces: int) -> int:
@@ -405,10 +409,10 @@ class MicrobatchSplit:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
 
-    def _warn_of_padding(self, sources: Sequence[RowFacts]) -> None:
+    def _warn_of_padding(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Warns of rows that keep their padding because of a label on their first token."""
         num_kept = 0
-        for facts in sources:
+        for facts in facts_of_batches:
             if not self.packing and self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
@@ -443,22 +447,22 @@ class MicrobatchSplit:
             log.warning(message, *values)
 
 
-def _width_matters(sources: Sequence[RowFacts]) -> bool:
+def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether some rows are so wide that the model's rotary embedding depends on the width of the batch."""
-    return any(facts.layout.width_matters(facts.batch) for facts in sources)
+    return any(facts.layout.width_matters(facts.batch) for facts in facts_of_batches)
 
 
-def _lengths_of(sources: Sequence[RowFacts]) -> list[int]:
+def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
     lengths: list[int] = []
-    for facts in sources:
+    for facts in facts_of_batches:
         lengths += facts.lengths
     return lengths
 
 
-def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
+def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective."""
-    layout = sources[0].layout
-    own_rows = [smallest_row(sources, modality) for modality in MODALITIES]
+    layout = facts_of_batches[0].layout
+    own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
     is_present = [row is not None for row in own_rows]
     is_absent = [row is None for row in own_rows]
     flags = max_over_ranks([*is_present, *is_absent])  # one collective for both
@@ -478,15 +482,15 @@ def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
     return dummies
 
 
-def _dummies_of_first_modality(sources: Sequence[RowFacts]) -> DummyRows:
+def _dummies_of_first_modality(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of the first modality that the rows have.
 
     One modality is enough for ``CutRules.needs_media``: text rows only depend on whether the batch has media.
     """
     for modality in MODALITIES:
-        row = smallest_row(sources, modality)
+        row = smallest_row(facts_of_batches, modality)
         if row is not None:
-            return {modality: describe(sources[0].layout, row)}
+            return {modality: describe(facts_of_batches[0].layout, row)}
     return {}
 
 
@@ -532,20 +536,20 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
     )
 
 
-def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
-    for facts in sources:
+def _check_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
+    for facts in facts_of_batches:
         check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
 
 
-def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
+def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: a dummy row of each needed modality, else the start of the shortest row.
 
     A row with media is not cut, because it needs its placeholders.
     """
     if dummies:
         dummy_batches = [dummy.batch for dummy in dummies.values()]
-        return sources[0].layout.concat(dummy_batches)
-    facts = min(sources, key=lambda facts: min(facts.lengths))
+        return facts_of_batches[0].layout.concat(dummy_batches)
+    facts = min(facts_of_batches, key=lambda facts: min(facts.lengths))
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
     row = layout.select(facts.batch, [shortest])

@@ -338,27 +338,27 @@ def _larger(first: Limit, second: Limit) -> Limit:
     return tuple(map(max, first, second))
 
 
-def ranges_of(sources: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
+def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
     """Returns the ranges of the rows of a device batch.
 
     Args:
-        sources: Facts of the batch, or of each of its microbatches.
+        facts_of_batches: Facts of the batch, or of each of its microbatches.
         largest_packed_row: The most tokens that a packed row made of these rows can have; 0: they are not packed.
     """
     lengths: list[int] = []
     media_per_row: list[int] = []
     has_holes = False
     readings: Readings = {}
-    for facts in sources:
+    for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
-    limits = _padded_limits([facts for facts in sources if facts.has_ids])
+    limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
         limits['packed rows'] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
-        limit = _media_limit(modality, sources)
+        limit = _media_limit(modality, facts_of_batches)
         if limit is not None:
             limits[f'{modality}s'] = limit
     has_media = any(media_per_row)
@@ -369,15 +369,15 @@ def ranges_of(sources: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRa
     return RowRanges(limits=limits, readings=readings)
 
 
-def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
-    """Returns the limits of the widths of all sources together, as if they were one padded batch."""
+def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
+    """Returns the limits of the widths of all batches together, as if they were one padded batch."""
     # The limit of rows with padding: their shortest row, their longest row with padding, and their width.
     limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
     side = 'right'
     with_positions = ''
-    for facts in sources:
+    for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
@@ -396,7 +396,7 @@ def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
     return limits
 
 
-def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
+def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
     It has the most items of a row, whether several rows have any, the smallest and the largest size of the largest item
@@ -404,7 +404,7 @@ def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
     """
     counts: list[int] = []
     sizes: list[float] = []
-    for facts in sources:
+    for facts in facts_of_batches:
         counts += [count for count in facts.counts.get(modality, ()) if count]
         sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
@@ -413,13 +413,13 @@ def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
     # If the largest items of all rows are of one size, no row pads those of another, so their size does not matter.
     if smallest == largest:
         smallest, largest = math.inf, -math.inf
-    return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, sources)
+    return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, facts_of_batches)
 
 
-def _is_ragged(modality: str, sources: Sequence[RowFacts]) -> bool:
+def _is_ragged(modality: str, facts_of_batches: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
     first_shapes: dict[str, torch.Size] = {}
-    for facts in sources:
+    for facts in facts_of_batches:
         for key, entry in media_entries(facts.layout, facts.batch).items():
             item_shape = facts.batch[key].shape[1:]
             if entry.modality == modality and item_shape != first_shapes.setdefault(key, item_shape):
