@@ -167,7 +167,7 @@ class RunContext:
         if self.split is not None:
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
-            self.split.start(model, layout, state.batch, microbatch_size)
+            self.split.start(model, state.batch, microbatch_size, layout)
         # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)

@@ -141,7 +141,7 @@ class CountingDataSpec(DataSpec):
         split = self._split
         layout = split.users_layout or BatchLayout.infer(batch)
         if self._first_batch is None:
-            split.start(model, split.users_layout, batch, microbatch_size)
+            split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model, all_gather_object),
                 layout,

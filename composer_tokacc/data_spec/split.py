@@ -48,10 +48,15 @@ log = logging.getLogger(__name__)
 
 FEW_TOKENS = 8
 """Width of an empty microbatch of text, which only keeps a rank in step. Models with convolutions need 8 tokens."""
+RULES_BEFORE_CHECK = CutRules(right='trim')
+"""Before the first-batch check only padding on the right is trimmed, because no causal model can see it. Trimming on
+the left may change positions."""
 
 
 class MicrobatchSplit:
-    """Composer's ``split_batch``. A microbatch size of ``k`` means the memory of ``k`` rows of ``slot_tokens`` tokens.
+    """Composer's ``split_batch``.
+
+    A microbatch size of ``k`` means the memory of ``k`` rows of ``options.slot_tokens`` tokens.
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
@@ -71,9 +76,8 @@ class MicrobatchSplit:
         self.options = options
         self.users_layout = layout
         self.layout = layout
-        self.rules = CutRules(right='trim')
-        """How rows are cut. Before the first-batch check only padding on the right is trimmed, because no causal model
-        can see it. Trimming on the left may change positions."""
+        self.rules = RULES_BEFORE_CHECK
+        """How rows are cut."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
@@ -92,12 +96,17 @@ class MicrobatchSplit:
 
     # Called by the algorithm.
 
-    def start(self, model: torch.nn.Module, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
-        """Takes a model whose rules are not known yet, and decides whether to try packing. A collective."""
+    def start(
+        self, model: torch.nn.Module, batch: Batch, microbatch_size: float, layout: BatchLayout | None = None
+    ) -> None:
+        """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
+
+        Without a layout it takes the user's, if there is one.
+        """
         self.stop()
         self._model = model
         self.layout = layout or self.users_layout
-        self.rules = CutRules()
+        self.rules = CutRules()  # trims nothing; the check adds what it has shown to hold
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
@@ -123,7 +132,7 @@ class MicrobatchSplit:
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
             packed_lengths = lengths[rows].tolist()
-            packed_cost += cost.packed(packed_lengths)
+            packed_cost += cost.packed(packed_lengths)  # this includes the launch
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
             costs = cost.rows(lengths[rows])
@@ -150,7 +159,7 @@ class MicrobatchSplit:
 
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
-        if not facts_of_batches or not (self.packing or self._tries_packing):
+        if not facts_of_batches or not (self.packs_rows or self._tries_packing):
             return 0
         lengths = _lengths_of(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
@@ -167,10 +176,14 @@ class MicrobatchSplit:
     @property
     def must_pack(self) -> bool:
         """Whether the run stops if rows cannot be packed: the user asked for it, or earlier rows were packed."""
-        return self.options.packing is True or self.packing
+        return self.options.packing is True or self.packs_rows
 
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-        """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows."""
+        """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.
+
+        If rows may be packed, these are first the rules of packing by documents, then, only if the run must pack, those
+        by positions. A run that must pack does not try padded rows.
+        """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
             if self.must_pack and not earlier.packing:
@@ -222,7 +235,7 @@ class MicrobatchSplit:
     # The split.
 
     @property
-    def packing(self) -> bool:
+    def packs_rows(self) -> bool:
         """Whether a microbatch's rows become one packed row."""
         return bool(self.rules.packing)
 
@@ -235,7 +248,7 @@ class MicrobatchSplit:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
             # An earlier run may have left the rules of its model.
-            self.rules = CutRules(right='trim')
+            self.rules = RULES_BEFORE_CHECK
         layout = self.layout
         if layout is None:
             # The microbatch with the most keys has media.
@@ -245,14 +258,14 @@ class MicrobatchSplit:
             num_rows = max(int(microbatch_size), 1)
             return self._split_in_order(layout, batch, num_rows)
         facts_of_batches = self._describe(layout, batch)
-        planned = batch if isinstance(batch, PreSplitBatch) else None
-        if planned is not None and not self._may_stay_pre_split(facts_of_batches):
-            facts_of_batches = [self._joined(layout, planned, facts_of_batches)]
-            planned = None
+        pre_split = batch if isinstance(batch, PreSplitBatch) else None
+        if pre_split is not None and not self._may_stay_pre_split(facts_of_batches):
+            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+            pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
-        pieces = self._cut(facts_of_batches, options, planned)
+        pieces = self._cut(facts_of_batches, options, pre_split)
         dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
         self._warn_of_padding(facts_of_batches)
@@ -294,10 +307,10 @@ class MicrobatchSplit:
     def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
 
-        Rows padded on the left must be joined if their positions depend on the padding, or if a pad predicts a first
-        label.
+        All are joined and cut again without ``regroup``, with packing, and if padding on the right must be kept. Rows
+        padded on the left must be joined if their positions depend on the padding, or if a pad predicts a first label.
         """
-        if not self.options.regroup or self.packing or self.rules.right != 'trim':
+        if not self.options.regroup or self.packs_rows or self.rules.right != 'trim':
             return False
         if _width_matters(facts_of_batches):
             return False
@@ -306,28 +319,28 @@ class MicrobatchSplit:
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
-        # Microbatches without padding read as padded on the right. The widest one tells whether the policy for rows
-        # padded on the left was shown to hold for all of them.
+        # All microbatches count as padded on the left here, because those without padding read as padded on the right.
+        # A policy holds up to a width, so it holds for all of them if it holds for the widest one.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) == 'trim'
 
-    def _joined(self, layout: BatchLayout, planned: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
+    def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
 
         Raises ValueError if joining would change a loss: narrower microbatches get more padding on the left. It may
         move positions, and a pad may predict a first label.
         """
         self._check_positions(facts_of_batches)
-        joined = planned.joined(layout)
+        joined = pre_split.joined(layout)
         facts = describe(layout, joined)
-        _check_first_labels([facts], COLLATED_BY_LOADER)
+        _check_all_first_labels([facts], COLLATED_BY_LOADER)
         return facts
 
     def _check_positions(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Raises if the model counts positions from the first column, and rows are padded on the left.
 
-        In each planned microbatch they have another number of pads than in the joined batch.
+        In each microbatch of the loader they have another number of pads than in the joined batch.
         """
         for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
@@ -345,9 +358,9 @@ class MicrobatchSplit:
                 'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms`, or set '
                 '`packing=False`.'
             )
-        if not self.packing:
+        if not self.packs_rows:
             return
-        _check_first_labels(facts_of_batches, 'packed rows')
+        _check_all_first_labels(facts_of_batches, 'packed rows')
         if _width_matters(facts_of_batches):
             width_limit = facts_of_batches[0].layout.width_limit
             widest = max(facts.width for facts in facts_of_batches)
@@ -358,23 +371,23 @@ class MicrobatchSplit:
             )
 
     def _cut(
-        self, facts_of_batches: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None
+        self, facts_of_batches: Sequence[RowFacts], options: CutOptions, pre_split: PreSplitBatch | None
     ) -> list[Piece]:
-        """Returns pieces under the caps. A microbatch of a planned batch stays as it is if it fits."""
+        """Returns pieces under the caps. A microbatch of a pre-split batch stays as it is if it fits."""
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
             indices = None
-            if planned is not None and planned.indices is not None:
-                indices = planned.indices[number]
+            if pre_split is not None and pre_split.indices is not None:
+                indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
                 # The trainer repeats samples only to give all ranks equally many. They have no weight.
                 rows = rows_of(facts.batch)
                 samples = [row for row in piece.rows if rows[row].samples]
                 piece = piece.take(samples)
-            if planned is not None and piece.rows and piece.fits:
+            if pre_split is not None and piece.rows and piece.fits:
                 pieces.append(piece)
             elif piece.rows:
                 pieces += piece.cut()
@@ -413,7 +426,7 @@ class MicrobatchSplit:
         """Warns of rows that keep their padding because of a label on their first token."""
         num_kept = 0
         for facts in facts_of_batches:
-            if not self.packing and self.rules.policy(facts) != 'keep':
+            if not self.packs_rows and self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
             self._warn(
@@ -460,7 +473,10 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 
 
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
-    """Returns a dummy row of each modality that some rank has; a collective."""
+    """Returns a dummy row of each modality that some rank has; a collective.
+
+    Only of the first such modality if the family takes one kind of media in a forward.
+    """
     layout = facts_of_batches[0].layout
     own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
     is_present = [row is not None for row in own_rows]
@@ -536,7 +552,8 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
     )
 
 
-def _check_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
+def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
+    """Calls ``check_first_labels`` for each batch, with its loss rule."""
     for facts in facts_of_batches:
         check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
 
@@ -546,7 +563,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
 
     A row with media is not cut, because it needs its placeholders.
     """
-    if dummies:
+    if dummies:  # these rows have no weight already
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
     facts = min(facts_of_batches, key=lambda facts: min(facts.lengths))
@@ -595,9 +612,10 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layouts = all_gather_object(BatchLayout.infer(state.batch))
         layout = max(layouts, key=lambda layout: len(layout.family.entries))
     if split is None:
+        # Without token_data_spec() the user's own split cuts the batch. So try whether this layout tells rows apart.
         try:
             layout.select(state.batch, [0])
             layout.media_per_row(state.batch)
         except (KeyError, ValueError):
-            return None  # only the user's own split knows
+            return None
     return layout

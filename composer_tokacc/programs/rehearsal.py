@@ -286,7 +286,7 @@ def _candidates_of_rank(
                 num_labels = int(run.labels_per_sample[samples].sum())
                 num_logits = logit_positions(num_labels, len(samples) * width)
             groups = [samples]
-            if split is not None and split.packing:
+            if split is not None and split.packs_rows:
                 groups = samples_of_rank  # the split needs all rows of the rank to pack them
             shape = BatchShape(
                 rows=len(samples),
