@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Composer's DataSpec with exact counts of samples and tokens. The only module of this room that needs Composer."""
+"""Composer's DataSpec with exact counts of samples and tokens.
+
+The only module of this subpackage that needs Composer.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class CountingDataSpec(DataSpec):
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
         # Labels and counts of the microbatch that the model computes now, if the counts were taken out of it. The
-        # labels tell it from other batches.
+        # microbatch is recognised by its tensor of labels.
         self._computed_labels: torch.Tensor | None = None
         self._computed_rows: Sequence[RowCounts] = ()
         super().__init__(
@@ -65,13 +68,14 @@ class CountingDataSpec(DataSpec):
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """Returns the number of tokens of a batch.
 
-        Composer asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on.
+        Composer asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on. A batch without
+        counts is counted by ``_rule_to_count``, not refused: Composer weights by microbatches, which carry counts.
 
         Raises:
-            RuntimeError: If loss tokens were counted by a rule that nobody has compared with the model's.
+            RuntimeError: If a batch carries counts of loss tokens, but their rule was not compared with the model's.
         """
         rows = self._rows_of(batch)
-        has_counts = all(row.rule for row in rows)
+        has_counts = all(row.rule for row in rows)  # a row that was not counted has an empty rule
         if token_type == 'total' and has_counts:
             return sum(row.real_tokens for row in rows)
         if token_type == 'total':
@@ -110,7 +114,7 @@ class CountingDataSpec(DataSpec):
         # In training with_counts() masks the labels, because it knows the loss rule.
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch
-        # Then no document predicts the first label of the next one.
+        # By the rule 'unshifted' no document predicts the first label of the next one, so nothing is masked.
         if self._rule_to_count == 'unshifted':
             return batch
         return _mapped(mask_document_starts, batch)
@@ -159,6 +163,7 @@ class CountingDataSpec(DataSpec):
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
+        # Without the user's layout the split infers one from each batch.
         if split.users_layout is not None:
             split.layout = check.layout
         self._rule = check.rule or self._rule
@@ -180,6 +185,7 @@ class CountingDataSpec(DataSpec):
             if type(batch) is dict and not step.copies_microbatches():
                 return _Uncopied(batch)
             return batch
+        # Without `model=` the counts stay. HuggingFaceModel.forward() drops them.
         if self._model is None or not is_counted(batch):
             return batch
         # No algorithm hides the counts from the model. A compiled model would be compiled again for each list.
