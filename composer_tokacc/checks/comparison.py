@@ -296,6 +296,8 @@ class RowComparison(Generic[RulesT]):
         at_labels = AtLabels(selector, self._rule, positions)
         try:
             result = self._probe.run(self.batch, at_labels=at_labels)
+        except torch.OutOfMemoryError:
+            raise  # may come on one rank only, and the others would wait for it below
         except NOT_COMPUTED as error:
             # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
