@@ -36,12 +36,7 @@ from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, Ro
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.collectives import (
-    all_gather_object,
-    from_any_rank,
-    get_global_rank,
-    max_over_ranks,
-)
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.labelled import LabelSelector
