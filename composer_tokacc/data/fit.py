@@ -189,9 +189,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                fits = (
-                    True  # media are too small for the processor: count this as fitting, so that fewer steps are tried
-                )
+                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried.
+                fits = True
             if fits:
                 high = middle
             else:
