@@ -344,7 +344,7 @@ def test_run_computes_the_predicted_logits(tmp_path, monkeypatch):
 
     def recorded(*arguments):
         candidates, num_batches = heaviest_of_run(*arguments)
-        rehearsed_logits.extend(candidate.logits for candidate in candidates)
+        rehearsed_logits.extend(candidate.shape.logits for candidate in candidates)
         return candidates, num_batches
 
     monkeypatch.setattr(rehearsal, 'heaviest_of_run', recorded)
