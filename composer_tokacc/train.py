@@ -27,7 +27,7 @@ from composer.utils import dist
 from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import RunParts, TrainerParts, build_parts, build_trainer, build_trainer_parts
-from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
+from composer_tokacc.programs.checkpoints import checkpoint_folder, lock_folder, repair_latest_link
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
@@ -67,7 +67,7 @@ def run(config: TrainConfig) -> None:
         # Composer loads the checkpoint that its `latest` link names. If that one is damaged, the link is changed here,
         # before Composer reads it. Once on each node, because each may have its own disk.
         if dist.get_local_rank() == 0:
-            message = find_checkpoint_to_resume(config.trainer)
+            message = repair_latest_link(config.trainer)
             if message:
                 say(message)
         _train(config)

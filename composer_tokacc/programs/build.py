@@ -18,7 +18,7 @@ from composer.optim import ComposerScheduler
 from composer.utils import dist, get_device, reproducibility
 
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
+from composer_tokacc.programs.checkpoints import SameData, resume_on_shared_folder, save_empty_states
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import identify_adapter
@@ -121,7 +121,7 @@ def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Opt
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
-    remember_unused_parameters(optimizer)
+    save_empty_states(optimizer)
     return optimizer
 
 

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checkpoints: one run at a time writes to a folder, and only a complete one of the same model and data is resumed."""
+"""Guards the checkpoints of a run.
+
+Only one run at a time writes to a folder. A run resumes only from a complete checkpoint of the same model and data.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,18 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_folder(trainer: Section) -> Path | None:
-    """Returns the folder of the run's checkpoints, if it is on a disk of this machine."""
+    """Returns the folder that the run saves checkpoints to; None if it saves none, or saves them to an object store."""
     folder = trainer.get('save_folder')
-    if folder is None or '://' in folder:
+    if folder is None or '://' in folder:  # such as s3://bucket/run
         return None
     return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
 
 
 def latest_checkpoint(trainer: Section) -> Path | None:
-    """Returns Composer's link to this rank's latest checkpoint. It may not exist yet. None without ``autoresume``."""
+    """Returns the path of Composer's link to this rank's latest checkpoint; None if the run does not look for one.
+
+    Nothing may be at the path yet.
+    """
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
         return None
@@ -56,7 +62,10 @@ def latest_checkpoint(trainer: Section) -> Path | None:
 
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder in this block. The system drops the lock of a killed process. None: no lock."""
+    """Keeps other runs out of a folder while the block runs. Does nothing for None.
+
+    The system releases the lock if the process is killed.
+    """
     if folder is None:
         yield
         return
@@ -73,26 +82,29 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def find_checkpoint_to_resume(trainer: Section) -> str:
-    """Points Composer's link to the newest complete checkpoint. Returns a line that names it, or an empty text.
+def repair_latest_link(trainer: Section) -> str:
+    """Points Composer's link to the newest complete checkpoint.
 
-    Composer itself would load the latest one, which is incomplete if the process was killed or the disk was full.
+    Composer loads the checkpoint behind the link. It may be incomplete, if the process was killed or the disk was full.
+
+    Returns:
+        A line that names the checkpoint, for the screen. Empty if there is none to resume.
     """
     link = latest_checkpoint(trainer)
     if link is None or not (link.is_symlink() or link.exists()):
         return ''
     latest = link.parent / os.readlink(link) if link.is_symlink() else link
-    reason = damage(latest)
-    if not reason:
+    damage = find_damage(latest)
+    if not damage:
         return f'going on from {latest}'
     for older in _older_checkpoints(latest):
-        if not damage(older):
+        if not find_damage(older):
             with whole_file(link) as new_link:
                 new_link.symlink_to(os.path.relpath(older, link.parent))
-            return f'going on from {older}: {latest} is damaged ({reason})'
+            return f'going on from {older}: {latest} is damaged ({damage})'
     raise ConfigError(
         'trainer.save_folder',
-        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({reason}), and no other. Remove the '
+        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other. Remove the '
         'folder to start from the beginning, or give `trainer.load_path` with `trainer.autoresume=false`',
     )
 
@@ -100,10 +112,10 @@ def find_checkpoint_to_resume(trainer: Section) -> str:
 def _older_checkpoints(latest: Path) -> list[Path]:
     """Returns the other checkpoints of the same rank, newest first."""
     checkpoints = []
-    ending = latest.name.split('-')[-1]  # rank0.pt
+    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt
     for path in latest.parent.iterdir():
-        # A checkpoint of FSDP is a folder for all ranks.
-        is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == ending
+        # A sharded checkpoint is one folder for all ranks.
+        is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == rank_ending
         if path != latest and not path.is_symlink() and is_of_this_rank:
             checkpoints.append(path)
     return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -112,54 +124,65 @@ def _older_checkpoints(latest: Path) -> list[Path]:
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
     """Returns arguments of the Trainer that replace ``autoresume`` if nodes share the checkpoint folder.
 
-    With ``autoresume`` every node removes the same file from the folder. The first one succeeds, the others crash.
+    Composer's ``autoresume`` writes a file into the folder of each node and removes it. In a shared folder this is the
+    same file for all nodes: the first one removes it, the others crash.
     """
     link = latest_checkpoint(trainer)
-    if link is None or dist.get_world_size() == dist.get_local_world_size():
+    is_one_node = dist.get_world_size() == dist.get_local_world_size()
+    if link is None or is_one_node:
         return {}
-    latest = dist.all_gather_object(os.path.abspath(link))[0]  # all ranks load the one of rank 0, as Composer does
-    is_there = dist.all_gather_object(os.path.exists(latest))
-    if all(is_there):
+    latest = dist.all_gather_object(os.path.abspath(link))[0]  # all ranks load the checkpoint of rank 0, as in Composer
+    exists_on_rank = dist.all_gather_object(os.path.exists(latest))
+    if all(exists_on_rank):
+        # As `autoresume` does, this replaces all arguments that the user gave for another `load_path`.
         return {
             'autoresume': False,
             'load_path': latest,
             'load_weights_only': False,
             'load_strict_model_weights': True,
+            'load_ignore_keys': None,
+            'load_exclude_algorithms': None,
         }
-    if any(is_there):  # each node has its own folder, so `autoresume` works
+    if any(exists_on_rank):  # each node has its own folder, so `autoresume` works
         return {}
-    return {'autoresume': False}  # no checkpoint yet: a fresh run
+    return {'autoresume': False}  # no checkpoint yet: a new run
 
 
-def damage(path: Path) -> str:
+def find_damage(path: Path) -> str:
     """Returns why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
     try:
         if path.is_dir():
-            return _damage_of_folder(path)
-        with zipfile.ZipFile(path) as archive:
-            # Reads the file once. Loading it takes longer than that.
-            broken = archive.testzip()
-        return f'{broken} is not what was written' if broken else ''
+            return _find_damage_in_folder(path)
+        with zipfile.ZipFile(path) as archive:  # torch.save() writes a zip archive
+            # Reads the whole file and compares its checksums. Loading the file takes longer than that.
+            damaged_member = archive.testzip()
+        return f'{damaged_member} is not what was written' if damaged_member else ''
     except Exception as error:  # reading the pickled index of a damaged folder may raise anything
         return shorten(error, 300) or type(error).__name__
 
 
-def _damage_of_folder(path: Path) -> str:
-    storage = FileSystemReader(path).read_metadata().storage_data or {}
-    for part in storage.values():
-        num_bytes = (path / part.relative_path).stat().st_size
-        if num_bytes < part.offset + part.length:
-            return f'{part.relative_path} is too short'
+def _find_damage_in_folder(path: Path) -> str:
+    """Returns the first file that is shorter than the index of a sharded checkpoint says. Does not read the files."""
+    index = FileSystemReader(path).read_metadata().storage_data or {}
+    for entry in index.values():
+        num_bytes = (path / entry.relative_path).stat().st_size
+        if num_bytes < entry.offset + entry.length:
+            return f'{entry.relative_path} is too short'
     return ''
 
 
 def check_checkpoint(key: str, path: Path) -> None:
-    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
+    """Refuses a path that is not a checkpoint, such as a folder of checkpoints, a text file or a pipe.
+
+    Args:
+        key: The key of the config, or the argument, that the user gave the path under.
+        path: A file, or the folder of a sharded checkpoint.
+    """
     reason = ''
     if os.path.isdir(path):
-        details = damage(path)
-        if details:
-            reason = f'damaged ({details})'
+        damage = find_damage(path)
+        if damage:
+            reason = f'damaged ({damage})'
     elif not os.path.isfile(path):
         reason = 'which is not there, or may not be read'
     elif not zipfile.is_zipfile(path):
@@ -174,13 +197,17 @@ def check_checkpoint(key: str, path: Path) -> None:
 
 @contextmanager
 def reading_checkpoint(path: Path) -> Iterator[None]:
-    """Turns any error while a checkpoint is read into one line, because a file of another program may hold anything."""
+    """Turns any error in the block, which reads a checkpoint, into one line for the user.
+
+    All kinds of errors are possible, because the file may come from another program.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-        reason = str(error).partition('. ')[0]  # torch goes on to say how code in the file could be run
+        # Only the first sentence: torch's next one recommends `weights_only=False`, which would run code in the file.
+        reason = str(error).partition('. ')[0]
         raise ConfigError(
             '',
             'the checkpoint must be complete and written by Composer for a HuggingFaceModel, and hold only tensors and '
@@ -189,7 +216,11 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
 
 
 def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Returns the state in a checkpoint file without running code that it may hold.
+    """Returns the part ``state`` of a checkpoint file. Runs no code that the file may hold.
+
+    Args:
+        path: A file that Composer wrote on one rank; not a sharded checkpoint.
+        mmap: Leave the weights on the disk until they are used.
 
     Raises:
         ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
@@ -198,41 +229,44 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
 
 
-def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Gives parameters that never had a gradient an empty state, because torch cannot load checkpoints that lack it."""
+def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
+    """Adds an empty state to the optimizer's ``state_dict()`` for each parameter that never had a gradient.
 
-    def complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        for group in state['param_groups']:
+    An optimizer has no state for them, but torch's ``set_optimizer_state_dict()`` looks one up for every parameter.
+    """
+
+    def add_empty_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for group in state_dict['param_groups']:
             for index in group['params']:
-                state['state'].setdefault(index, {})
-        return state
+                state_dict['state'].setdefault(index, {})
+        return state_dict
 
-    optimizer.register_state_dict_post_hook(complete)
+    optimizer.register_state_dict_post_hook(add_empty_states)
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. If it holds integers, ``'not of floats'`` is added, so that it differs from a weight of floats.
-Torch would load one as the other without an error."""
+"""Sizes of a weight. A weight of integers has ``'not of floats'`` as last entry. So it differs from a weight of floats,
+which torch would load into it, or from it, without an error."""
 
 
-def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
     if dtype.is_floating_point:
         return tuple(sizes)
     return (*sizes, 'not of floats')
 
 
-def _shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape]:
-    """Returns the shapes of the tensors among the weights, by name."""
+def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
     shapes = {}
-    for name, value in weights.items():
+    for name, value in model_state.items():
         if isinstance(value, torch.Tensor):
-            shapes[name] = _shape(value.shape, value.dtype)
+            shapes[name] = _shape_of(value.shape, value.dtype)
     return shapes
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The part of a checkpoint that is compared with the run."""
+    """The parts of a checkpoint that :class:`SameData` compares with the run."""
 
     path: Path
     fingerprints: str
@@ -240,7 +274,7 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers that have a state."""
+    """Class names of the optimizers whose state was saved."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -250,7 +284,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch fills in the entries that this mapping has, and reads no others.
+        # Torch replaces the values of this mapping by those in the checkpoint. It reads no other entries.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -260,9 +294,9 @@ class SavedRun:
         for key, entry in entries.items():
             if key.startswith('state.model.') and isinstance(entry, TensorStorageMetadata):
                 name = key.removeprefix('state.model.')
-                shapes[name] = _shape(entry.size, entry.properties.dtype)
+                shapes[name] = _shape_of(entry.size, entry.properties.dtype)
             elif key.startswith('state.optimizers.'):
-                optimizers.add(key.split('.')[2])
+                optimizers.add(key.split('.')[2])  # AdamW of state.optimizers.AdamW.state...
         fingerprints = _fingerprints_of(saved['state'])
         return cls(path, fingerprints, shapes, sorted(optimizers))
 
@@ -270,9 +304,11 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
         shapes = _shapes_of(state.get('model') or {})
-        # A state without its timestamp counts as none, because Composer would use it from step 0.
+        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none are listed:
+        # the run is refused.
+        has_timestamp = bool(dict(state.get('timestamp') or {}))
         optimizers: dict[str, Any] = {}
-        if dict(state.get('timestamp') or {}):
+        if has_timestamp:
             optimizers = dict(state.get('optimizers') or {})
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
@@ -284,24 +320,26 @@ def _fingerprints_of(state: Section) -> str:
 
 
 SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
-"""Settings of an optimizer that do not change its result. A resumed run may have other ones."""
+"""Settings of torch's optimizers that choose how an update is computed, not its result. A resumed run may have
+other ones."""
 
 
 class SameData(Callback):
     """Refuses to resume with another model, data, order, processor, vocabulary, adapter or optimizer, on all ranks.
 
-    Names and shapes of the model's weights are compared. The others are compared with fingerprints in the checkpoint,
-    unless only weights are loaded. The number of ranks and everything that cuts batches may change.
+    Of the model, the names and shapes of its weights are compared. For the others this callback saves fingerprints in
+    each checkpoint, and compares those, unless the run loads only weights. The number of ranks and everything that cuts
+    batches may change.
 
     Args:
         dataset: The training set.
-        processor: Its processor or tokenizer.
-        adapter: See :func:`.identify_adapter`.
-        optimizer: Settings of the optimizer by name. They are compared, because Composer would replace them in silence
-            by the ones of the checkpoint.
+        processor: The processor or tokenizer of the training set.
+        adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
+        optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
+            the settings in the checkpoint.
         model: The model before the Trainer wraps it. None: no weights are compared.
-        trainer: Arguments of the Trainer, which name the checkpoint.
-        on_other_data: ``'raise'``, or ``'warn'`` to go on.
+        trainer: Section ``trainer`` of the config, which names the checkpoint.
+        on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
 
     def __init__(
@@ -318,55 +356,68 @@ class SameData(Callback):
         self.model = model
         self.trainer = trainer
         self.on_other_data = on_other_data
-        self._shapes = {} if model is None else _shapes_of(model.state_dict())  # before FSDP divides them
-        size = getattr(dataset, 'size', None)  # StreamingDataset's length counts one rank
-        num_samples = size if isinstance(size, int) else len(dataset)
+        self._unsharded_shapes: dict[str, Shape] = {}
+        """Shapes of the model's weights before FSDP divides them."""
+        if model is not None:
+            self._unsharded_shapes = _shapes_of(model.state_dict())
+        num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
+        if not isinstance(num_samples, int):
+            num_samples = len(dataset)
         self._fingerprints = {
             'data': f'{identify_data(dataset)} of {num_samples} samples',
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        if hasattr(dataset, 'identity_of_order'):  # a sampler has a state, which it compares itself
+        # Only a streaming dataset orders its samples itself. The sampler of another one compares the order on its own, when
+        # it loads its state.
+        if hasattr(dataset, 'identity_of_order'):
             self._fingerprints['order'] = dataset.identity_of_order()
         for name, value in (optimizer or {}).items():
             if name not in SPEED_SETTINGS:
-                # Through JSON and back, as a checkpoint has it: tuples become lists.
+                # As it comes back from a checkpoint, which holds JSON: tuples become lists.
                 as_json = json.dumps(value, default=str)
                 self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
         self._is_loading = False
-        """Whether a checkpoint is being loaded. Composer then calls :meth:`state_dict` to learn its entries."""
+        """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
         """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
+        """Returns the fingerprints as one string of JSON; nothing while a checkpoint is loaded.
+
+        To load a sharded checkpoint, torch reads exactly the entries of the present state. The checkpoint may lack this
+        one.
+        """
         return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compares the fingerprints if :meth:`before_load` could not read the checkpoint, as in an object store."""
+        """Compares the fingerprints if :meth:`before_load` did not, because the checkpoint is not on this machine."""
         if not self._is_compared:
             self._compare_fingerprints(state.get('fingerprints', ''))
 
     def before_load(self, state: State, logger: Logger) -> None:
         """Compares before Composer loads, because Composer's error would only say which shapes do not fit."""
         self._is_loading = True
-        path, weights_only = _checkpoint_to_load(self.trainer, state.run_name)
+        path, load_arguments = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
             return
+        weights_only = bool(load_arguments.get('load_weights_only'))
         saved = SavedRun.read(path)
         self._is_compared = True
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
-        if self.model is None or self.trainer.get('load_ignore_keys'):
+        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
+        if self.model is None or load_arguments.get('load_ignore_keys'):
             return
         # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
         # because algorithms may have changed the model since __init__().
-        shapes = self._shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
-        is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
+        shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
+        # Composer may only leave out weights if it loads nothing else.
+        is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # named_parameters() has tied weights, such as head and embeddings, only once. One of their names will do.
+            # A checkpoint needs only one name of tied weights, such as head and embeddings. named_parameters() has one.
             required = [name for name, _ in self.model.named_parameters() if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
@@ -378,19 +429,20 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again, and forgets the model."""
+        """Lets checkpoints hold the fingerprints again. Forgets the model, which is not compared after that."""
         self._is_loading = False
         self.model = None
 
-    def _compare_fingerprints(self, fingerprints: str) -> None:
-        with building('fingerprints'):  # of the checkpoint, which somebody may have changed
-            saved = check_value('fingerprints', json.loads(fingerprints or '{}'), dict)
+    def _compare_fingerprints(self, saved_json: str) -> None:
+        """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
+        with building('fingerprints'):  # turns errors into one line, because somebody may have changed the checkpoint
+            saved = check_value('fingerprints', json.loads(saved_json or '{}'), dict)
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
-            is_old_setting = name.startswith('optimizer.') and name not in self._fingerprints
+            is_unknown_setting = name.startswith('optimizer.') and name not in self._fingerprints
             value = self._fingerprints.get(name)
-            if saved_value != value and not is_old_setting:
+            if saved_value != value and not is_unknown_setting:
                 differing[name] = f'{name} {_short(saved_value)} there, {_short(value)} here'
         if not differing:
             return
@@ -410,21 +462,24 @@ class SameData(Callback):
         )
 
 
-def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, bool]:
-    """Returns the local checkpoint that the Trainer will load, if any, and whether only its weights."""
+def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, Section]:
+    """Returns the checkpoint on this machine that the Trainer will load, and the arguments that say how it loads it.
+
+    The path is None if there is no such checkpoint. The arguments are empty for ``autoresume``, because Composer then
+    ignores those of the config.
+    """
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:
-        latest = dist.all_gather_object(latest)[0]  # all ranks read the one of rank 0, as Composer does
+        latest = dist.all_gather_object(latest)[0]  # all ranks load the checkpoint of rank 0, as in Composer
         if latest.exists():
-            return latest, False
-    weights_only = bool(trainer.get('load_weights_only'))
+            return latest, {}
     load_path = trainer.get('load_path')
     if load_path is not None:
-        # Composer fills the names of ranks in the same way.
+        # Composer replaces {run_name} and {rank} in the same way. All ranks compare the checkpoint of rank 0.
         path = Path(partial_format(load_path, run_name=run_name, rank=0, local_rank=0, node_rank=0))
         if path.exists():
-            return path, weights_only
-    return None, weights_only
+            return path, trainer
+    return None, {}
 
 
 def _compare_shapes(
@@ -434,7 +489,14 @@ def _compare_shapes(
     *,
     is_strict: bool,
 ) -> None:
-    """Refuses a checkpoint that lacks required weights, has some of another shape, or, if strict, has unknown ones."""
+    """Refuses a checkpoint of another model.
+
+    Args:
+        saved: The checkpoint.
+        shapes: Shapes of the weights of this run's model, by name.
+        required: Names of weights that the checkpoint must have.
+        is_strict: Whether to refuse weights that this run's model does not have.
+    """
     differing = {name: 'missing' for name in required if name not in saved.shapes}
     for name, saved_shape in saved.shapes.items():
         shape = shapes.get(name)
@@ -453,5 +515,6 @@ def _compare_shapes(
 
 
 def _short(value: Any) -> str:
-    """Shortens fingerprints, which have 32 hexadecimal digits, to the first eight."""
-    return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', json.dumps(value).strip('"'))
+    """Returns a value as JSON, with each fingerprint (32 hexadecimal digits) cut to its first eight."""
+    as_json = json.dumps(value).strip('"')
+    return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', as_json)

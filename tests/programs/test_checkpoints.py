@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from composer import Trainer
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import damage, find_checkpoint_to_resume, lock_folder
+from composer_tokacc.programs.checkpoints import find_damage, lock_folder, repair_latest_link
+from tests.support.launch import launch_json
 
 
 def save_checkpoint(path: Path, *, age: int = 0) -> Path:
@@ -28,7 +31,7 @@ def link_latest(path: Path) -> None:
 
 def resume_from(folder: Path, **options) -> str:
     trainer = {'autoresume': True, 'save_folder': str(folder), 'run_name': 'run', **options}
-    return find_checkpoint_to_resume(trainer)
+    return repair_latest_link(trainer)
 
 
 def truncate(path: Path) -> None:
@@ -92,12 +95,12 @@ def test_damaged_part_of_sharded_checkpoint(tmp_path):
     if 'no_dist' in inspect.signature(dcp.save).parameters:  # from torch 2.7 on
         options['no_dist'] = True
     dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), **options)
-    assert damage(folder) == ''
+    assert find_damage(folder) == ''
     (part,) = folder.glob('*.distcp')
     part.write_bytes(part.read_bytes()[:-100])
-    assert damage(folder) == f'{part.name} is too short'
+    assert find_damage(folder) == f'{part.name} is too short'
     (folder / '.metadata').unlink()
-    assert '.metadata' in damage(folder)
+    assert '.metadata' in find_damage(folder)
 
 
 def test_folder_belongs_to_one_run(tmp_path):
@@ -107,3 +110,15 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
     with lock_folder(None), lock_folder(None):  # runs without a folder
         pass
+
+
+@pytest.mark.slow
+def test_shared_folder_resumes_whole_state(tmp_path):
+    """Arguments for another `load_path` must not leave parts of the run's own checkpoint unread."""
+    save_checkpoint(tmp_path / 'latest-rank0.pt')
+    (arguments,) = {*launch_json('tests/ranks/shared_folder.py', str(tmp_path), ranks=2)}
+    used = {'load_ignore_keys': ['state/optimizers/*'], 'load_exclude_algorithms': ['SAM'], 'load_weights_only': True}
+    used.update(json.loads(arguments))
+    assert used.pop('load_path') == str(tmp_path / 'latest-rank0.pt')
+    parameters = inspect.signature(Trainer).parameters
+    assert {name: parameters[name].default for name in used} == used
