@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lets a model in training answer samples of the eval set, by generation."""
+"""Lets the model generate answers to samples of the eval set after each evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
-from composer_tokacc.programs.metrics_file import start_lines
+from composer_tokacc.programs.metrics_file import keep_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
@@ -33,7 +33,7 @@ from composer_tokacc.programs.sources import source_of
 log = logging.getLogger(__name__)
 
 THUMBNAIL_SIDE = 224
-"""Largest side of an image on the page, in pixels, if it was read from its file."""
+"""Longest side of a thumbnail in ``report.html``, in pixels."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class Answer:
     expected: str
     generated: str
     images: list[np.ndarray] = field(default_factory=list, repr=False)
-    """Of shape (height, width, 3) in [0, 1], as the model saw them or as the file has them; perhaps none."""
+    """Colors in [0, 1], of shape (height, width, 3): as the model saw them, or thumbnails of the files."""
 
     @property
     def is_right(self) -> bool:
@@ -53,31 +53,35 @@ class Answer:
         return self.generated == self.expected
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it without images."""
-        return without(vars(self), 'images')  # `report.html` shows them
+        """Returns the line of ``answers.jsonl``. The images are only in ``report.html``."""
+        return without(vars(self), 'images')
 
 
 @dataclass(eq=False)
 class Answers(Callback):
-    """Lets the model answer samples after each evaluation, on the first rank. ``answers.jsonl`` holds all answers."""
+    """Lets the model answer samples after each evaluation, on the first rank. Writes them to ``answers.jsonl``."""
 
     dataset: SampleDataset
+    """The eval set."""
     processor: Processor
     folder: str
+    """Folder of the file. May contain ``{run_name}``."""
     num_samples: int
+    """Samples to answer at each evaluation."""
     max_new_tokens: int
+    """Most tokens of an answer."""
     last: list[Answer] = field(default_factory=list)
     """The answers of the last evaluation."""
     can_generate: bool = True
     """Whether the model can generate. False after it has failed once."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Removes the answers of another run from the file, and those of steps that this run does again."""
+        """Removes the answers of another run from the file, and those after the step that this run resumes from."""
         if dist.get_global_rank() != 0:
             return
         path = self._path(state)
         if path.exists():
-            start_lines(path, state.timestamp.batch.value)
+            keep_lines(path, until=state.timestamp.batch.value)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file."""
@@ -98,8 +102,8 @@ class Answers(Callback):
         path = self._path(state)
         path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
-        # A finished run that is started again evaluates its last step again.
-        start_lines(path, step - 1)
+        # The answers of this step are there already if a finished run was started again.
+        keep_lines(path, until=step - 1)
         with path.open('a', encoding='utf-8') as file:
             for answer in self.last:
                 file.write(json.dumps({'step': step, **answer.as_json()}) + '\n')
@@ -109,7 +113,7 @@ class Answers(Callback):
 
 
 def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
-    """Returns the callback for ``report.answers``; None without an eval set, or for a sharded model."""
+    """Returns the callback for ``report.answers``; None if that is 0, without an eval set, or for a sharded model."""
     num_samples = config.report.get('answers', 4)
     # A rank of a sharded model cannot generate without the others.
     if parts.eval_dataset is None or not num_samples or config.is_sharded:
@@ -133,17 +137,17 @@ def answer_eval_samples(
 ) -> list[Answer]:
     """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded.
 
-    Samples without a label are left out, because they have no expected answer. So are samples with media after it.
+    Leaves out samples without labels, because they have no expected answer, and samples with media after the question.
     """
     if num_samples < 1:
         return []
-    step = max(len(dataset) // num_samples, 1)
-    end = min(step * num_samples, len(dataset))
+    spacing = max(len(dataset) // num_samples, 1)
+    end = min(spacing * num_samples, len(dataset))
     was_training = model.training
     model.eval()
     answers = []
     with torch.no_grad():
-        for index in range(0, end, step):
+        for index in range(0, end, spacing):
             answer = _answer(model, dataset, index, processor, max_new_tokens)
             if answer is not None:
                 answers.append(answer)
@@ -158,10 +162,11 @@ def _answer(
     processor: Processor,
     max_new_tokens: int,
 ) -> Answer | None:
-    """Generates from the tokens before the last answer of a sample. Returns None, and says why, if it cannot."""
+    """Generates from the tokens before the last answer of a sample. Logs a warning and returns None if it cannot."""
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
-    last_answer = _last_answer(sample['labels'][0].tolist())
+    labels = sample['labels'][0].tolist()
+    last_answer = _last_answer(labels)
     if last_answer is None:
         log.warning('Sample %s has no label, so the model does not answer it.', sample_id)
         return None
@@ -170,30 +175,30 @@ def _answer(
     placeholders = image_token_ids(processor)
     token_ids = sample['input_ids'][0]
     if not set(placeholders).isdisjoint(token_ids[start:].tolist()):
-        # The inputs have all media of the sample, but only the text before the answer.
+        # generate() would get the text before the answer, but all media of the sample.
         log.warning('Sample %s has media after its last answer, so the model does not answer it.', sample_id)
         return None
-    inner: Any = model.model
-    generated = inner.generate(
+    inner: Any = model.model  # of Transformers
+    prompt_and_answer = inner.generate(
         **_inputs_before(model, sample, start, inner.device),
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
-        # An untrained model may generate a placeholder, which would need another image.
+        # An untrained model may generate the placeholder of an image, and then ask for its pixels.
         suppress_tokens=list(placeholders) or None,
     )
     before_answer = token_ids[:start].tolist()
     question = [token_id for token_id in before_answer if token_id not in placeholders]
 
-    def text_of(ids: Any) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True).strip()
+    def text_of(token_ids: Any) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     return Answer(
         sample_id=sample_id,
         question=text_of(question),
         expected=text_of(token_ids[start:end]),
-        generated=text_of(generated[0, start:]),
-        images=_images(sample, processor) or _images_of_file(dataset, index),
+        generated=text_of(prompt_and_answer[0, start:]),
+        images=_images_from_pixels(sample, processor) or _images_from_files(dataset, index),
     )
 
 
@@ -203,30 +208,35 @@ def _inputs_before(
     start: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's inputs for the tokens before position ``start``."""
+    """Returns the model's inputs for the tokens before position ``start``, with all media of the sample."""
     inputs = {}
     for key, value in sample.items():
         if key in model.model_forward_args and key != 'labels':
-            if value.shape == sample['input_ids'].shape:
+            has_entry_per_token = value.shape == sample['input_ids'].shape
+            if has_entry_per_token:
                 value = value[:, :start]
             inputs[key] = value.to(device)
     return inputs
 
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
-    """Returns start and end of the last unbroken run of labels. None if there is no label."""
-    labelled = [position for position, label in enumerate(labels) if label != IGNORE_INDEX]
-    if not labelled:
+    """Returns the start and the end (exclusive) of the last unbroken run of labels. None if there is no label."""
+    end = len(labels)
+    while end > 0 and labels[end - 1] == IGNORE_INDEX:
+        end -= 1
+    if end == 0:
         return None
-    end = labelled[-1] + 1
-    start = labelled[-1]
+    start = end - 1
     while start > 0 and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return start, end
 
 
-def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
-    """Returns the images as the model sees them. Empty if its pixel values are patches or tiles, or not of colors."""
+def _images_from_pixels(sample: Row, processor: Processor) -> list[np.ndarray]:
+    """Returns the images of a sample as the model sees them, undoing the processor's normalization.
+
+    Empty if the pixel values are not whole images of three colors, but patches or tiles, for example.
+    """
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)
     channel_means = getattr(image_processor, 'image_mean', None)
@@ -245,14 +255,14 @@ def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
     return images
 
 
-def _images_of_file(dataset: Any, index: int) -> list[np.ndarray]:
-    """Returns thumbnails from the files: the images and the first frame of each video. Only LlavaDataset has them."""
+def _images_from_files(dataset: Any, index: int) -> list[np.ndarray]:
+    """Returns thumbnails of a sample's images, and of the first frame of its videos. Empty without a LlavaDataset."""
     if not hasattr(dataset, 'decoded'):
         return []
     media = dataset.decoded(index)
     images = list(media.get('image', []))
     for video in media.get('video', []):
-        first_frame = video.frames[0].permute(1, 2, 0)
+        first_frame = video.frames[0].permute(1, 2, 0)  # of shape (height, width, colors)
         images.append(Image.fromarray(first_frame.numpy()))
     arrays = []
     for image in images:

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""``metrics.jsonl``: the log of a run, one line of JSON a step. Result and page of the run are made from it."""
+"""Writes and reads ``metrics.jsonl``, the log of a run: ``{"step": 3, "loss/train/total": 2.1}`` for each step.
+
+The result and the page of the run are made from it.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ from composer_tokacc.programs.errors import building
 METRICS_FILE = 'metrics.jsonl'
 
 Series = tuple[list[int], list[float]]
-"""Steps, and a finite value for each."""
+"""Steps in the order of the file, and a finite value for each step."""
 
 
 class JsonLines(LoggerDestination):
     """Writes the numbers that are logged in a step as one line of ``metrics.jsonl``, on the first rank.
 
-    A resumed run goes on after the step of its checkpoint. Lines of later steps that a killed run has left are removed.
+    A resumed run keeps the lines up to the step of its checkpoint. Later steps are trained again, so their lines are
+    removed.
 
     Args:
         folder: Folder of the file. May contain ``{run_name}``.
@@ -40,9 +44,10 @@ class JsonLines(LoggerDestination):
         self._path: Path | None = None
         """The file; None before the first event, and on other ranks."""
         self._line: dict[str, float | None] = {}
+        """Numbers by name that were logged since the last line."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Prepares the file at the start of a fit or an evaluation, and writes a line for each step and evaluation."""
+        """Prepares the file before the first step or evaluation. Writes a line after each, and after the fit."""
         if event in (Event.FIT_START, Event.EVAL_START):  # a run with nothing left to train may still be evaluated
             self._open(state)
         elif event in (Event.BATCH_END, Event.EVAL_END, Event.FIT_END):
@@ -51,41 +56,43 @@ class JsonLines(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Adds the numbers among the metrics to the next line.
 
-        NaN and infinity become null, because JSON has no word for them.
+        NaN and infinity become null, because JSON has no numbers for them.
         """
         for name, value in metrics.items():
             if np.ndim(value) != 0:
                 continue
             try:
                 number = float(value)
-            except (TypeError, ValueError):  # a callback of the user may log a text
+            except (TypeError, ValueError):  # not a number: a callback of the user may log anything
                 continue
             self._line[name] = number if math.isfinite(number) else None
 
     def close(self, state: State, logger: Logger) -> None:
-        """Writes numbers that were logged at last."""
+        """Writes the numbers that were logged after the last event."""
         self._write(state)
 
     def _open(self, state: State) -> None:
-        if dist.get_global_rank() or self._path is not None:
+        """Finds the file and removes the lines that do not belong to this run. Does nothing after the first call."""
+        if dist.get_global_rank() != 0 or self._path is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
         with building('report.folder'):
             path.parent.mkdir(parents=True, exist_ok=True)
-        start_lines(path, state.timestamp.batch.value)
+        keep_lines(path, until=state.timestamp.batch.value)
         self._path = path
 
     def _write(self, state: State) -> None:
+        """Appends the numbers that were logged since the last line, if there are any."""
         line = {'step': state.timestamp.batch.value, **self._line}
         has_numbers = bool(self._line)
-        self._line = {}  # before writing: on a full disk Composer calls close() afterwards
+        self._line = {}  # before writing, because that fails on a full disk, and close() would write the line again
         if self._path is not None and has_numbers:
             with self._path.open('a', encoding='utf-8') as file:
                 file.write(json.dumps(line) + '\n')
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of the file, without one that a killed process has left half written."""
+    """Returns the lines of a file, except broken ones, such as a line that a killed process wrote in part."""
     lines = []
     for text in path.read_text(encoding='utf-8', errors='replace').splitlines():
         try:
@@ -97,23 +104,27 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def start_lines(path: Path, step: int) -> None:
-    """Prepares a file of lines for a run that goes on after ``step``: keeps the lines up to it, and none for step 0."""
-    if not step or not path.exists():
+def keep_lines(path: Path, *, until: int) -> None:
+    """Removes the lines of steps after ``until`` from a file, and creates the file if it does not exist.
+
+    At 0 a new run starts. Then all lines are removed, because they are those of another run.
+    """
+    if until == 0 or not path.exists():
         path.write_text('')
         return
     text = ''
     for line in _read_lines(path):
-        if line['step'] <= step:
+        if line['step'] <= until:
             text += json.dumps(line) + '\n'
     with whole_file(path) as new_file:
         new_file.write_text(text, encoding='utf-8')
 
 
 def read_metrics(folder: Path) -> dict[str, Series]:
-    """Returns all that a run has logged, by name; nothing without the file. Values that are not finite are left out.
+    """Returns the metrics of a run by name, from the ``metrics.jsonl`` in its folder. Empty if there is no such file.
 
-    If a step was logged twice, as by a second evaluation of a finished run, its last value counts.
+    Leaves out values that were not finite. If a step has two values, as after a second evaluation of a finished run,
+    the last one counts.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -122,7 +133,7 @@ def read_metrics(folder: Path) -> dict[str, Series]:
     for line in _read_lines(path):
         step = line.pop('step')
         for name, value in line.items():
-            if isinstance(value, int | float):
+            if isinstance(value, int | float):  # not null
                 values_by_name.setdefault(name, {})[step] = float(value)
     metrics = {}
     for name, values in values_by_name.items():
@@ -135,10 +146,15 @@ def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
 
     A short name is the text that the star stands for: ``loss`` for ``eval/loss`` and ``eval/*``. Without a star in the
     pattern it is the last part of the name.
+
+    Args:
+        metrics: Metrics by name.
+        pattern: A name, perhaps with one ``*``.
     """
-    start, _, end = pattern.partition('*')
+    before_star, _, after_star = pattern.partition('*')
     selected = {}
     for name in fnmatch.filter(metrics, pattern):
-        short_name = name.removeprefix(start).removesuffix(end) or name.rpartition('/')[2]
-        selected[short_name] = metrics[name]
+        text_of_star = name.removeprefix(before_star).removesuffix(after_star)
+        last_part = name.rpartition('/')[2]
+        selected[text_of_star or last_part] = metrics[name]
     return selected

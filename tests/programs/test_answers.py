@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.programs.answers import Answers, _images, _images_of_file, _inputs_before
+from composer_tokacc.programs.answers import Answers, _images_from_files, _images_from_pixels, _inputs_before
 from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import qwen2_vl
@@ -164,8 +164,8 @@ def test_images_in_patches_are_shown_whole(tmp_path):
     index = next(index for index, record in enumerate(dataset.records) if record.count('image'))
     sample = dataset[index]
     assert 'pixel_values' in sample
-    assert _images(sample, processor) == []
-    shown_image, *_ = _images_of_file(dataset, index)
+    assert _images_from_pixels(sample, processor) == []
+    shown_image, *_ = _images_from_files(dataset, index)
     image, *_ = dataset.decoded(index)['image']
     image.thumbnail((224, 224))
     np.testing.assert_allclose(shown_image * 255, image, rtol=1e-5)
@@ -174,7 +174,7 @@ def test_images_in_patches_are_shown_whole(tmp_path):
 @pytest.mark.parametrize('pixels', [torch.rand(9, 3, 14, 14), torch.rand(1, 1, 8, 8), torch.rand(1, 3, 8)])
 def test_pixels_that_are_no_image(pixels, processor):
     """Nine patches of an image, an image of one channel, and patches that are flat."""
-    assert _images({'pixel_values': pixels, 'num_images': [1]}, processor) == []
+    assert _images_from_pixels({'pixel_values': pixels, 'num_images': [1]}, processor) == []
 
 
 def test_patches_stay_when_text_is_cut():
