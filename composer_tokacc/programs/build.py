@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Builds everything that a checked config names, the Trainer last."""
+"""Builds the objects of a run from a checked config: data, model, optimizer, callbacks and, last, the Trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TrainerParts:
 
 @dataclass(kw_only=True)
 class RunParts:
-    """Data and model of a run. Without ``dataset.eval`` the eval parts are None."""
+    """Data and model of a run. Without ``dataset.eval`` the eval dataset and its loader are None."""
 
     processor: Processor
     model: HuggingFaceModel
@@ -52,13 +52,14 @@ class RunParts:
     train_loader: DataSpec
     eval_loader: DataSpec | None
     microbatch_size: int | str | None
-    """``device_train_microbatch_size`` of the run, after ``suggest`` was answered."""
+    """``device_train_microbatch_size`` of the config. If that is ``suggest``, the suggested size."""
 
 
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     """Builds algorithms, callbacks, scheduler and loggers.
 
-    Called before the data is read, because their constructors may refuse the config.
+    A program calls it before :func:`build_parts`, because these constructors find mistakes of the config in a moment,
+    but reading the data and loading the model may take minutes.
     """
     return TrainerParts(
         loggers=build_all('loggers', config.trainer.get('loggers'), 'trainer.loggers'),
@@ -71,7 +72,7 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
 def build_parts(config: TrainConfig) -> RunParts:
     """Seeds this rank, joins the process group and builds data and model."""
     reproducibility.seed_all(config.seed)
-    # Before the data, because the ranks read it together.
+    # The ranks meet before they read the data, because they share the reading.
     if dist.get_world_size() > 1:
         say(f'waiting for {dist.get_world_size()} ranks ...')
     with building('trainer.device'):
@@ -93,8 +94,9 @@ def build_parts(config: TrainConfig) -> RunParts:
         source = source_of(config)  # because the loader plans with the suggested size
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
-    # The default is for loaders without a length, and for epochs of unequal lengths.
-    if length_hint(train_loader.dataloader, 1) == 0:  # Composer would loop for ever
+    # A loader whose epochs have unequal lengths has no length. It is taken to have batches.
+    num_batches = length_hint(train_loader.dataloader, 1)
+    if num_batches == 0:  # Composer would look for a batch for ever
         raise ConfigError(
             'dataset',
             'must give every rank a batch, got: none. Set `loader.drop_last=false`',
@@ -114,7 +116,7 @@ def build_parts(config: TrainConfig) -> RunParts:
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
-    """Builds the optimizer of a run, with a group of parameters for each of ``optimizer.parts``."""
+    """Builds the optimizer of the trained parameters. With ``optimizer.parts`` each part has its own settings."""
     parts = section.get('parts')
     if parts:
         parameters: Any = parameter_groups(model, parts)
@@ -136,15 +138,15 @@ def build_trainer(
     Args:
         config: The run.
         parts: Its data and model.
-        history: Logs the run in memory, in addition to the loggers of ``trainer_parts``.
-        trainer_parts: Default: the parts that the config names.
+        history: A logger of the caller, in addition to the loggers of ``trainer_parts``.
+        trainer_parts: Default: built from the config.
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
-    arguments = without(config.trainer, 'loggers')
+    arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size
     if arguments.get('autoresume'):
-        # A killed run may have left checkpoints of later steps than the one that this run goes on from.
+        # The run trains steps again whose checkpoints a killed run may have left, complete or damaged.
         arguments.setdefault('save_overwrite', True)
         arguments |= resume_on_shared_folder(config.trainer)
     optimizer = build_optimizer(parts.model.model, config.optimizer)
@@ -159,10 +161,12 @@ def build_trainer(
     )
     callbacks = [*trainer_parts.callbacks, same_data]
     if config.trainer.get('spin_dataloaders', True):
-        # A resumed run need not read the batches that Composer discards.
+        # To resume within an epoch, Composer fetches the batches that were trained, and discards them. With this
+        # callback the loader reads no samples for them.
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):
-        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer restores no random numbers.
+        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer does not restore the random
+        # number generators.
         callbacks.append(RestoreRandomState())
     with building('trainer'):
         return Trainer(

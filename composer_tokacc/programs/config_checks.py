@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Our rules about a config, checked before any process group, model or data.
+"""Checks a config by the rules of this package, before ranks meet and before data or models are read.
 
 A value that Composer, torch or Transformers refuse themselves is only checked here if they refuse it late, after the
 data was read and the model was loaded.
@@ -41,7 +41,7 @@ from composer_tokacc.programs.schema import (
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
 
-FILLED_ELSEWHERE = (
+FROM_OTHER_SECTIONS = (
     'model',
     'train_dataloader',
     'eval_dataloader',
@@ -54,12 +54,12 @@ FILLED_ELSEWHERE = (
 )
 """Arguments of the Trainer that other sections of the file fill."""
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
-"""Files that `train` writes into the folder of the report."""
+"""Files that ``train`` writes into the folder of the report."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
-    """Raises ConfigError for the first mistake that the config itself shows, in one line with the remedy.
+    """Raises a ConfigError for the first mistake that can be seen without data and model.
 
     Args:
         config: The run.
@@ -74,7 +74,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     with building('dataset'):
         source_of(config).check()
     with building('microbatching'):
-        # The same call as in the run, without data: it refuses options that do not go together.
+        # The same call as in the run, but with an empty loader. It refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
     _check_duration(config)
@@ -93,12 +93,14 @@ def _check_launcher() -> int:
             numbers[name] = int(os.environ.get(name, default))
     rank = numbers['RANK']
     world_size = numbers['WORLD_SIZE']
-    if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
+    # If only RANK=1 is set, for example, this process is a run of its own, in which no rank 0 writes results.
+    if rank >= world_size:
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
 
 
 def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
+    """Refuses global batches that the ranks cannot divide equally."""
     loader = config.loader
     with building('loader.global_batch_size'):
         schedule = BatchSchedule.from_stages(loader.global_batch_size)
@@ -112,17 +114,19 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _check_trainer(trainer: Section) -> None:
-    filled: Any = dict.fromkeys(FILLED_ELSEWHERE)
-    check_arguments('trainer', partial(Trainer, **filled), trainer, hints=HOST_HINTS)
+    """Refuses arguments that the Trainer does not have, or that a run from a file cannot use."""
+    # check_arguments() refuses arguments that a partial has already.
+    other_arguments: Any = dict.fromkeys(FROM_OTHER_SECTIONS)
+    check_arguments('trainer', partial(Trainer, **other_arguments), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
-    # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]
+    # Only `fsdp`: `tp` (tensor parallelism) takes Python objects, and the Trainer ignores `fsdp2`.
     check_names('trainer.parallelism_config', keys, ['fsdp'])
     file_name = str(trainer.get('save_filename'))
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')
-    # A URL is not looked up before the run. Composer fills in {rank} and the like later.
+    # A URL is not opened before the run. The values of {rank} and {run_name} are not known yet.
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
     if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
@@ -130,13 +134,16 @@ def _check_trainer(trainer: Section) -> None:
 
 
 def _check_duration(config: TrainConfig) -> None:
-    """Refuses units that Composer refuses after the model is loaded. A run in iterations would never end."""
+    """Refuses a missing duration, and units that Composer refuses after the model is loaded, or that would never end.
+
+    A run whose duration is in Composer's iterations never ends.
+    """
     duration = config.trainer.get('max_duration')
     if duration is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
-    unit = ensure_time(duration, TimeUnit.EPOCH).unit
+    unit = ensure_time(duration, TimeUnit.EPOCH).unit  # a number without a unit counts epochs
     units = [TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN]
-    # With a schedule of the global batch, epochs have unequal numbers of batches.
+    # If `loader.global_batch_size` is a schedule, epochs have unequal numbers of batches.
     if isinstance(config.loader.global_batch_size, int):
         units.append(TimeUnit.EPOCH)
     if unit not in units:
@@ -148,7 +155,7 @@ def _check_duration(config: TrainConfig) -> None:
 def _check_optimizer(optimizer: Section) -> None:
     """Builds the optimizer for a single weight, once with the arguments of each part of the model.
 
-    The optimizer of the run would show a mistake only after the model is loaded, which may take minutes.
+    So its constructor refuses wrong arguments now. In the run it is only called after the model was loaded.
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
     shared = without(optimizer, 'name', 'parts')
@@ -156,12 +163,12 @@ def _check_optimizer(optimizer: Section) -> None:
     for part, arguments in parts.items():
         arguments_by_path[f'optimizer.parts.{part}'] = {**shared, **arguments}
     for path, arguments in arguments_by_path.items():
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        build_part('optimizer', path, optimizer.get('name', ''), arguments, [parameter])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        build_part('optimizer', path, optimizer.get('name', ''), arguments, [weight])
 
 
 def _check_stoppers(config: TrainConfig) -> None:
-    """Refuses a stopper of a metric that the run does not compute, because it would never stop the run."""
+    """Refuses a callback that stops the run by a metric that the run does not compute. It would never stop."""
     metrics = set()
     if config.dataset.get('eval'):
         metrics |= {('eval', metric.__name__) for metric in EVAL_METRICS}
@@ -169,7 +176,7 @@ def _check_stoppers(config: TrainConfig) -> None:
         metrics |= {('train', metric.__name__) for metric in TRAIN_METRICS}
     for name, arguments in config.callbacks.items():
         is_stopper = class_by_name('callbacks', name) in (EarlyStopper, ThresholdStopper)
-        arguments = arguments or {}
+        arguments = arguments or {}  # a callback without arguments is null in the file
         watched = str(arguments.get('dataloader_label')), str(arguments.get('monitor'))
         if is_stopper and watched not in metrics:
             raise ConfigError(
@@ -180,14 +187,15 @@ def _check_stoppers(config: TrainConfig) -> None:
 
 
 def _check_sharding(config: TrainConfig) -> None:
-    """Refuses settings of FSDP that Composer ignores or refuses in the first step."""
+    """Refuses settings of FSDP that Composer ignores, or refuses only in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
-    # FSDPConfig itself takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
-    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
-    known_names = dict.fromkeys((setting.name for setting in settings_of_both), Any)
+    # Composer ignores unknown names. With FSDP_VERSION=2 in the environment this section holds FSDP2's settings.
+    known_names: dict[str, Any] = {}
+    for setting in (*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)):
+        known_names[setting.name] = Any
     check_arguments(
         _FSDP,
-        object,
+        object,  # has no arguments
         settings,
         hints=HOST_HINTS,
         extra_keys=known_names,
@@ -204,12 +212,14 @@ def _check_sharding(config: TrainConfig) -> None:
 
 
 def _check_report(config: TrainConfig) -> None:
+    """Refuses a function, a folder or an export that cannot be used at the end of the run."""
     report = config.report
-    function: Any = object  # takes no arguments
+    function: Any = object  # has no arguments
     if 'name' in report:
-        function = partial(import_by_name('report.name', str(report['name'])), None)  # called with a FinishedRun
-        module = str(getattr(function.func, '__module__', ''))
-        # A config of somebody else must not name a function such as os.system.
+        function = import_by_name('report.name', str(report['name']))
+        module = str(getattr(function, '__module__', ''))
+        function = partial(function, None)  # its first argument, a FinishedRun, is not from the file
+        # A file from somebody else must not call functions such as os.system().
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, extra_keys=REPORT_KEYS)
@@ -218,6 +228,7 @@ def _check_report(config: TrainConfig) -> None:
     except (LookupError, ValueError, AttributeError) as error:
         message = f'may have only {{run_name}} in braces, got: {report["folder"]} ({type(error).__name__}: {error})'
         raise ConfigError('report.folder', message) from error
+    # Transformers loads an exported adapter onto the base that it names. A base with random weights has no name.
     is_random_base = config.model.lora is not None and config.model.pretrained is None
     if report.get('export') and (config.is_sharded or is_random_base):
         raise ConfigError(
@@ -228,7 +239,7 @@ def _check_report(config: TrainConfig) -> None:
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Refuses folders that cannot be written, before anything is read."""
+    """Refuses folders of the config that the run cannot write."""
     run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')
@@ -242,9 +253,12 @@ def check_folders(config: TrainConfig) -> None:
 
 
 def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
-    """Refuses a folder that cannot be written, or made. Does not make it, because a dry run writes nothing.
+    """Refuses a folder in which no file can be written. Does not make the folder, because a dry run writes nothing.
 
-    Also refuses a folder, pipe or device under the name of one of ``files``. Opening a pipe could wait for ever.
+    Args:
+        path: The key of the config that names the folder.
+        folder: The folder. If it does not exist, its nearest parent that exists must be writable.
+        files: Names of files to write. None may be a folder, a pipe or a device. Opening a pipe could wait for ever.
     """
     try:
         folders = (folder, *folder.parents)
