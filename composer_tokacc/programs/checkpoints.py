@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types
@@ -287,7 +287,7 @@ class SavedRun:
         # Torch replaces the values of this mapping by those in the checkpoint. It reads no other entries.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
-        load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
         shapes = {}
         optimizers = set()
@@ -315,7 +315,7 @@ class SavedRun:
 
 def _fingerprints_of(state: Section) -> str:
     """Returns the JSON that :class:`SameData` saved; empty if it saved nothing."""
-    callbacks = dict(state.get('callbacks') or {})
+    callbacks = state.get('callbacks') or {}
     return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
@@ -369,7 +369,7 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        # Only a streaming dataset orders its samples itself. The sampler of another one compares the order on its own, when
+        # Only a streaming dataset orders its samples itself. Other datasets have a sampler. It compares the order when
         # it loads its state.
         if hasattr(dataset, 'identity_of_order'):
             self._fingerprints['order'] = dataset.identity_of_order()
