@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Faults of the machine: a full disk, no memory, a port in use, a rank that is gone. One row of a table for each."""
+"""Recognises faults of the machine by a table: a full disk, no memory, a port in use, a rank that is gone."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ class MachineFault:
     """One kind of fault."""
 
     pattern: str
-    """Matches the description of an error: classes, modules of its traceback, text. Torch and gloo have no classes of
-    their own for most faults."""
+    """A regular expression that is searched in the description of an error, which is one line: names of its classes,
+    names of the modules in its traceback from the outermost to the innermost, text. Torch and gloo have no classes of
+    their own for most faults, so their words are searched."""
     message: str
     """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
 
 
 LONGEST_TEXT = 300
-"""Characters of an error that are shown. Its end says most."""
+"""Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    'Connection closed by peer|Connection reset by peer|Timed out waiting|Application timeout caused pair closure|'
-    'DistBackendError|DistNetworkError',
+    # Other connections, such as those to the Hugging Face hub, are reset with the same words.
+    r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting|'
+    'Application timeout caused pair closure)|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins: a port in use before rendezvous in general; a lost loader process before a lost rank.
+# The first match wins. So a port in use stands before the rendezvous in general, whose errors it is among, and a lost
+# loader process before a lost rank, because both may be a connection that was reset.
 FAULTS = (
     MachineFault(
-        r'No space left|Disk quota exceeded|unexpected pos',  # the last is all that torch says of a full disk
+        r'No space left|Disk quota exceeded|unexpected pos',  # torch.save() says only the last one of a full disk
         'the disk must have room for checkpoints and results, got: {text}',
     ),
     MachineFault(
@@ -61,7 +64,8 @@ FAULTS = (
         'the ranks must be able to meet at `MASTER_ADDR` and `MASTER_PORT`, got: {text}. Use `composer -n RANKS`',
     ),
     MachineFault(
-        r'DataLoader worker \(pid|(ConnectionError|EOFError).* torch\.utils\.data\.dataloader',
+        # The second part: torch's queue to a loader process is broken. A dataset may raise these classes too.
+        r'DataLoader worker \(pid|(ConnectionError|EOFError).* torch\.utils\.data\.dataloader .*multiprocessing',
         'the processes that read samples ended during the run, got: {text}. Usually the machine has run out of memory: '
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
@@ -70,18 +74,18 @@ FAULTS = (
 
 
 def fault_of_machine(error: BaseException) -> str:
-    """Returns the line for the user if a fault of the machine caused the error, else an empty text."""
+    """Returns the line for the user if a fault of the machine caused an error, else an empty text."""
     fault, text = _matching_fault(error)
     if fault is None:
         return ''
-    # The soft limit. In a run allow_open_files() has set it to the hard one.
+    # In a run this soft limit is the hard limit, which the message names: allow_open_files() has raised it.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     port = os.environ.get('MASTER_PORT', '')
     return fault.message.format(text=text, limit=limit, port=port)
 
 
 def has_lost_rank(error: BaseException) -> bool:
-    """Returns whether another rank ended or does not answer."""
+    """Returns whether an error arose because another rank ended or does not answer."""
     return _matching_fault(error)[0] is LOST_RANK
 
 
@@ -96,6 +100,7 @@ def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
         description = ' '.join([*classes, *modules, text])
         for fault in FAULTS:
             if re.search(fault.pattern, description):
-                return fault, text[-LONGEST_TEXT:].rstrip('. ') or type(cause).__name__
+                shown_text = text[-LONGEST_TEXT:].rstrip('. ')
+                return fault, shown_text or type(cause).__name__
         cause = cause.__cause__ or cause.__context__
     return None, ''

@@ -46,6 +46,23 @@ def test_killed_loader_process_is_named():
     assert 'lower `loader.num_workers`' in fault
 
 
+class Truncated(Dataset):
+    """A dataset that reads a damaged archive."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise EOFError('Compressed file ended before the end-of-stream marker was reached')
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_errors_of_datasets_are_no_fault(num_workers):
+    with pytest.raises(EOFError) as caught:
+        list(DataLoader(Truncated(), num_workers=num_workers))
+    assert fault_of_machine(caught.value) == ''
+
+
 def test_open_files_up_to_the_limit():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, limits[1]), limits[1]))
@@ -66,6 +83,7 @@ def test_full_disk_is_recognised():
         RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
         OSError(errno.EMFILE, 'Too many open files'),
         RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),
+        RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'),
     ],
 )
 def test_faults_of_the_machine(error):
@@ -77,7 +95,7 @@ def test_faults_of_the_machine(error):
     [
         RuntimeError('something else'),
         OSError(errno.ENOENT, 'No such file or directory'),
-        ConnectionResetError(errno.ECONNRESET, 'of another connection'),
+        ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)),  # of a hub, for example
     ],
 )
 def test_other_errors_are_no_fault(error):
