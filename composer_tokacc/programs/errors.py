@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mistakes of the user, each told in one line with the key of the YAML file.
+"""Reports a mistake of the user in one line, with the key of the YAML file.
 
-Imports neither torch nor Composer, so that a mistake on the command line is told at once.
+Imports neither torch nor Composer, so that a mistake on the command line is shown at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from composer_tokacc.refusals import InvalidInputError, RefusalError
 log = logging.getLogger(__name__)
 
 LONGEST_LINE = 1000
-"""Most characters of a message on the screen. It shows the wrong value, which may be as long as a file."""
+"""Most characters of a message on the screen. Messages show the wrong value, which may be as long as a file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
-"""Packages whose errors in a run are told in one line. An error of the user's own code keeps its traceback."""
-_CLASS_OF_REFUSAL = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
-"""If a loader process refuses something, torch puts the traceback of the process before the message. The traceback ends
-in this, the name of the class."""
+"""Packages whose errors in a run are reported in one line. An error of the user's own code keeps its traceback."""
+LONGEST_LIST = 40
+"""Most names that a message lists. More would push the mistake itself off the screen."""
+_CLASS_BEFORE_MESSAGE = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
+"""Matches the name of a refusal's class in a traceback, which is followed by its message. If a loader process raises a
+refusal, torch raises it again with the whole traceback as message."""
 
 
 class ConfigError(InvalidInputError):
@@ -37,7 +39,7 @@ class ConfigError(InvalidInputError):
 
     Args:
         path: The key of the config, such as ``loader.num_workers``. Empty if the mistake has no key.
-        message: The mistake, the value and the remedy. It goes on after the key: "must be ..., got: ...".
+        message: The mistake, the value and the remedy, such as "must be ..., got: ...". The key is put before it.
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -47,15 +49,18 @@ class ConfigError(InvalidInputError):
         self.message = message
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
-        # Exceptions are pickled by their arguments, on the way from one rank to another.
+        # Ranks and loader processes send errors to each other. By default an exception is pickled with the arguments of
+        # Exception, here the text alone.
         return type(self), (self.path, self.message)
 
 
 class PartError(ConfigError):
-    """An error that was raised while a part of the config was built: ``optimizer: TypeError: ...``."""
+    """An error that was raised while a part of the config was built: ```optimizer`: TypeError: ...``.
+
+    The message does not go on after the key as in a :class:`ConfigError`, so a colon is between them.
+    """
 
     def __init__(self, path: str, message: str) -> None:
-        # The message is a complete sentence, so a colon separates it from the key.
         super().__init__('', f'`{path}`: {message}')
         self.path = path
         self.message = message
@@ -63,10 +68,10 @@ class PartError(ConfigError):
 
 @contextmanager
 def building(path: str) -> Iterator[None]:
-    """Turns an error that is raised while a part of the config is built into one line with its key.
+    """Turns any error in the block, which builds the part of the config under a key, into a :class:`PartError`.
 
-    Two kinds of errors pass unchanged: a ConfigError has its key, and a fault of the machine gets its line from
-    :func:`.fault_of_machine`.
+    Two kinds of errors pass unchanged: a ConfigError, which has its key already, and a fault of the machine, which is
+    no mistake of the user.
     """
     try:
         yield
@@ -82,24 +87,24 @@ def building(path: str) -> Iterator[None]:
 
 def is_of_host(error: BaseException) -> bool:
     """Returns whether code of one of the ``HOSTS`` raised an error in this process."""
-    module = ''
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        # By a method such as `__torch_function__` this package watches the calls of torch's functions. It does not
-        # cause their errors.
+    raising_module = ''
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the frame that raised it is the last one
+        # The frames of a method such as `__torch_function__` do not count. With them this package watches functions of
+        # torch, which are called from there and may raise.
         if not frame.f_code.co_name.startswith('__torch_'):
-            module = str(frame.f_globals.get('__name__'))
-    # In that module torch raises the errors of loader processes again. They may come from the user's dataset.
-    return module != 'torch._utils' and module.partition('.')[0] in HOSTS
+            raising_module = str(frame.f_globals.get('__name__'))
+    # `torch._utils` raises the errors of loader processes again. They may come from the user's dataset.
+    return raising_module != 'torch._utils' and raising_module.partition('.')[0] in HOSTS
 
 
 def local_folder(path: str, folder: str) -> Path:
     """Returns the folder that the user names under a key. Refuses ``~`` and URLs.
 
-    Python does not know them. It would make a folder of that very name.
+    Python would make a folder of that very name, such as ``./~/runs``.
 
     Args:
         path: The key of the config, or the name of the argument.
-        folder: The user's text.
+        folder: The value of the key.
     """
     if folder.startswith('~') or '://' in folder:
         raise ConfigError(
@@ -111,28 +116,36 @@ def local_folder(path: str, folder: str) -> Path:
 
 
 def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
-    """Returns a message that refuses a name: "has no key lrr. Did you mean lr?".
+    """Returns the message of a ConfigError that refuses a name: "has no key lrr. Did you mean lr?".
 
-    Suggests the known name that is most like it. If none is like it, lists the known names.
+    Suggests the most similar known name. If none is similar, lists the known names.
+
+    Args:
+        kind: What the name stands for, such as "key".
+        name: The unknown name.
+        known_names: Names to choose from.
     """
     choices = sorted(set(known_names))
     nearest = difflib.get_close_matches(name, choices, n=1)
     if nearest:
         return f'has no {kind} {name}. Did you mean {nearest[0]}?'
-    listed = ', '.join(choices[:40])
-    if len(choices) > 40:
+    listed = ', '.join(choices[:LONGEST_LIST])
+    if len(choices) > LONGEST_LIST:
         listed += ', ...'
     return f'has no {kind} {name}. Known: {listed}'
 
 
 def one_line(error: Exception | str) -> str:
-    """Returns the line that is printed for a mistake. Its length is limited."""
-    message = _CLASS_OF_REFUSAL.split(str(error))[-1]
+    """Returns the line that is printed for a mistake, at most about ``LONGEST_LINE`` characters long."""
+    message = _CLASS_BEFORE_MESSAGE.split(str(error))[-1]
     return f'error: {shorten(message)}'
 
 
 def shorten(text: object, limit: int = LONGEST_LINE) -> str:
-    """Returns a text on one line. A text over the limit loses its middle, because the remedy is at its end."""
+    """Returns a text on one line. If it has more characters than ``limit``, leaves out its middle.
+
+    The end stays, because a message has the remedy there.
+    """
     line = ' '.join(str(text).split())
     if len(line) <= limit:
         return line
@@ -141,20 +154,20 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
 
 
 def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status, 2. At the log level debug its traceback comes before.
+    """Prints a mistake in one line and returns the exit status, 2. At the log level debug, prints its traceback first.
 
     Args:
         error: The mistake.
         message: The message to print. Default: the error's own message.
-        on_all_ranks: Whether the mistake is raised on all ranks, as a wrong key of the config is. Then only the first
-            rank of each node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks
-            as soon as one fails, perhaps before the first rank has printed the line.
+        on_all_ranks: Whether all ranks raise the same mistake, such as a wrong key of the config. Then only the first
+            rank of each node prints it and returns 2. The others return 0: Composer's launcher ends all ranks as soon
+            as one fails, and that might be before the first rank has printed the line.
     """
-    local_rank = os.environ.get('LOCAL_RANK', '0')
+    local_rank = os.environ.get('LOCAL_RANK', '0')  # may be no number: the mistake may be this variable itself
     if on_all_ranks and local_rank.isdecimal() and int(local_rank) > 0:
         return 0
     if log.isEnabledFor(logging.DEBUG):
-        # Printed, because before the Trainer is built nobody handles records of the log.
+        # Not logged, because before the Trainer is built no handler prints records of the log.
         traceback.print_exception(error)
     print(one_line(message or error), file=sys.stderr, flush=True)
     return 2
