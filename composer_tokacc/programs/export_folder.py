@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes a folder that Transformers loads, from a Composer checkpoint or from a model in memory."""
+"""Writes a Composer checkpoint, or a model in memory, as a folder that Transformers loads."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
-    """Writes a folder, absent or empty before, that ``from_pretrained`` loads without Composer and this package.
+    """Writes a folder that ``from_pretrained`` loads without Composer and this package.
 
     Args:
         checkpoint: A checkpoint of a ``HuggingFaceModel``: a file, or the folder of a sharded (FSDP) one.
-        folder: Where to write.
-        merge: Whether to load the base of a LoRA adapter and add the adapter to it.
+        folder: The folder to write. It must be absent or empty.
+        merge: Whether to load the base of a LoRA adapter and write it with the adapter merged into it. Default: only
+            the adapter is written. Without an adapter it makes no difference.
     """
     folder = folder.resolve()
     try:
@@ -42,38 +43,53 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         if folder.exists() and not is_empty_folder:
             raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Written under another name until it is complete. On the same disk, so that the rename copies nothing.
+        # Written under another name, so that no incomplete folder is left. In the same parent folder, because a rename
+        # works only within one file system.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as scratch:
             unfinished = Path(scratch) / 'folder'
             unfinished.mkdir()
-            _export(_read(checkpoint, Path(scratch)), checkpoint, unfinished, merge=merge)
+            state = _read_checkpoint(checkpoint, Path(scratch))
+            _write_folder(state, checkpoint, unfinished, merge=merge)
             os.replace(unfinished, folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError('', f'the folder to export to must be writable, got: {folder} ({error})') from error
 
 
-def _export(
+def _write_folder(
     state: Section,
     checkpoint: Path,
     folder: Path,
     *,
     merge: bool,
 ) -> None:
+    """Writes model and processor into an empty folder.
+
+    Args:
+        state: The part ``state`` of the checkpoint.
+        checkpoint: Where it comes from, for errors.
+        folder: The empty folder.
+        merge: See :func:`export_checkpoint`.
+    """
     with reading_checkpoint(checkpoint):
+        # HuggingFaceModel saves these files of Transformers, each as a mapping with its `content`.
         metadata = state['integrations']['huggingface']
-        adapter = metadata['model'].get('peft_config')
-        generation_config = metadata['model'].get('generation_config')
-        if generation_config is not None:
-            generation_config = GenerationConfig.from_dict(generation_config['content'])
+        adapter_file = metadata['model'].get('peft_config')
+        generation_file = metadata['model'].get('generation_config')
+        generation_config = None
+        if generation_file is not None:
+            generation_config = GenerationConfig.from_dict(generation_file['content'])
         weights = {}
         for name, value in state['model'].items():
-            weights[name.removeprefix('model.')] = value
+            weights[name.removeprefix('model.')] = value  # HuggingFaceModel holds the model as its attribute `model`
         _check_finite(weights, str(checkpoint))
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
-    if adapter is not None and not merge:
-        _save_adapter(config, adapter['content'], weights, folder)
+    if adapter_file is not None and not merge:
+        _save_adapter(config, adapter_file['content'], weights, folder)
     else:
-        model = _with_weights(config, adapter, weights)
+        if adapter_file is None:
+            model = _model_with_weights(config, weights)
+        else:
+            model = _merged_model(config, adapter_file['content'], weights)
         if generation_config is not None:
             model.generation_config = generation_config
         _save_pretrained(model, folder)
@@ -81,48 +97,54 @@ def _export(
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
-    """Writes a model in memory like :func:`export_checkpoint`, over an earlier one. The model must not be sharded."""
+    """Writes a model in memory as :func:`export_checkpoint` does, and replaces an earlier one in the folder.
+
+    The model must not be sharded. Of a model with an adapter, only the adapter is written.
+    """
     inner_model: Any = model.model
     _check_finite(dict(inner_model.named_parameters()), 'the trained model')
-    for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
+    # A file of an earlier export would stay if this model has none of that name: an adapter, or a further shard.
+    for pattern in ('*.safetensors*', '*config.json'):
         for stale_file in folder.glob(pattern):
             stale_file.unlink()
     _save_pretrained(inner_model, folder)
     _write_processor(model.get_metadata(), folder)
 
 
-def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Reads the ``state`` of a checkpoint. A sharded one is put together in ``scratch``."""
+def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """Returns the part ``state`` of a checkpoint. Of a sharded one it writes a single file into ``scratch`` before."""
     check_checkpoint('CHECKPOINT', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
     with reading_checkpoint(checkpoint):
-        dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
-    return read_state(scratch / 'whole.pt')
+        dcp_to_torch_save(checkpoint.resolve(), scratch / 'unsharded.pt')
+    return read_state(scratch / 'unsharded.pt')
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    broken = []
+    """Refuses weights with NaN or infinity, and complex ones. ``owner`` names the model or checkpoint in the error."""
+    wrong_names = []
     for name, value in weights.items():
         if value.is_complex() or not value.isfinite().all():
-            broken.append(name)
-    if broken:
+            wrong_names.append(name)
+    if wrong_names:
         raise ConfigError(
-            '', f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {broken[:3]}'
+            '',
+            f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {wrong_names[:3]}',
         )
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
-    """Saves the model, and its generation config separately.
+    """Saves a model, and its generation config separately.
 
-    Transformers refuses to write some generation configs that it reads, such as Vicuna's: greedy, with a temperature.
+    Transformers refuses to save some generation configs that it loads, such as Vicuna's: greedy, with a temperature.
     """
-    set_cache(model, on=True)
+    set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
     generation_config = getattr(model, 'generation_config', None)
-    if not isinstance(model, PreTrainedModel) or generation_config is None:
+    if not isinstance(model, PreTrainedModel) or generation_config is None:  # an adapter saves no generation config
         model.save_pretrained(folder)
         return
-    model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig()  # the default, which can be saved
     try:
         model.save_pretrained(folder)
     finally:
@@ -132,34 +154,35 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
 def _save_adapter(
     config: PretrainedConfig,
-    content: Section,
+    adapter_config: Section,
     weights: Mapping[str, torch.Tensor],
     folder: Path,
 ) -> None:
-    """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
+    """Writes ``adapter_model.safetensors`` and its config, as ``save_pretrained`` of peft does.
+
+    Args:
+        config: The config of the base.
+        adapter_config: Content of peft's ``adapter_config.json``.
+        weights: The weights of the checkpoint by name.
+        folder: The folder to write into.
+    """
     import peft  # an optional package
     from safetensors.torch import save_file
 
-    if not content.get('base_model_name_or_path'):
+    if not adapter_config.get('base_model_name_or_path'):
         raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
-    model = with_saved_adapter(empty_model(config), content, weights, assign=True)
+    model = with_saved_adapter(empty_model(config), adapter_config, weights, assign=True)
     adapter_weights = {}
     for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
-        # With `bias: all` peft also lists biases that were not trained. They belong to the base and have no data here.
+        # With `bias: all` peft also lists biases that were not trained. They belong to the base, which is on `meta`.
         if not value.is_meta:
             adapter_weights[name] = value.contiguous()
     save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    peft.get_peft_config(dict(content)).save_pretrained(str(folder))
+    peft.get_peft_config(dict(adapter_config)).save_pretrained(str(folder))
 
 
-def _with_weights(
-    config: PretrainedConfig,
-    adapter: Section | None,
-    weights: Mapping[str, torch.Tensor],
-) -> Any:
-    """Returns the model with its weights. An adapter, if there is one, is merged into the base."""
-    if adapter is not None:
-        return _merged(config, adapter['content'], weights)
+def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Returns a model without an adapter, with the weights of a checkpoint."""
     model = empty_model(config)
     _, unknown = load_weights(model, weights, assign=True)
     model.tie_weights()  # a head that is tied to the embeddings may be stored once
@@ -168,28 +191,28 @@ def _with_weights(
     return model
 
 
-def _merged(
+def _merged_model(
     config: PretrainedConfig,
-    content: Section,
+    adapter_config: Section,
     weights: Mapping[str, torch.Tensor],
 ) -> Any:
-    """Returns the base with an adapter merged into it."""
-    # Only a base with random weights is in the checkpoint itself.
+    """Returns the base of an adapter with the adapter merged into it. See :func:`_save_adapter` for the arguments."""
+    # A base that had random weights is in the checkpoint. Peft calls its layers `base_layer`.
     if any('.base_layer.' in name for name in weights):
-        model = auto_class(config).from_config(config)
+        model = auto_class(config).from_config(config)  # its weights are replaced below
     else:
-        base = content.get('base_model_name_or_path')
+        base = adapter_config.get('base_model_name_or_path')
         with building('base_model_name_or_path'):
-            # In the type of the run, because the type of the file may round the trained weights.
+            # In the type of the run. The type of the base's files may have fewer bits than the trained weights.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
     head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if head is not None and was_tied:
-        # Head and embeddings are untied for the merge, because perhaps only one of them was trained.
+        # Untie head and embeddings for the merge, because perhaps only one of them was trained.
         head.weight = nn.Parameter(head.weight.detach().clone())
-    merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
+    merged: Any = with_saved_adapter(model, adapter_config, weights).merge_and_unload()
     if was_tied:
-        # They are tied again only if they are still equal after the merge.
+        # Tie them again if they are still equal after the merge.
         head = merged.get_output_embeddings()
         embedding = merged.get_input_embeddings()
         is_tied = torch.equal(head.weight, embedding.weight)
@@ -200,7 +223,7 @@ def _merged(
 
 
 def _write_processor(metadata: Section, folder: Path) -> None:
-    """Writes every file of the processor (tokenizer, image processor, chat template) that was saved with the run."""
+    """Writes the files of the processor (tokenizer, image processor, chat template) that the checkpoint holds."""
     files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
         print('The checkpoint holds no processor. Save the one of the run beside the weights.', file=sys.stderr)
@@ -213,7 +236,10 @@ def _write_processor(metadata: Section, folder: Path) -> None:
 
 
 def _bytes_of(file: Section) -> bytes:
-    """Returns the bytes of a file of a processor. Composer itself saves a vocabulary as lines and JSON as a value."""
+    """Returns the bytes of a file of a processor.
+
+    Composer saves a text file as its lines, a JSON file as its value. This package saves a file as its bytes.
+    """
     content = file['content']
     if isinstance(content, bytes):
         return content
