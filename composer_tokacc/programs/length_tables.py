@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""For ``size lengths=...``: lengths of samples that are not at hand, and samples that stand for them."""
+"""Reads or draws the lengths of samples for ``size lengths=...``, which needs no data.
+
+For the memory model, which runs the model on samples, :class:`StandIns` makes some.
+"""
 
 from __future__ import annotations
 
@@ -33,49 +36,57 @@ CSV_COLUMNS = {
     'loss_tokens': 'loss_tokens',
     'vision_patches': 'vision_patches',
 }
-"""Columns of the file, and the field of :class:`.LengthTable` for each."""
+"""Columns of the CSV file, and the field of :class:`.LengthTable` for each."""
 LONGEST_SAMPLE = 2**24
-"""Most tokens of a sample, far more than any model takes. With a hundred times as many the simulation fills the
-memory."""
+"""Most tokens of a sample, far more than any model takes. With a hundred times as many, the simulation of ``size`` runs
+out of memory."""
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Features in addition to the patches, for the encoders that have one fixed image size."""
-SMALL_SIDE, LARGE_SIDE = 336, 1344
-"""Side of a small and a large image, in pixels. If tokens depend on the size, these two differ in their number."""
+"""Number of features in addition to one a patch, for the vision encoders that have one fixed image size."""
+SMALL_SIDE = 336
+"""Side of a small image, in pixels."""
+LARGE_SIDE = 1344
+"""Side of a large image, in pixels. It has more tokens than a small one if the model's tokens depend on the size."""
 
 
 @dataclass(kw_only=True)
 class LengthDistribution:
-    """Lognormal lengths of the text, and a share of samples with images."""
+    """Figures to draw lengths from: a lognormal distribution of text tokens, and a share of samples with images."""
 
     mean: Annotated[float, Field(ge=1, le=LONGEST_SAMPLE)]
     """Mean text tokens of a sample."""
     variation: Annotated[float, Field(ge=0, lt=100)] = 0.7
-    """Their standard deviation divided by their mean."""
+    """Standard deviation of the text tokens, divided by ``mean``."""
     image_tokens: Annotated[int, Field(ge=0, le=LONGEST_SAMPLE)] = 0
     """Tokens of the images of a sample that has images."""
     with_images: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the samples that have images."""
     longest: Annotated[int, Field(ge=1, le=LONGEST_SAMPLE)] | None = None
-    """Longer samples are cut to this; null: ``dataset.max_length``."""
+    """Most tokens of a sample, with its images. Longer texts are cut. null: ``dataset.max_length``."""
     samples: Annotated[int, Field(ge=1, le=10**7)] = 20_000
-    """Samples to draw."""
+    """Number of samples to draw."""
 
     def draw(self, *, longest: int | None, seed: int) -> LengthTable:
-        """Returns a table of drawn samples. ``longest`` is the limit of the config, if the distribution has none."""
+        """Returns a table of drawn samples.
+
+        Args:
+            longest: ``dataset.max_length``. It is used if the field ``longest`` is null. None: no limit.
+            seed: Seed of the draw.
+        """
         longest = self.longest or longest or LONGEST_SAMPLE
         if self.image_tokens >= longest:
             raise ConfigError(
                 'lengths.image_tokens', f'must be below the longest sample, got: {self.image_tokens} of {longest}'
             )
         generator = np.random.default_rng(seed)
-        # Parameters of the lognormal distribution that has this mean and this deviation over the mean.
+        # Deviation and mean of the logarithm, for a lognormal distribution with this `mean` and `variation`.
         sigma = math.sqrt(math.log1p(self.variation**2))
         mu = math.log(self.mean) - sigma**2 / 2
         text_tokens = generator.lognormal(mu, sigma, self.samples)
         has_images = generator.random(self.samples) < self.with_images
         image_tokens = np.where(has_images, self.image_tokens, 0)
-        lengths = np.clip(np.rint(text_tokens), 1, longest - image_tokens) + image_tokens
-        unknown = np.zeros(self.samples, dtype=np.int32)  # zeros everywhere: nobody has counted them
+        most_text_tokens = longest - image_tokens
+        lengths = np.clip(np.rint(text_tokens), 1, most_text_tokens) + image_tokens
+        unknown = np.zeros(self.samples, dtype=np.int32)  # a column of zeros counts as unknown
         return LengthTable(
             lengths=lengths.astype(np.int32),
             image_tokens=image_tokens.astype(np.int32),
@@ -85,14 +96,24 @@ class LengthDistribution:
 
 
 def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> LengthTable:
-    """Returns the table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`."""
+    """Returns the lengths of samples.
+
+    Args:
+        source: The path of a CSV file, or the fields of a :class:`LengthDistribution` to draw from.
+        longest: ``dataset.max_length``; None: no limit. See :meth:`LengthDistribution.draw`.
+        seed: Seed of the draw.
+    """
     if isinstance(source, Mapping):
         return build_dataclass('lengths', LengthDistribution, source).draw(longest=longest, seed=seed)
     return read_lengths(str(source))
 
 
 def read_lengths(path: str) -> LengthTable:
-    """Reads a line for each sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
+    """Returns the table of a CSV file, which has a line for each sample.
+
+    The first line names the columns: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``. The
+    unit of the first three is tokens. ``tokens`` are all tokens of the sample.
+    """
     names, columns = _read_csv(path)
     are_known = set(names) <= CSV_COLUMNS.keys()
     are_distinct = len(names) == len(set(names))
@@ -112,11 +133,12 @@ def read_lengths(path: str) -> LengthTable:
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in zip(names, columns, strict=True):
         limit: Any = LONGEST_SAMPLE
-        if name in ('image_tokens', 'loss_tokens'):
+        if name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
             limit = tokens
-        is_valid = (values >= 0) & (values <= limit) & (values % 1 == 0)
+        is_whole = values % 1 == 0
+        is_valid = (values >= 0) & (values <= limit) & is_whole
         if not is_valid.all():
-            row = int(is_valid.argmin())
+            row = int(is_valid.argmin())  # the first that is not valid
             raise ConfigError(
                 'lengths',
                 f'must have whole numbers up to {LONGEST_SAMPLE}, and no more {name} than tokens, got: {values[row]:g} '
@@ -127,7 +149,7 @@ def read_lengths(path: str) -> LengthTable:
 
 
 def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
-    """Returns the names in the first line, and the numbers of each column."""
+    """Returns the names in the first line, and the numbers below them, of shape (columns, samples)."""
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
     read = partial(
@@ -140,7 +162,7 @@ def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
         ndmin=2,
     )
     try:
-        with without_warnings():  # of an empty file
+        with without_warnings():  # numpy warns of an empty file, which read_lengths() refuses
             header = read(dtype=str, max_rows=1)
             # As floats, because numpy would read 1.5 as the integer 1.
             lines = read(dtype=float, skiprows=1)
@@ -151,14 +173,15 @@ def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
 
 
 class StandIns:
-    """Samples with the shapes that the memory model must see: no image, a small image, a large image.
+    """A dataset that stands for samples of which only the lengths are known. The memory model of ``size`` runs on it.
 
-    Their lengths differ from the lengths in the table. The memory model pads its batches to widths that it chooses.
+    A sample has a short text, and no image, a small one or a large one. Its length is not that in the table, because
+    the memory model pads its batches to widths that it chooses.
 
     Args:
-        table: The lengths of the samples. They decide which samples have an image.
-        processor: The processor of the run; None for a fresh model.
-        config: The config of the model. Without a processor it must tell the shape of an image.
+        table: The lengths of the samples. A sample has an image if it has image tokens.
+        processor: The processor of the run; None for a model with random weights.
+        config: The config of the model. Without a processor, the shape of an image is found in it.
     """
 
     def __init__(
@@ -170,6 +193,7 @@ class StandIns:
         self.image_tokens = table.image_tokens
         self.processor = processor
         self._image_sample: dict[str, torch.Tensor] | None = None
+        """The sample of every row with an image, if there is no processor."""
         if processor is None and table.image_tokens.any():
             self._image_sample = _image_sample_of(config)
             if self._image_sample is None:
@@ -183,10 +207,7 @@ class StandIns:
         return len(self.image_tokens)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns a sample, with an image if the table has one.
-
-        The image is large if no sample has more image tokens, else small.
-        """
+        """Returns the sample of a row of the table. Its tensors have shape (1, ...), as those of other datasets."""
         has_image = bool(self.image_tokens[index])
         if self.processor is not None:
             sample = self._processed(index)
@@ -199,6 +220,7 @@ class StandIns:
         return {**sample, 'labels': labels, 'num_images': [int(has_image)]}
 
     def _processed(self, index: int) -> Row:
+        """Returns a sample by the processor. Its image is large in the rows with the most image tokens, else small."""
         content = [{'type': 'text', 'text': 'a'}]
         has_image = bool(self.image_tokens[index])
         if has_image:
@@ -215,17 +237,18 @@ class StandIns:
 
 
 def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
-    """Returns a sample of one image for LLaVA with an encoder of one image size; None for other models.
+    """Returns a sample that is only an image, for LLaVA with an encoder of one image size; None for other models.
 
-    If an encoder takes images of any size, or cuts them into tiles, its config does not tell how large they are.
+    If an encoder takes images of any size, or cuts them into tiles, its config does not say how large they are.
     """
     vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id
     if config.model_type != 'llava' or vision_config.model_type not in CLASS_TOKENS or token_id is None:
         return None
     side = vision_config.image_size
-    num_tokens = (side // vision_config.patch_size) ** 2 + CLASS_TOKENS[vision_config.model_type]
-    if config.vision_feature_select_strategy == 'default':  # drops the first feature
+    patches_per_side = side // vision_config.patch_size
+    num_tokens = patches_per_side**2 + CLASS_TOKENS[vision_config.model_type]
+    if config.vision_feature_select_strategy == 'default':  # LLaVA drops the first feature
         num_tokens -= 1
     token_ids = torch.full((1, num_tokens), token_id)
     return {
