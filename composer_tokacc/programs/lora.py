@@ -3,7 +3,8 @@
 
 """LoRA by peft: low-rank adapters on frozen weights, and checkpoints that hold only the trained weights.
 
-The base is the model without the adapter. Peft renames its parameters: see :func:`name_in_base`.
+The base is the model without the adapter. An adapter is all that peft adds to it: matrices of low rank, and trained
+copies of whole modules (``modules_to_save``). Peft renames the parameters of the base: see :func:`name_in_base`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
-"""Keys of the YAML section, and peft's names for them."""
+"""Keys of the section ``model.lora`` that peft calls by another name."""
 NOT_IN_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
-"""Settings that cannot be read off the names and shapes of an adapter's weights."""
+"""Settings that the names and shapes of an adapter's weights do not show."""
 DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
-"""Matches the names of all linear layers in the blocks of the language model, as QLoRA (arXiv:2305.14314) recommends.
-The names of encoders and projectors do not match."""
+"""Matches the full name of each linear layer in the blocks of the language model, but none in encoders and projectors.
+QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers."""
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
-"""Matches the name of a parameter that belongs to an adapter."""
+"""Is found in the name of a parameter that belongs to an adapter."""
 NUM_VALUES = 32
-"""How many values at either end of each frozen matrix go into the fingerprint of a base. The end is needed, because two
-bases may differ only in the last rows of their embeddings, which belong to added tokens."""
+"""Values at the start, and as many at the end, of each frozen matrix that go into the fingerprint of a base. The end is
+needed, because two bases may differ only in the last rows of their embeddings, which belong to added tokens."""
 
 
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
@@ -44,26 +45,32 @@ ModuleNames = Annotated[list[Name], Field(min_length=1)]
 
 @dataclass(kw_only=True)
 class LoraSection:
-    """Settings of an adapter. A setting that is null counts as left out."""
+    """The section ``model.lora``. A key that is null counts as left out.
+
+    Keys without a description are those of peft's ``LoraConfig``, with their defaults.
+    """
 
     r: Count | None = 8
+    """Rank of the matrices."""
     alpha: Positive | None = None
     """Default: ``2 r``."""
     dropout: Fraction | None = None
     target_modules: Name | ModuleNames | None = None
-    """Names, or a regular expression of the whole name; default: the language model's linear layers."""
+    """Layers with an adapter: ends of their names, or a regular expression of the full name. Default:
+    ``DEFAULT_TARGETS``."""
     modules_to_save: ModuleNames | None = None
-    """Trained as a whole, such as ``['multi_modal_projector']``."""
+    """Modules that are trained as a whole, such as ``['multi_modal_projector']``."""
     bias: Literal['none', 'all', 'lora_only'] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
     bits: Literal[4] | None = None
+    """The base is rounded to 4 bits, as in QLoRA."""
 
 
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
-    """Refuses settings that are wrong for every model, before one is loaded.
+    """Refuses settings that are wrong for every model. Called before a model is loaded.
 
-    :func:`with_adapter` refuses settings that are wrong for its model.
+    :func:`with_adapter` refuses those that only its model shows to be wrong.
     """
     check_arguments('model.lora', LoraSection, lora)
     if lora.get('bits') is not None and pretrained is None:
@@ -77,25 +84,25 @@ def with_adapter(
     base: str | None,
     never_trained: Collection[str] = (),
 ) -> Any:
-    """Returns the model with a fresh adapter. Only the adapter and ``modules_to_save`` are trained, in float32.
+    """Returns a model with a new adapter, which is trained in float32. The base is frozen.
 
-    With ``bias`` biases of the base are trained as well, in the type of the base.
+    With the setting ``bias``, biases of the base are trained too, in the type of the base.
 
     Args:
         model: The base.
-        lora: See :class:`LoraSection`.
-        base: Folder or hub name of the frozen weights, which the exported adapter names.
-        never_trained: Parameters that no loss reaches. Neither they nor an adapter on them are trained.
+        lora: The settings, see :class:`LoraSection`.
+        base: Folder or hub name of the frozen weights, which the exported adapter names. None: they are random.
+        never_trained: Names in the base of parameters that no loss reaches. Adapters on them are not trained either.
     """
     settings: dict[str, Any] = {'r': 8, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
         if value is not None and name != 'bits':
             settings[PEFT_NAMES.get(name, name)] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
-    module_names = [name for name, _ in model.named_modules()]
-    # Peft ignores names in `modules_to_save` that the model does not have.
+    module_names = [f'.{name}' for name, _ in model.named_modules()]
+    # Peft ignores names in `modules_to_save` that no module's name ends with.
     for name in settings.get('modules_to_save', ()):
-        if not any(f'.{full_name}'.endswith(f'.{name}') for full_name in module_names):
+        if not any(module_name.endswith(f'.{name}') for module_name in module_names):
             raise ConfigError('model.lora.modules_to_save', f'must name modules of the model, got: {name!r}')
     with building('model.lora'):
         from peft import LoraConfig
@@ -104,7 +111,7 @@ def with_adapter(
         model = _attach(model, LoraConfig(**settings), base)
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            # In float32, as peft does with its adapters: bfloat16 rounds the small steps of AdamW away.
+            # In float32, as peft's own matrices are: in bfloat16 the small steps of AdamW would be rounded away.
             module.modules_to_save.to(torch.float32)
     for name, parameter in model.named_parameters():
         if name_in_base(name) in never_trained:
@@ -114,27 +121,27 @@ def with_adapter(
 
 def with_saved_adapter(
     model: Any,
-    content: Section,
+    saved_config: Section,
     weights: Mapping[str, torch.Tensor],
     *,
     assign: bool = False,
 ) -> Any:
-    """Returns the base with the adapter of a checkpoint.
+    """Returns a base with the adapter of a checkpoint.
 
     Args:
         model: The base.
-        content: Config of the adapter, as peft writes it.
-        weights: Weights of the checkpoint, by peft's names. They may hold the base too. Then they replace the
-            weights of ``model``.
+        saved_config: Content of peft's ``adapter_config.json``.
+        weights: Weights of the checkpoint, by peft's names. If they include the base, they replace the weights of
+            ``model``.
         assign: Whether these tensors become the parameters, instead of being copied into them.
     """
     import peft
 
-    adapter_config = peft.get_peft_config(dict(content))
-    model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
+    adapter_config = peft.get_peft_config(dict(saved_config))
+    model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint holds the whole base or nothing of it. Peft calls a layer with an adapter `base_layer`, so this name
-    # shows that the base is there.
+    # A checkpoint holds the whole base or nothing of it. Peft calls the layer under an adapter `base_layer`, so this
+    # name shows that the base is there.
     has_base = any('.base_layer.' in name for name in weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)
@@ -142,7 +149,7 @@ def with_saved_adapter(
 
 
 def _attach(model: Any, config: Any, base: str | None) -> Any:
-    """Returns the base with an adapter. The config of the adapter names the base; None: it has random weights."""
+    """Returns a model with an adapter of a ``LoraConfig``, which names the base afterwards. None: random weights."""
     import peft
 
     model.name_or_path = base or ''  # peft compares it with the name in the config, and warns if they differ
@@ -162,7 +169,7 @@ def refuse_partial(
     """Refuses a checkpoint without some of the weights that it must hold, or with weights of another model.
 
     Args:
-        content: Says which weights it must hold.
+        content: The weights that it must hold, in words.
         missing: Names of weights that it lacks.
         unknown: Names of weights that the model does not have.
         path: The checkpoint, if it is known.
@@ -182,7 +189,16 @@ def load_weights(
     *,
     assign: bool,
 ) -> tuple[list[str], list[str]]:
-    """Loads the weights of a checkpoint and returns the names that were missing and those that are unknown."""
+    """Loads the weights of a checkpoint into a model.
+
+    Args:
+        model: The model.
+        weights: The weights by name.
+        assign: Whether these tensors become the parameters, instead of being copied into them.
+
+    Returns:
+        Names of the model that the checkpoint lacks, and names that the model does not have.
+    """
     with building('the weights of the checkpoint'):
         missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
     return missing, unknown
@@ -196,7 +212,11 @@ def four_bit_options(
     """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: NF4 with double quantization.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.
-    ``empty_model`` is the base without memory. It tells the names of the layers.
+
+    Args:
+        lora: The settings, see :class:`LoraSection`.
+        empty_model: The base without memory for its weights. It has the names of the layers.
+        dtype: Type of the products with the rounded weights.
     """
     saved_modules = lora.get('modules_to_save') or ()
     unrounded = []
@@ -212,9 +232,9 @@ def four_bit_options(
         bnb_4bit_quant_type='nf4',
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=unrounded,  # also used for 4 bits
+        llm_int8_skip_modules=unrounded,  # Transformers uses it for 4 bits too, despite its name
     )
-    # bitsandbytes rounds weights while they are loaded onto the GPU.
+    # bitsandbytes rounds weights while they are loaded onto a GPU, so Transformers must load them onto this rank's GPU.
     return {'quantization_config': quantization, 'device_map': {'': torch.cuda.current_device()}}
 
 
@@ -231,11 +251,11 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         prefix: str,
         local_metadata: Any,
     ) -> None:
-        names = {prefix + name for name in _frozen_weights(module)}
+        frozen_names = {prefix + name for name in _frozen_weights(module)}
         for key in list(state_dict):
-            # In 4 bits a weight has further constants: `weight.absmax`, `weight.quant_map`, ...
+            # A weight in 4 bits has further entries: `weight.absmax`, `weight.quant_map`, ...
             weight_name = re.sub(r'\.weight\..*', '.weight', key)
-            if key in names or weight_name in names:
+            if key in frozen_names or weight_name in frozen_names:
                 del state_dict[key]
 
     def fill_in(
@@ -244,7 +264,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         prefix: str,
         *args: Any,
     ) -> None:
-        # Strict loading asks for every weight, so the frozen ones are loaded from the model itself.
+        # Strict loading needs every weight, so each frozen one is loaded from the model into itself.
         for name, value in _frozen_weights(module).items():
             state_dict.setdefault(prefix + name, value)
 
@@ -262,11 +282,11 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """Returns the settings of an adapter that its weights do not show, by keys of the YAML file, and its base.
+    """Returns what a resumed run must have in common with its checkpoint: settings of the adapter, and its base.
 
-    These are the settings ``NOT_IN_WEIGHTS``, and a fingerprint of the pretrained base. The fingerprint is made from
-    some values of each frozen matrix, so it stays the same if the base moves to another folder or type. A base with
-    random weights (``model.config``) has none, because it is in the checkpoint itself.
+    These are the settings ``NOT_IN_WEIGHTS`` and a fingerprint of the base, by keys of the YAML file. Empty without an
+    adapter. The fingerprint is made from some values of each frozen matrix, so it stays the same if the base moves to
+    another folder or type. A base with random weights (``model.config``) has none, because it is in the checkpoint.
     """
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
@@ -280,18 +300,18 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
 
 
 def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
-    """Yields name, first and last values of each frozen matrix of the base."""
+    """Yields the name with the first and last values of each frozen matrix of the base."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
             values = parameter.detach().flatten()
             ends = torch.cat([values[:NUM_VALUES], values[-NUM_VALUES:]])
-            # Rounded, so that the same base in another type is the same base.
+            # Rounded, so that a base in float32 and the same in bfloat16 have the same values.
             ends = ends.to(torch.bfloat16).float()
             yield name_in_base(name).encode() + ends.cpu().numpy().tobytes()
 
 
 def name_in_base(name: str) -> str:
-    """Returns the name that a parameter had before peft renamed it. Matrices of an adapter get the name of its layer.
+    """Returns the name that a parameter had before peft renamed it; for a matrix of an adapter, its layer's weight.
 
     ``...q_proj.lora_A.default.weight`` and ``...q_proj.base_layer.weight`` both give ``...q_proj.weight``.
     """
