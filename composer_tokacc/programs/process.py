@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Settings of a program's process: garbage collection, signals, limits and warnings. No other module changes them.
+"""Settings of a program's process: garbage collection, signals, limits, warnings. No other module changes them.
 
-Heavy imports are made when they are needed, so that ``--help`` appears at once.
+Imports torch and other heavy packages inside the functions that need them, so that ``--help`` appears at once.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from contextlib import contextmanager
 from functools import partial
 
 DIST_TIMEOUT = 300.0
-"""Composer's own default, in seconds."""
+"""Seconds that a rank waits for the others, if ``trainer.dist_timeout`` is not given. This is Composer's default."""
 HARMLESS_WARNINGS = (
     'Detected comparison between a string and Precision',  # Composer compares its own enum
-    'No device id is provided via `init_process_group`',  # barrier() of torch; each rank has one device
-    'using the device under current context',  # the same in newer releases
+    'No device id is provided via `init_process_group`',  # torch's barrier() chooses a device; each rank has only one
+    'using the device under current context',  # the same warning in newer releases
     '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
     'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
-"""Words of the warnings of hosts that appear in a healthy run. The user can do nothing about them."""
+"""Words in warnings that Composer, torch and other hosts give in a healthy run. The user can do nothing about them."""
 HARMLESS_LOG_LINES = {
     'transformers.configuration_utils': '`use_return_dict` is deprecated',
     'transformers.modeling_utils': '`loss_type=None` was set in the config',
     'composer.utils.reproducibility': 'Setting seed to',
 }
-"""The same for lines of the log, by the name of their logger."""
+"""Words in such lines of the log, by the name of the logger."""
 
 
 def prepare(description: str | None, *, announces: bool = False) -> None:
     """Prepares the process of a program before its imports, which take ten seconds and more.
 
     Answers ``--help`` and usage errors at once. Switches garbage collection off until :func:`keep_what_is_loaded`,
-    because it would take a fifth of that time and find nothing. Silences the hosts.
+    because it would take a fifth of that time and find nothing. Silences the hosts' harmless warnings.
 
     Args:
         description: The program's docstring, None under ``python -OO``.
         announces: Whether to say that the imports begin.
     """
     if description is not None:
-        command_line(description).parse_known_args()
+        command_line(description).parse_known_args()  # exits for --help and for a missing file name
     gc.disable()
     if sys.stdout is not None:  # None if the user closed it
-        sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as stderr does by default
+        # An answer may have characters that the terminal lacks. They are escaped, as stderr does, and raise no error.
+        sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]
     if announces:
         say('loading torch, Composer and Transformers ...')
     silence_harmless_warnings()
@@ -64,7 +65,11 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the YAML file, ``config``. ``parse_known_args`` returns the overrides as the rest."""
+    """Returns a parser whose ``parse_known_args()`` returns the YAML file as ``config``, and the overrides as the rest.
+
+    Args:
+        description: The program's docstring. Its line with the command is the usage.
+    """
     lines = (description or '').splitlines()
     usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
@@ -85,11 +90,11 @@ def say(text: str) -> None:
 
 @contextmanager
 def while_somebody_reads() -> Iterator[None]:
-    """Exits quietly when the reader of a pipe closes it (``| head``)."""
+    """Ends the block quietly when the reader of a pipe closes it (``| head``)."""
     try:
         yield
     except BrokenPipeError:
-        # Python flushes stdout when it ends, and would report the closed pipe once more.
+        # Python flushes stdout when it exits, and would report the closed pipe once more.
         null_device = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_device, sys.stdout.fileno())
 
@@ -97,28 +102,38 @@ def while_somebody_reads() -> Iterator[None]:
 def keep_what_is_loaded() -> None:
     """Switches garbage collection on again, except for everything that was loaded since :func:`prepare`.
 
-    Modules are never garbage. At exit nothing is collected at all: Python would look through all that Composer and
-    Transformers hold, several times, which takes 8 seconds with nothing on the screen.
+    Modules are never garbage. At exit nothing is collected at all, because Python would look through all objects of
+    Composer and Transformers several times. This takes 8 seconds, with nothing on the screen.
     """
-    if not gc.isenabled():
-        gc.freeze()
+    if not gc.isenabled():  # prepare() has switched it off
+        gc.freeze()  # collections skip all present objects from now on
         gc.enable()
     atexit.register(gc.freeze)
 
 
 def let_children_die() -> None:
-    """Removes torch's signal handler. It raises an error for a killed loader process at any line, again and again."""
+    """Removes torch's handler of SIGCHLD, so that the error of a killed loader process can be reported.
+
+    The handler raises an error whenever a loader process dies, at any line of this process: also while the first error
+    is reported.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def allow_open_files() -> None:
-    """Raises the limit of open files as far as the system allows: each tensor from a loader process needs one."""
+    """Raises the limit of open files as far as the system allows. Each tensor from a loader process is an open file."""
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def share_cores(num_processes: int) -> None:
-    """Gives torch its share of the cores. By default each rank would start a thread on every core of the node."""
+    """Limits torch's threads to this process's share of the cores.
+
+    By default each rank would start a thread on every core of the node.
+
+    Args:
+        num_processes: Ranks of this node.
+    """
     import torch
 
     if 'OMP_NUM_THREADS' not in os.environ:
@@ -128,14 +143,14 @@ def share_cores(num_processes: int) -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silences the warnings of hosts in a block that would repeat them."""
+    """Silences all warnings while the block runs."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield
 
 
 def silence_harmless_warnings() -> None:
-    """Silences the warnings of hosts that are known to be harmless, so that a healthy run ends with its report."""
+    """Silences the warnings of hosts that are known to be harmless, so that only others show on the screen."""
     for words in HARMLESS_WARNINGS:
         warnings.filterwarnings('ignore', message=f'.*{words}')
     for logger_name, words in HARMLESS_LOG_LINES.items():
