@@ -304,8 +304,8 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
         shapes = _shapes_of(state.get('model') or {})
-        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none are listed:
-        # the run is refused.
+        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none are listed,
+        # and SameData refuses to resume.
         has_timestamp = bool(dict(state.get('timestamp') or {}))
         optimizers: dict[str, Any] = {}
         if has_timestamp:
@@ -413,11 +413,11 @@ class SameData(Callback):
         # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
         # because algorithms may have changed the model since __init__().
         shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
-        # Composer may only leave out weights if it loads nothing else.
+        # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # A checkpoint needs only one name of tied weights, such as head and embeddings. named_parameters() has one.
+            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one.
             required = [name for name, _ in self.model.named_parameters() if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__

@@ -134,9 +134,9 @@ def _check_trainer(trainer: Section) -> None:
 
 
 def _check_duration(config: TrainConfig) -> None:
-    """Refuses a missing duration, and units that Composer refuses after the model is loaded, or that would never end.
+    """Refuses a missing duration, and one in a unit that cannot be used.
 
-    A run whose duration is in Composer's iterations never ends.
+    Composer itself refuses such units after the model is loaded, except iterations: that run would never end.
     """
     duration = config.trainer.get('max_duration')
     if duration is None:
