@@ -358,3 +358,13 @@ def test_equal_settings_of_an_optimizer_pass(settings):
 def test_other_betas_of_optimizer_are_refused():
     with pytest.raises(ConfigError, match=r'optimizer\.betas'):
         resume_with_optimizer({'betas': (0.9, 0.99)})
+
+
+def test_autoresume_ignores_load_ignore_keys(tmp_path):
+    """They are for another `load_path`, so the run's own checkpoint is still compared."""
+    latest = tmp_path / 'latest-rank0.pt'
+    save_model(layers(4, 4).state_dict(), latest, is_sharded=False)
+    options = {'autoresume': True, 'save_folder': str(tmp_path), 'load_ignore_keys': ['state/optimizers']}
+    with pytest.raises(ConfigError, match='must be of the same model'):
+        before_load(layers(4, 3), tmp_path / 'other.pt', **options)
+    before_load(layers(4, 4), tmp_path / 'other.pt', **options)
