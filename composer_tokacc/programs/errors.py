@@ -55,9 +55,10 @@ class ConfigError(InvalidInputError):
 
 
 class PartError(ConfigError):
-    """An error that was raised while a part of the config was built: ```optimizer`: TypeError: ...``.
+    """An error that was raised while a part of the config was built.
 
-    The message does not go on after the key as in a :class:`ConfigError`, so a colon is between them.
+    Its message is that of the error, no clause that follows the key. So a colon separates them, as in "`optimizer`:
+    TypeError: ...".
     """
 
     def __init__(self, path: str, message: str) -> None:

@@ -31,10 +31,10 @@ NOT_IN_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
 DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
-"""Matches the full name of each linear layer in the blocks of the language model, but none in encoders and projectors.
-QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers."""
+"""Matches the full names of the linear layers in the blocks of most language models. Encoders and projectors are
+left out. QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers. Peft refuses a model without any."""
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
-"""Is found in the name of a parameter that belongs to an adapter."""
+"""A part of the name of every parameter that belongs to an adapter, and of no other."""
 NUM_VALUES = 32
 """Values at the start, and as many at the end, of each frozen matrix that go into the fingerprint of a base. The end is
 needed, because two bases may differ only in the last rows of their embeddings, which belong to added tokens."""
@@ -94,7 +94,7 @@ def with_adapter(
         base: Folder or hub name of the frozen weights, which the exported adapter names. None: they are random.
         never_trained: Names in the base of parameters that no loss reaches. Adapters on them are not trained either.
     """
-    settings: dict[str, Any] = {'r': 8, 'target_modules': DEFAULT_TARGETS}
+    settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
         if value is not None and name != 'bits':
             settings[PEFT_NAMES.get(name, name)] = value
