@@ -47,7 +47,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     because it would take a fifth of that time and find nothing. Silences the hosts' harmless warnings.
 
     Args:
-        description: The program's docstring, None under ``python -OO``.
+        description: The program's docstring. None: the command line is not read.
         announces: Whether to say that the imports begin.
     """
     if description is not None:
