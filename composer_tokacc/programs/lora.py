@@ -97,7 +97,8 @@ def with_adapter(
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
         if value is not None and name != 'bits':
-            settings[PEFT_NAMES.get(name, name)] = value
+            peft_name = PEFT_NAMES.get(name, name)
+            settings[peft_name] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
     module_names = [f'.{name}' for name, _ in model.named_modules()]
     # Peft ignores names in `modules_to_save` that no module's name ends with.

@@ -134,10 +134,11 @@ def read_metrics(folder: Path) -> dict[str, Series]:
         step = line.pop('step')
         for name, value in line.items():
             if isinstance(value, int | float):  # not null
-                values_by_name.setdefault(name, {})[step] = float(value)
+                values_by_step = values_by_name.setdefault(name, {})
+                values_by_step[step] = float(value)
     metrics = {}
-    for name, values in values_by_name.items():
-        metrics[name] = list(values.keys()), list(values.values())
+    for name, values_by_step in values_by_name.items():
+        metrics[name] = list(values_by_step.keys()), list(values_by_step.values())
     return metrics
 
 
