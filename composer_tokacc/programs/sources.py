@@ -3,7 +3,8 @@
 
 """Builds processor, datasets, length tables and loaders from the sections ``dataset`` and ``loader``.
 
-A run reads its samples by index, from files, tables and dataset classes, or streams them from shards.
+:class:`FileSource` reads samples by index, from files or from a dataset class of the user. :class:`ShardSource` streams
+them from shards of mosaicml-streaming.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from composer_tokacc.programs.registry import import_by_name, token_accumulation
 from composer_tokacc.programs.schema import (
     Count,
     Hint,
+    NumWorkers,
     Sections,
     TrainConfig,
     check_arguments,
@@ -68,12 +70,12 @@ log = logging.getLogger(__name__)
 
 
 class DatasetArguments(TypedDict, total=False):
-    """Ranges of the arguments of LlavaDataset and the small processor."""
+    """Ranges of arguments of LlavaDataset and :func:`.build_small_processor`, whose annotations have none."""
 
     image_size: Count
     max_length: Count | None
     model_max_length: Count
-    num_workers: Annotated[int, Field(ge=0, le=256)] | None
+    num_workers: NumWorkers | None
     patch_size: Count
     video: VideoSampling | None
     vocab_size: Count
@@ -85,16 +87,17 @@ SHARE_KEYS = {
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
     'loss_share': Annotated[float, Field(gt=0, le=1)],
 }
-"""Keys of a dataset in ``dataset.parts`` that say how much of it is trained."""
+"""Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`."""
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
-"""Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
+"""Keys of the section ``dataset`` that are not settings of a single dataset, and so are not passed on to the parts."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
 OpenedLoader = tuple[DataLoader, int | None]
-"""A loader, and the width of the slots that it plans with."""
+"""A loader, and the width of a slot in tokens. A microbatch may hold ``device_train_microbatch_size`` times this width.
+None: the width of each device batch."""
 
 
 class NamedParts(ConcatDataset):
@@ -110,7 +113,10 @@ class NamedParts(ConcatDataset):
 
 
 class Source(ABC):
-    """The origin of the samples of a run; see :func:`source_of`."""
+    """Opens the samples of a run. :func:`source_of` chooses the subclass.
+
+    It is not the ``source`` of a sample, which is the name of the dataset that the sample is from.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -122,7 +128,7 @@ class Source(ABC):
 
     @abstractmethod
     def texts(self) -> Iterator[str]:
-        """Yields texts of the data. A tokenizer is trained on them if the model is fresh."""
+        """Yields all texts of the training data. The tokenizer of a fresh model is trained on them."""
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
@@ -140,7 +146,7 @@ class Source(ABC):
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns a view of all samples of the dataset, samples of other ranks included. It can be read by index."""
+        """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
         return dataset
 
     def build_processor(self) -> Any:
@@ -151,7 +157,7 @@ class Source(ABC):
             return self.processor_maker()(**self._small_processor_arguments())
 
     def _small_processor_arguments(self) -> dict[str, Any]:
-        """Returns the keys of ``dataset.processor``, and sizes of the model's config that it leaves out."""
+        """Returns the settings in ``dataset.processor``. Sizes that it leaves out come from the config of the model."""
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
@@ -165,27 +171,32 @@ class Source(ABC):
         return partial(build_small_processor, self.texts())
 
     def check_processor(self) -> None:
-        """Refuses arguments of the processor that do not fit, if the model is fresh."""
+        """Refuses wrong arguments of the processor of a fresh model.
+
+        Those for the processor of a checkpoint are checked when it is loaded.
+        """
         if self.config.model.pretrained is None:
             maker = self.processor_maker()
-            is_ours = isinstance(maker, partial)  # otherwise it is a function of the user, whose names mean anything
+            # An argument of a user's function may have the name of one of ours, but another range.
+            is_ours = isinstance(maker, partial) and maker.func is build_small_processor
             hints = DATASET_HINTS if is_ours else None
             check_arguments('dataset.processor', maker, self._small_processor_arguments(), hints=hints)
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
-        # Without trust_remote_code Transformers would ask on the terminal, once for each class.
+        """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
+        # With the default of trust_remote_code, Transformers would ask on the terminal, once for each class.
         load = partial(AutoProcessor.from_pretrained, pretrained, trust_remote_code=False)
         try:
-            ask_hub(pretrained, 'model')
+            ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
         except OSError as error:
             raise PartError('model.pretrained', str(error)) from error
         with building('model.pretrained'):
             processor = load()
         if not arguments:
             return processor
-        # Transformers ignores unknown names in silence, so they are refused here. Attributes of the processor and of
-        # its parts, such as the tokenizer, are known, and so are the arguments of their calls.
-        known_names = {'use_fast'}
+        # Transformers ignores unknown names in silence, so they are refused here. Known are the attributes of the
+        # processor and of its parts, such as the tokenizer, and the arguments of their calls.
+        known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
             valid_kwargs = getattr(part, 'valid_kwargs', None)
@@ -214,8 +225,13 @@ class Source(ABC):
     ) -> DataSpec:
         """Returns a loader of this rank's samples, wrapped so that Composer counts, splits and trims by the config.
 
-        Evaluation keeps its rows in order. The model is only passed on with ``accumulate_train_batch_on_tokens``,
-        because then no :class:`.TokenAccumulation` compares the counted tokens with the model's loss.
+        Args:
+            dataset: The training set, or the eval set, whose rows keep their order.
+            processor: The processor of the dataset.
+            layout: How tensors of a batch belong to rows.
+            is_eval: Whether it is the eval set.
+            model: The model that is trained. Its loss rule decides which tokens count. Only needed with
+                ``accumulate_train_batch_on_tokens``, which weights microbatches without :class:`.TokenAccumulation`.
         """
         loader = self.config.loader
         options = {
@@ -232,17 +248,17 @@ class Source(ABC):
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
     def patch_size(self, processor: Processor) -> int:
-        """Returns the side of a patch of the run's own vision encoder."""
+        """Returns the side of a patch of the run's own vision encoder, in pixels."""
         model = self.config.model
         return patch_size_of(read_config(model.pretrained, model.config, processor), processor)
 
     def rank_batch_size(self, *, is_eval: bool = False) -> int:
-        """Returns the samples of a batch of one rank."""
+        """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
     def planning(self) -> dict[str, Any]:
-        """Options of the config that samplers and loaders plan with."""
+        """Options that RegroupingBatchSampler and ExchangingDataLoader plan microbatches with."""
         return {
             'objective': 'fsdp' if self.config.is_sharded else 'ddp',
             'width_multiple': self.config.microbatching.width_multiple,
@@ -258,7 +274,10 @@ def token_data_spec_of(
     layout: BatchLayout | None = None,
     model: Any = None,
 ) -> DataSpec:
-    """Calls :func:`.token_data_spec` with the ``microbatching`` section, without the keys that other code reads."""
+    """Calls :func:`.token_data_spec` with the keys of the section ``microbatching`` that are arguments of it.
+
+    ``slot_tokens`` comes from the loader, which may have chosen it by the data.
+    """
     keys_of_others = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
     options = without(vars(config.microbatching), *keys_of_others)
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
@@ -268,8 +287,8 @@ class FileSource(Source):
     """Datasets that are read by index: ``llava``, or classes of the user.
 
     A class of the user gets ``processor`` and the other keys of the section as arguments. If the model is fresh, the
-    class must also have ``build_processor(**arguments)``, a static method, or ``texts(path)``, whose texts train a
-    tokenizer.
+    class must also have one of two static methods: ``build_processor``, whose arguments are the keys of
+    ``dataset.processor``, or ``texts(path)``, whose texts train a tokenizer.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -277,9 +296,10 @@ class FileSource(Source):
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
         self.token_weights = token_accumulation_options(config).get('token_weights')
+        """The argument of :class:`.TokenAccumulation`. None means its default."""
 
     def check(self) -> None:
-        """Refuses unknown datasets and arguments, for training and, if there is one, for the eval set."""
+        """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
         if 'parts' in self.section:
             self._check_parts()
         else:
@@ -294,6 +314,7 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
+        # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
             if part.keys() & SHARE_KEYS.keys():
@@ -303,14 +324,15 @@ class FileSource(Source):
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
+        """Refuses wrong settings of the parts, and a mix of keys that say how much of each part is trained."""
         check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
         check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
         parts = self._parts()
-        keys_by_part = {}
+        share_keys_by_part = {}
         for name, part in parts.items():
             _check_dataset(f'dataset.parts.{name}', part, PART_KEYS)
-            keys_by_part[name] = part.keys() & SHARE_KEYS.keys()
-        used_keys = set().union(*keys_by_part.values())
+            share_keys_by_part[name] = part.keys() & SHARE_KEYS.keys()
+        used_keys = set().union(*share_keys_by_part.values())
         has_shares = 'loss_share' in used_keys
         if self.shares_by_weights:
             if not has_shares or self.token_weights != 'column':
@@ -318,34 +340,41 @@ class FileSource(Source):
                     'dataset.loss_shares_by',
                     'set to weights needs a `loss_share` of each part and '
                     '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
-                    f'{keys_by_part} and token_weights {self.token_weights}',
+                    f'{share_keys_by_part} and token_weights {self.token_weights}',
                 )
-            # The shares are kept by weights then, so `epochs` may say how often samples are drawn.
+            # `loss_share` only sets the weights of tokens then, so `epochs` may say how often samples are drawn.
             used_keys.discard('epochs')
-        needed_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
-        is_complete = all(keys >= needed_keys for keys in keys_by_part.values())
+        # One key must say for all parts how often their samples are drawn.
+        keys_of_every_part = used_keys - {'epochs'}  # a part without `epochs` is read once
+        is_complete = all(keys >= keys_of_every_part for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
                 'dataset.parts',
-                'must all have a `weight`, or all a `loss_share`, or none of both and perhaps `epochs`, got: '
-                f'{keys_by_part}',
+                'must all have a `weight`, or all a `loss_share`, or neither of them, and then perhaps `epochs`, got: '
+                f'{share_keys_by_part}',
             )
         total = sum(part.get('loss_share', 0) for part in parts.values())
         if has_shares and not math.isclose(total, 1, abs_tol=1e-6):
-            raise ConfigError('dataset.parts', f'must have a `loss_share` each that add up to 1, got: {total:g}')
+            raise ConfigError('dataset.parts', f'must have `loss_share` values that add up to 1, got: {total:g}')
 
     def _parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the complete settings of each training set by name. A single training set has the name ''."""
+        """Returns the settings of each training set by name, completed by the keys that stand beside ``parts``.
+
+        Without ``parts`` there is one training set, whose name is empty.
+        """
         shared = without(self.section, *SECTION_KEYS)
         parts = self.section.get('parts', {'': {}})
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
-        """Returns the complete settings of the eval set."""
+        """Returns the settings of the eval set, completed by those of the training set."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
     def processor_maker(self) -> Callable[..., Any]:
-        """Returns ``build_processor`` of the dataset class, or our own function, which needs the ``texts`` of all."""
+        """Returns the first ``build_processor`` of the dataset classes, or our own function if none has one.
+
+        Our own function needs the ``texts`` of all classes.
+        """
         names = [part['name'] for part in self._parts().values()]
         classes = [_dataset_class('dataset', name) for name in names]
         for cls in classes:
@@ -372,27 +401,31 @@ class FileSource(Source):
                 return None
             return self._open('dataset.eval', self._eval_section(), processor)
         parts = self._parts()
-        datasets = [self._open('dataset', part, processor) for part in parts.values()]
-        if self.token_weights == 'column' and not self.shares_by_weights:
-            for dataset in datasets:
+        datasets = []
+        for name, part in parts.items():
+            path = f'dataset.parts.{name}' if 'parts' in self.section else 'dataset'
+            dataset = self._open(path, part, processor)
+            if self.token_weights == 'column' and not self.shares_by_weights:
                 _check_loss_weights(dataset)
+            datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
     def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
-        """Builds one dataset from its complete settings; ``path`` is its key in the config."""
+        """Builds one dataset from its complete settings. ``path`` is its key in the config."""
         cls = _dataset_class(path, part['name'])
         arguments = without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # The dataset then reads all samples, and keeps their lengths for the sampler.
+            # The dataset then measures all samples, and the sampler takes over this length table. So both must be
+            # measured in the same way.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
-                arguments.update(self._caps(arguments))
+                arguments.update(self._limits_of_sample(arguments))
         with building(path):
             return cls(processor=processor, **arguments)
 
-    def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits of a sample: the lower one of the dataset's and the microbatch's."""
+    def _limits_of_sample(self, part: Section) -> dict[str, int | None]:
+        """Returns the limits under which ``fit`` brings a sample: the dataset's or the microbatch's, if it is lower."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -435,9 +468,9 @@ class FileSource(Source):
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
-        if not isinstance(size, int):  # a whole device batch
+        if not isinstance(size, int):  # a whole device batch: its samples, rounded up
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
-        # Not the width of each device batch, because a rank may get only short samples.
+        # None would mean the width of each device batch, which is small if a rank gets only short samples.
         slot_tokens = microbatching.slot_tokens or longest
         if token_budget(size, slot_tokens) < longest:
             raise ConfigError(
@@ -447,6 +480,7 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
+        # For `per_step` the sampler tells by the image tokens which modality a sample has. All of them may be 0.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = {}
         if 'parts' in self.section:
@@ -475,6 +509,7 @@ class FileSource(Source):
         """Returns the sampler's arguments for the shares of the parts.
 
         ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
+        ``loss_tokens`` are those of each sample of all ``datasets``, (n,).
         """
         parts = self._parts().values()
         sizes = [len(dataset) for dataset in datasets]
@@ -496,13 +531,14 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 def _check_loss_weights(dataset: Any) -> None:
-    """Refuses the first record of a LlavaDataset without a column of weights. Other datasets have no records."""
+    """Refuses a LlavaDataset if a record has no weights. Weights of another dataset show only in its batches."""
     for record in getattr(dataset, 'records', ()):
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
 
 
 def _dataset_class(path: str, name: object) -> Any:
+    """Returns the class that a dataset's ``name`` stands for. ``path`` is the key of the dataset in the config."""
     name = str(name)
     if name == 'llava':
         return LlavaDataset
@@ -517,16 +553,20 @@ def _is_ours(cls: Any) -> bool:
 
 
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
+    """Refuses settings that are neither arguments of the dataset's class nor ``extra_keys``."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):
-    """MDS shards that each rank streams its own samples from. mosaicml-streaming is imported when it is used."""
+    """MDS shards, the files of mosaicml-streaming. Each rank streams its own samples from them.
+
+    mosaicml-streaming is only imported in functions, because it may be missing.
+    """
 
     def check(self) -> None:
-        """Refuses values that LlavaStreamingDataset would accept in silence, and a missing mosaicml-streaming."""
+        """Refuses a missing mosaicml-streaming, unknown arguments, and settings that streamed data cannot follow."""
         if importlib.util.find_spec('streaming') is None:
             raise ConfigError(
                 'dataset.name',
@@ -534,12 +574,14 @@ class ShardSource(Source):
             )
         if 'parts' in self.section:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
-        eval_section = self.section.get('eval') or {}
-        if eval_section and not eval_section.keys() & {*SHARD_PLACES, 'split'}:
-            raise ConfigError('dataset.eval', 'must name shards of its own. Give `dataset.eval.local`')
         self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
-        self._check_arguments('dataset.eval', self._arguments(is_eval=True))
+        eval_section = self.section.get('eval')
+        if eval_section:
+            self._check_arguments('dataset.eval', self._arguments(is_eval=True))
+            names_place = not eval_section.keys().isdisjoint(SHARD_PLACES)
+            if not names_place and self._shards(is_eval=True) == self._shards(is_eval=False):
+                raise ConfigError('dataset.eval', 'must name shards of its own. Give `dataset.eval.local`')
         key_needing_plan = self.config.loader.key_needing_plan
         if key_needing_plan is not None:
             message = 'as it is set needs a plan, which streamed data cannot have. Use a JSON file'
@@ -548,30 +590,37 @@ class ShardSource(Source):
             self._check_exchange()
 
     def _check_exchange(self) -> None:
+        """Refuses settings with which ranks cannot exchange samples."""
         if not self.config.microbatching.regroup:
             raise ConfigError('loader.exchange_ranks', 'needs `microbatching.regroup`, got: false. Set it')
         if (self.section.get('replication') or 1) > 1:
+            # Ranks that replicate one another read the same samples, which an exchange would take as different ones.
             raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
-        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
-            self._slot_tokens()  # for its refusal
+        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # `suggest` also sets the width
+            self._slot_tokens()  # raises if there is none
 
     def _check_arguments(self, path: str, arguments: Section) -> None:
+        """Refuses unknown arguments of a dataset and its streams, and a dataset without shards."""
         from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        names_of_ours = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
+        own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
-        extra_keys = {**without(names_of_ours, 'processor', 'kwargs'), 'streams': Sections | None}
-        with_loader = partial(StreamingDataset, batch_size=None, shuffle=None)
-        check_arguments(path, with_loader, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
+        extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
+        # The section must not have these two, because the section `loader` sets them.
+        base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
+        check_arguments(path, base_class, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():
             check_arguments(f'{path}.streams.{name}', Stream, stream)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the dataset, whose samples StreamingDataset assigns to ranks; None without an eval set."""
+        """Returns the dataset, which divides its samples among the ranks itself; None without an eval set.
+
+        Removes shared memory of mosaicml-streaming that a killed run has left behind, if it is in the way.
+        """
         from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
@@ -588,10 +637,11 @@ class ShardSource(Source):
             try:
                 return LlavaStreamingDataset(processor=processor, **arguments)
             except ValueError as error:
-                # For an eval set nothing is removed, because this run's training set uses the memory.
+                # An eval set comes after the training set of this run, whose memory must not be removed.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # A killed run has left the memory. If a living run uses it, that run must not share our folder anyway.
+            # The memory names our folder of shards as in use. A killed run has left it. A running one could have made
+            # it, too, but two runs must not share this folder in any case.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -608,7 +658,6 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        batch_size = self.rank_batch_size(is_eval=is_eval)
         drop_last = config.loader.drop_last and not is_eval
         global_batch_size = config.loader.largest_batch
         if drop_last and dataset.num_samples < global_batch_size:
@@ -617,47 +666,64 @@ class ShardSource(Source):
                 f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
                 f'{dataset.num_samples} samples',
             )
-        if is_eval or not config.loader.exchange_ranks:
-            # With a separate generator, because seeding workers must not move the random numbers of the run.
-            generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-            loader = StreamingDataLoader(
-                dataset, batch_size=batch_size, drop_last=drop_last, generator=generator, **options
-            )
-            return loader, config.microbatching.slot_tokens
+        if not is_eval and config.loader.exchange_ranks:
+            return self._exchanging_loader(dataset, processor, options)
+        # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
+        # of the run.
+        generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
+        batch_size = self.rank_batch_size(is_eval=is_eval)
+        loader = StreamingDataLoader(
+            dataset, batch_size=batch_size, drop_last=drop_last, generator=generator, **options
+        )
+        return loader, config.microbatching.slot_tokens
+
+    def _exchanging_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+    ) -> OpenedLoader:
+        """Opens a loader that reads as a plain one, and then exchanges samples between ranks by length."""
+        microbatching = self.config.microbatching
+        batch_size = self.rank_batch_size()
         slot_tokens = self._slot_tokens()
-        size = config.microbatching.device_train_microbatch_size
+        size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = batch_size  # a whole device batch
-        exchanging_loader = ExchangingDataLoader(
+        loader = ExchangingDataLoader(
             dataset,
             batch_size=batch_size,
-            drop_last=drop_last,
+            drop_last=self.config.loader.drop_last,
             max_tokens=token_budget(size, slot_tokens),
             image_token_ids=image_token_ids(processor),
-            max_image_tokens=config.microbatching.max_image_tokens,
-            max_loss_tokens=config.microbatching.max_loss_tokens,
+            max_image_tokens=microbatching.max_image_tokens,
+            max_loss_tokens=microbatching.max_loss_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planning,
             **options,
         )
-        return exchanging_loader, slot_tokens
+        return loader, slot_tokens
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns all samples. The dataset's own length counts the samples of this rank."""
+        """Returns all samples. The dataset's own length counts only the samples of this rank."""
         return Subset(dataset, range(dataset.size))
 
     def _arguments(self, *, is_eval: bool) -> dict[str, Any]:
-        """Returns arguments of the training set, or of the eval set, which may name other shards."""
+        """Returns the section's arguments of the training set, or of the eval set.
+
+        The eval set has those of the training set, with the changes in ``dataset.eval``. If it names a place of shards,
+        all places of the training set are left out, because ``local`` and ``streams`` exclude each other.
+        """
         arguments = without(self.section, 'name', 'processor', 'eval')
         if not is_eval:
             return arguments
         eval_section = self.section.get('eval') or {}
-        if eval_section.keys() & {*SHARD_PLACES}:
+        if not eval_section.keys().isdisjoint(SHARD_PLACES):
             arguments = without(arguments, *SHARD_PLACES, 'split')
         return {**arguments, **eval_section}
 
     def _slot_tokens(self) -> int:
-        """Returns the width of a slot, which all ranks must know before a batch is read."""
+        """Returns the width of a slot in tokens. All ranks must know it before they read a batch."""
         slot_tokens = self.config.microbatching.slot_tokens or self.section.get('max_length')
         if slot_tokens is None:
             raise ConfigError(
@@ -671,11 +737,21 @@ class ShardSource(Source):
         """Yields the text of every turn in the shards, which must lie in a folder of this machine."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        streams = self.section.get('streams') or {'': self.section}
-        for stream in streams.values():
-            places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
-            folders = [Path(place, stream.get('split') or '') for place in places]
+        for places, split in self._shards(is_eval=False):
+            folders = [Path(place, split) for place in places]
             yield from LlavaStreamingDataset.texts(*folders)
+
+    def _shards(self, *, is_eval: bool) -> list[tuple[list[str], str]]:
+        """Returns the places of each stream's shards, local and remote, and its split.
+
+        A stream without a split has the split of the dataset, as in StreamingDataset.
+        """
+        arguments = self._arguments(is_eval=is_eval)
+        shards = []
+        for stream in (arguments.get('streams') or {'': arguments}).values():
+            places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
+            shards.append((places, stream.get('split') or arguments.get('split') or ''))
+        return shards
 
 
 def source_of(config: TrainConfig) -> Source:

@@ -97,6 +97,22 @@ def test_streams_of_a_mapping(shards):
     assert len(sample_ids(build(config))) == 40
 
 
+def test_streams_take_the_split_of_the_dataset(shards):
+    single = config_of(shards)
+    split = config_of(
+        shards, 'dataset.local=null', 'dataset.split=train', f'dataset.streams={{a: {{local: {shards}}}}}'
+    )
+    assert list(source_of(split).texts()) == list(source_of(single).texts())
+    assert source_of(split).build_dataset(source_of(split).build_processor()).size == 20
+
+
+def test_other_split_changes_no_stream_with_a_split(shards):
+    streams = f'dataset.streams={{a: {{local: {shards}, split: train}}}}'
+    config = config_of(shards, 'dataset.local=null', streams, 'dataset.eval={split: held_out}')
+    with pytest.raises(ConfigError, match='must name shards of its own'):
+        check_config(config, num_ranks=1)
+
+
 def test_other_order_is_not_resumed(shards):
     """With other proportions of the streams, the rest of the epoch would repeat samples and lose others."""
 
