@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a run before its first step, so that memory runs out then or never."""
+"""Runs the heaviest microbatches of a run before its first step, so that it runs out of memory then or never."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
-"""Most global batches that are looked through. It takes about ten seconds."""
+"""Most global batches of which the heaviest microbatch is searched. It takes about ten seconds."""
 NAMED_SAMPLES = 4
-"""Samples that an error names."""
+"""Most samples that an error names."""
 
 
 class Candidate(NamedTuple):
@@ -56,17 +56,20 @@ class Candidate(NamedTuple):
 
     step: int
     """Global batch, counted from the present step."""
-    samples: list[list[int]]
-    """Samples to read, a list for each planned microbatch: this one only; or, if rows are packed, all of the rank,
-    because the split packs them together."""
+    samples: list[int]
+    """Its samples, as indices of the dataset."""
+    samples_to_read: list[list[int]]
+    """Samples of planned microbatches that are read and then split. Usually this one only. If rows are packed, all
+    microbatches of the rank, because the split packs their rows together."""
     shape: BatchShape
     predicted: float = 0.0
-    """Bytes at the peak of a rank; 0 without a memory model."""
+    """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
 
     def sizes(self) -> tuple[float, ...]:
         """Returns five sizes that memory grows with: positions, attention matrix, image tokens, logits, and the total.
 
-        The total is the predicted peak. Without a memory model it is the sum of positions, image tokens and logits.
+        All but the total are counts. The total is the predicted peak in bytes. Without a memory model it is the sum of
+        positions, image tokens and logits, which is only good to compare microbatches.
         """
         shape = self.shape
         total = self.predicted or shape.tokens + shape.image_tokens + shape.logits
@@ -83,11 +86,12 @@ class PlannedRun:
 
     state: State
     accumulation: TokenAccumulation | None
+    """The run's algorithm, if it has one."""
     sampler: RegroupingBatchSampler
     memory: MemoryModel | None
     """Only on the first rank, and only if the run has one."""
     labels_per_sample: np.ndarray | None
-    """Labels of each sample, (n,). None: the run computes all logits, or nobody has counted the labels."""
+    """Number of labels of each sample, (n,). None if the run computes all logits, or if the labels are not counted."""
 
 
 @dataclass(kw_only=True)
@@ -95,15 +99,15 @@ class RehearsalReport:
     """The outcome of a rehearsal."""
 
     num_batches: int
-    """Global batches that were looked through."""
+    """Global batches of which the heaviest microbatches were searched."""
     microbatch_size: int
     """The size that was rehearsed last. At the end it is a size that fits."""
     lines: list[str] = field(default_factory=list)
-    """One for each microbatch: its shape, predicted and measured peak."""
+    """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
     seconds: float = 0.0
 
     def text(self) -> str:
-        """Returns the table."""
+        """Returns all lines as one text, for the log."""
         head = f'rehearsed the heaviest microbatches of {self.num_batches:,} steps in {self.seconds:.1f} s:'
         return '\n  '.join([head, *self.lines])
 
@@ -112,11 +116,12 @@ class Rehearsal(Callback):
     """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
 
     Args:
-        memory (MemoryModel, optional): Tells which microbatch is the heaviest. Default: ``None``.
+        memory (MemoryModel, optional): Predicts the peak of a microbatch. Without it the heaviest one is chosen by
+            its sizes alone. Default: ``None``.
         labels_per_sample (np.ndarray, optional): Loss-generating tokens of each sample, (n,), such as
-            ``LengthTable.loss_tokens``. Without them all logits are computed, also if the run computes them only at
+            ``LengthTable.loss_tokens``. Without them all logits are computed, even if the run computes them only at
             labels. Default: ``None``.
-        tell: Gets the table. Default: the log.
+        tell: Is called with the text of the report. Default: the log.
     """
 
     def __init__(
@@ -133,11 +138,11 @@ class Rehearsal(Callback):
         self._is_due = True
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Plans a rehearsal, because a second fit may have another loader."""
+        """Makes the next batch rehearse. A second fit rehearses again, because it may have another loader."""
         self._is_due = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Rehearses at the first batch. TokenAccumulation has checked it by now."""
+        """Rehearses at the first batch. TokenAccumulation has checked it, because algorithms come before callbacks."""
         if not self._is_due:
             return
         self._is_due = False
@@ -156,10 +161,11 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     memory = None
     labels_per_sample = None
     if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
-        table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective
-        if table.loss_tokens.any():  # otherwise nobody has counted them
+        table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
+        if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
             labels_per_sample = table.loss_tokens
-        # Only then is the memory model in the cache by now. To trace the model for it would take long.
+        # The memory model of a suggested size is in the cache by now. For another size it would have to be traced,
+        # which takes long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
             memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
@@ -175,9 +181,9 @@ def rehearse(
     """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, the microbatch
-    size is halved and the heaviest ones of that size are run, until a size fits. If the size is ``auto``, the run goes
-    on with the one that fits, else the run is refused. Weights do not change; gradients, buffers and random numbers are
-    restored.
+    size is halved and the heaviest ones of that size are run, until all of them fit. Then a run whose size is ``auto``
+    goes on with that size, and any other run is refused. Weights do not change; gradients, buffers and random numbers
+    are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -188,7 +194,8 @@ def rehearse(
         The report; None if batches are not planned ahead.
 
     Raises:
-        ConfigError: If a microbatch does not fit. It names its samples and the size that would fit.
+        ConfigError: If a microbatch does not fit, and the size is not ``auto`` or no smaller one fits. It names the
+            samples and a size that fits.
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
@@ -204,41 +211,51 @@ def rehearse(
         labels_per_sample=labels_per_sample,
     )
     started = time.monotonic()
-    first_size = int(state.device_train_microbatch_size or 1)
-    report = RehearsalReport(num_batches=0, microbatch_size=first_size)
-    first_failure: Candidate | None = None
-    options = run.sampler.rows.options
-    planned_tokens = options.max_tokens
-    longest_sample = int(run.sampler.lengths.max())
+    size = int(state.device_train_microbatch_size or 1)  # without a size, no smaller one is tried
+    report = RehearsalReport(num_batches=0, microbatch_size=size)
     with _undisturbed(state), _room_for_optimizers(state):
-        while True:
-            chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
-            chosen = from_any_rank(chosen)  # rank 0 chooses for all
-            assert chosen is not None, 'rank 0 has chosen'
-            candidates, report.num_batches = chosen
-            failed = _run_all(run, candidates, report)
-            if failed is None:
-                break
-            first_failure = first_failure or failed
-            report.microbatch_size //= 2
-            max_tokens = planned_tokens * report.microbatch_size // first_size
-            if max_tokens < longest_sample:
-                raise _does_not_fit(state, first_failure, first_size, fitting_size=0)
-            options = replace(options, max_tokens=max_tokens)
-            report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
+        first_failure = _run_until_all_fit(run, report)
     if first_failure is not None:
         if not state.auto_microbatching:
-            raise _does_not_fit(state, first_failure, first_size, fitting_size=report.microbatch_size)
+            raise _does_not_fit(state, first_failure, size, fitting_size=report.microbatch_size)
         state.device_train_microbatch_size = report.microbatch_size
     report.seconds = time.monotonic() - started
     return report
 
 
+def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | None:
+    """Runs the heaviest microbatches, with halved sizes until all fit. Fills the report.
+
+    Returns the first microbatch that did not fit; None if the first size fits. Raises ConfigError if no size fits.
+    """
+    first_failure: Candidate | None = None
+    first_size = report.microbatch_size
+    options = run.sampler.rows.options
+    planned_tokens = options.max_tokens
+    longest_sample = int(run.sampler.lengths.max())
+    while True:
+        chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
+        chosen = from_any_rank(chosen)  # rank 0 chooses for all
+        assert chosen is not None, 'rank 0 has chosen'
+        candidates, report.num_batches = chosen
+        failed = _run_all(run, candidates, report)
+        if failed is None:
+            return first_failure
+        first_failure = first_failure or failed
+        report.microbatch_size //= 2
+        max_tokens = planned_tokens * report.microbatch_size // first_size
+        if max_tokens < longest_sample:
+            raise _does_not_fit(run.state, first_failure, first_size, fitting_size=0)
+        options = replace(options, max_tokens=max_tokens)
+        report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
+
+
 def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches that are largest in one of their sizes, and the number of global batches looked through.
+    """Returns the microbatches of a run that are the largest in one of their sizes, and the number of global batches.
 
     ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
+    # By the place of a size in `Candidate.sizes`: that size with the total, and the microbatch that has them.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -281,13 +298,13 @@ def _candidates_of_rank(
         for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
             rows = run.sampler.rows.of(np.array(samples))
             image_tokens = int(rows.image_tokens.sum())
-            num_logits = None
+            num_logits = None  # logits at all positions
             if run.labels_per_sample is not None:
                 num_labels = int(run.labels_per_sample[samples].sum())
                 num_logits = logit_positions(num_labels, len(samples) * width)
-            groups = [samples]
+            samples_to_read = [samples]
             if split is not None and split.packs_rows:
-                groups = samples_of_rank  # the split needs all rows of the rank to pack them
+                samples_to_read = samples_of_rank
             shape = BatchShape(
                 rows=len(samples),
                 width=width,
@@ -299,13 +316,16 @@ def _candidates_of_rank(
                 pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
                 shape = replace(shape, pixel_bytes=pixel_bytes)
                 predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
-            yield Candidate(step, groups, shape, predicted)
+            yield Candidate(step, samples, samples_to_read, shape, predicted)
 
 
 def _cut_again(
     samples: list[int], planned: Microbatch, sampler: RegroupingBatchSampler, options: CutOptions
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields samples and width of a microbatch, or of its parts if it is over the budget, as the split will cut it."""
+    """Yields samples and width of a planned microbatch. If it is over the budget, those of its parts.
+
+    The split of the run will cut it into the same parts.
+    """
     if planned.num_tokens <= options.max_tokens:
         yield samples, planned.width
         return
@@ -319,33 +339,34 @@ def _cut_again(
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
-    """Yields step, microbatches of each rank, and samples of each global batch that is left of a run."""
+    """Yields step, microbatches of each rank, and samples of each global batch that is left of a run.
+
+    If the run ends after a number of tokens or seconds, as many batches as an epoch has.
+    """
+    state = run.state
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
-    epoch = int(run.state.timestamp.epoch)
-    batch = int(run.state.timestamp.batch_in_epoch)
-    sampler.set_epoch(epoch)
-    num_batches = min(_batches_left(run.state, run.sampler), MOST_BATCHES)
-    for step in range(num_batches):
-        if batch == sampler.num_batches:
-            epoch += 1
-            batch = 0
-            sampler.set_epoch(epoch)
-        yield step, sampler.plan(batch).ranks, sampler.window(batch)
-        batch += 1
-
-
-def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
+    timestamp = state.timestamp
+    sampler.set_epoch(int(timestamp.epoch))
     end = state.max_duration
-    elapsed = state.timestamp
     assert end is not None, 'a fit has an end'
-    if end.unit == TimeUnit.BATCH:
-        return end.value - elapsed.batch.value
-    if end.unit == TimeUnit.SAMPLE:
-        return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
-    if end.unit == TimeUnit.EPOCH:
-        num_epochs = end.value - elapsed.epoch.value
-        return num_epochs * len(sampler) - elapsed.batch_in_epoch.value
-    return sampler.num_batches  # in tokens or seconds: look through one epoch
+    most_batches = MOST_BATCHES
+    has_known_end = end.unit in (TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.EPOCH)
+    if not has_known_end:
+        most_batches = min(sampler.num_batches, MOST_BATCHES)
+    for step in range(most_batches):
+        # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
+        length_of_epoch = sampler.num_batches
+        if state.dataloader_len is not None:
+            length_of_epoch = min(length_of_epoch, int(state.dataloader_len))
+        if int(timestamp.batch_in_epoch) == length_of_epoch:
+            timestamp = timestamp.to_next_epoch()
+            sampler.set_epoch(int(timestamp.epoch))
+        if has_known_end and timestamp.get(end.unit) >= end:
+            return
+        batch = int(timestamp.batch_in_epoch)
+        window = sampler.window(batch)
+        yield step, sampler.plan(batch).ranks, window
+        timestamp = timestamp.to_next_batch(samples=len(window))
 
 
 def _run_all(
@@ -355,7 +376,7 @@ def _run_all(
 ) -> Candidate | None:
     """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
     if len(candidates) == 1:
-        # The second run finds gradients and logits of the first in memory, as in a step.
+        # In a step a microbatch finds the gradients and logits of an earlier one in memory. So does the second run.
         candidates = candidates * 2
     for candidate in candidates:
         peak = _peak(run, candidate, report.microbatch_size)
@@ -368,12 +389,12 @@ def _run_all(
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
-    """Returns the bytes at the peak of a candidate, 0 without a GPU; None if it does not fit."""
+    """Runs a candidate. Returns the bytes at its peak, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        for microbatch in _cuts_of(run, candidate, size):
-            _run(run, microbatch)
+        for microbatch in _microbatches_of(run, candidate, size):
+            _run_microbatch(run, microbatch)
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
@@ -383,7 +404,7 @@ def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
     return None
 
 
-def _run(run: PlannedRun, microbatch: Batch) -> None:
+def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
     """Runs forward and backward of a microbatch. Logits are computed at the same positions as in the run."""
     state = run.state
     model = state.model
@@ -392,31 +413,33 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
     batch = state.device.batch_to_device(inputs)
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
-            # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
+            # DDP learns the order of gradients in its first reduction, so that one must belong to a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
-            # If the labels are not counted, the microbatch with the most is not known. Then all logits are computed.
+            # Candidates are chosen by their labels only if these are counted. Else all logits are computed, because
+            # another microbatch may have more labels.
             if run.accumulation is not None and run.labels_per_sample is not None:
                 run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
+        # The loss may have several terms, of any shape. How they are added makes no difference to the memory.
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         means = [term.mean() for term in terms]
         torch.stack(means).sum().backward()
 
 
-def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
     """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
-    batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
+    batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples_to_read))
     weights = 'token'
     rule = 'causal'
     if run.accumulation is not None:
         weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        weights = 'token'  # the loader computes the column, which it only does for a whole step
+        weights = 'token'  # for `loss_shares` the loader adds the column, but only to a whole step
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))
@@ -424,7 +447,7 @@ def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
 
 @contextmanager
 def _undisturbed(state: State) -> Iterator[None]:
-    """Restores gradients, buffers and random numbers: the run is the same with and without the rehearsal."""
+    """Restores gradients, buffers and random numbers after this block, so that it changes nothing in the run."""
     buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     random_numbers = reproducibility.get_rng_state()
@@ -454,11 +477,11 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of the states that an optimizer will have, measured on a small parameter."""
+    """Returns the bytes of the states that an optimizer will have. A small parameter shows how many for each byte."""
     parameter_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            if hasattr(parameter, 'to_local'):  # of FSDP2: only this rank's part
+            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2, of which this rank has only a part
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
@@ -484,23 +507,24 @@ def _does_not_fit(
     *,
     fitting_size: int,
 ) -> ConfigError:
-    """Returns the error for a microbatch that does not fit. ``fitting_size`` is 0 if no size fits."""
+    """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     names = []
-    for index in failed.samples[0][:NAMED_SAMPLES]:
+    for index in failed.samples[:NAMED_SAMPLES]:
         sample = dataset.dataset[index]
         names += [str(name) for name in sample.get('sample_ids', [index])]
-    if failed.shape.rows > NAMED_SAMPLES:
+    if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
     remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
     if not fitting_size:
-        remedy = 'No smaller one fits either: leave these out, shard the model, or checkpoint activations'
+        remedy = 'No smaller size fits either: leave these samples out, shard the model, or checkpoint activations'
     return ConfigError(
         'microbatching.device_train_microbatch_size',
-        f'must be a size whose heaviest microbatch fits into memory, got: {size}, with which that of step '
-        f'{failed.step} does not fit ({failed}; samples {", ".join(names)}). {remedy}',
+        f'must be a size whose microbatches fit into memory, got: {size}. One of step {failed.step} does not fit '
+        f'({failed}; samples {", ".join(names)}). {remedy}',
     )
 
 
 def _gib(num_bytes: float) -> str:
+    """Returns a figure in GiB; a dash for 0, which means that nothing was predicted or measured."""
     return f'{num_bytes / GIB:.2f} GiB' if num_bytes else '-'

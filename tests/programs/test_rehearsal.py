@@ -21,7 +21,7 @@ from composer.devices import DeviceCPU
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.rehearsal import Rehearsal, rehearse
+from composer_tokacc.programs.rehearsal import PlannedRun, Rehearsal, _plans_left, rehearse
 from tests.support.exactness import loss_tokens
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
@@ -125,7 +125,7 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
 
 def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
     """Returns the part of a Trainer's state that a rehearsal reads. The run has two epochs."""
-    epoch, batch_in_epoch = divmod(batch, len(spec.dataloader))
+    epoch, batch_in_epoch = divmod(batch, spec.dataloader.batch_sampler.num_batches)
     return SimpleNamespace(
         dataloader=spec.dataloader,
         model=model,
@@ -138,6 +138,7 @@ def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
         precision_config=None,
         timestamp=Timestamp(epoch=epoch, batch=batch, batch_in_epoch=batch_in_epoch),
         max_duration=Time.from_epoch(2),
+        dataloader_len=None,
     )
 
 
@@ -208,9 +209,9 @@ def test_no_late_failure_after_a_rehearsal(seeds):
 
 def test_fixed_size_too_large_is_refused():
     spec = spec_of(LengthDataset(60), size=4, batch=12)
-    with pytest.raises(ConfigError, match=r'got: 4, with which that of step \d+ does not .* Set it to 2, with which'):
+    with pytest.raises(ConfigError, match=r'got: 4. One of step \d+ does not fit .* Set it to 2, with which'):
         rehearse(state_of_trainer(spec, Limited(2 * LONGEST), auto=False))
-    with pytest.raises(ConfigError, match=r'samples .* No smaller one fits either'):
+    with pytest.raises(ConfigError, match=r'samples .* No smaller size fits either'):
         rehearse(state_of_trainer(spec, Limited(3), auto=False))
 
 
@@ -235,6 +236,33 @@ def test_resumed_run_rehearses_what_is_left():
         rows, width = re.search(r': (\d+) rows of (\d+)', line).groups()
         rehearsed_positions.append(int(rows) * int(width))
     assert max(rehearsed_positions) == max(positions_left)
+
+
+def test_end_in_samples_of_growing_batches():
+    """A schedule of the global batch begins with more, smaller batches than its largest size tells."""
+    loader = regrouping_loader(
+        LengthDataset(60), global_batch_size=[[0, 4], ['5ba', 12]], max_tokens=4 * LONGEST, num_replicas=1, rank=0
+    )
+    state = state_of_trainer(token_data_spec(loader, slot_tokens=LONGEST), Limited(np.inf))
+    state.max_duration = Time.from_sample(60)
+    assert rehearse(state).num_batches == 5 + 4
+
+
+def test_first_batches_of_each_epoch_are_rehearsed():
+    """`train_subset_num_batches` ends an epoch early."""
+    spec = spec_of(LengthDataset(60), size=4, batch=12)
+    state = state_of_trainer(spec, Limited(np.inf))
+    state.dataloader_len = Time.from_batch(2)
+    run = PlannedRun(
+        state=state, accumulation=None, sampler=spec.dataloader.batch_sampler, memory=None, labels_per_sample=None
+    )
+    windows = [window for _, _, window in _plans_left(run)]
+    expected = []
+    for epoch in range(2):
+        sampler = copy.copy(run.sampler)
+        sampler.set_epoch(epoch)
+        expected += [sampler.window(0), sampler.window(1)]
+    assert windows == expected
 
 
 class Broken(Limited):
