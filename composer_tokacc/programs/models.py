@@ -54,7 +54,7 @@ FEATURE_LAYER_FAMILIES = (
 )
 """Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoders, and no later layer."""
 VISION_ENCODERS = ('vision_tower', 'image_tower', 'video_tower')
-"""Names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
+"""Ends of the names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
 FIELD_RANGES = {
@@ -86,7 +86,8 @@ def build_model(
         use_logits=True,
         metrics=[metric() for metric in TRAIN_METRICS] if train_metrics else None,
         eval_metrics=[metric() for metric in EVAL_METRICS],
-        # Composer's own detection says False for most vision-language models, and compares each token with itself.
+        # Metrics compare the logits with the next token. Composer's own detection says False for most vision-language
+        # models, and the metrics would compare them with the same token.
         shift_labels=True,
     )
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
@@ -110,10 +111,12 @@ def build_transformers_model(
 ) -> Any:
     """Builds the Transformers model of a run: its weights, frozen parts and adapter, and the units of FSDP.
 
-    Most arguments are keys of the YAML file: see :class:`.ModelConfig`. ``processor`` gives the vocabulary size and the
-    special token ids that ``config`` leaves out. ``seed`` is for fresh weights, for rows of the embeddings that are
-    added for new tokens, and for an adapter. The random numbers of the run are not touched. Without ``load_weights`` a
-    ``pretrained`` model gets random weights, and only its config is read.
+    Most arguments are keys of the YAML file: see :class:`.ModelConfig`. The others:
+
+    - ``processor`` gives the vocabulary size and the special token ids that ``config`` leaves out.
+    - ``seed`` is for fresh weights, for rows of the embeddings that are added for new tokens, and for an adapter. The
+      random numbers of the run are not touched.
+    - Without ``load_weights`` only the config of a ``pretrained`` model is read, and its weights are random.
     """
     check_model(pretrained, config, lora)
     torch_dtype = getattr(torch, dtype)
@@ -123,10 +126,10 @@ def build_transformers_model(
     if lora is not None and lora.get('bits') is not None:
         if not load_weights:
             raise ConfigError(
-                'model.lora.bits', 'must be left out to size memory: no 4-bit weights are counted, got: 4'
+                'model.lora.bits', 'must be left out to size memory, because 4-bit weights are not counted, got: 4'
             )
-        unrounded_model = empty_model(read_config(pretrained, config))
-        options |= four_bit_options(lora, unrounded_model, torch_dtype)
+        base = empty_model(read_config(pretrained, config))
+        options |= four_bit_options(lora, base, torch_dtype)
     with _seeded(seed):
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, torch_dtype, options)
@@ -137,17 +140,17 @@ def build_transformers_model(
         # An encoder would read the answers, which stand in the same row as the question.
         raise ConfigError('model', f'must have only a decoder, got: {model.config.model_type} with an encoder')
     set_cache(model, on=False)
-    unreached = _freeze_unreached_vision_layers(model)
+    unreached_names = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
         with _seeded(seed):
-            model = with_adapter(model, lora, base=pretrained, never_trained=unreached)
+            model = with_adapter(model, lora, base=pretrained, never_trained=unreached_names)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
-        # Not reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
+        # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer asks these functions about every module. A block becomes a unit of FSDP, the rest is in the root unit.
+    # Composer calls these functions with every module. A block becomes a unit of FSDP, the rest is in the root unit.
     blocks = set(transformer_blocks(model))
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
@@ -187,7 +190,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         parameters = []
         for full_name, parameter in model.named_parameters():
-            if _end_of_part(full_name, name) > 0:
+            if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
             listed = ', '.join(_largest_parts(model))
@@ -197,7 +200,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _largest_parts(model: nn.Module) -> list[str]:
-    """Returns the names of the model's parts and of the parts inside these, such as ``model`` and ``model.layers``.
+    """Returns the names of the model's two outer levels of parts, such as ``model`` and ``model.layers``.
 
     Parts without parameters of their own cannot be frozen, so they are left out. A head that is tied to the embeddings
     is one of them.
@@ -216,6 +219,7 @@ def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None
     """Refuses a model without any trained parameter."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
+    # Without an adapter only `freeze` can have frozen everything.
     if lora is None:
         raise ConfigError(
             'model.freeze', f'must leave something to train, got: {list(freeze)}, which is the whole model'
@@ -227,10 +231,13 @@ def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
-    """Returns the trained parameters as groups of an optimizer: one for each part, with its arguments, and the rest.
+    """Returns the trained parameters in groups for an optimizer: one for each part of the model, and one for the rest.
 
-    Parts are named as in :func:`freeze_parameters`. If a part contains another one, a parameter belongs to the inner
-    part. The parameters of an adapter belong to the part of the layer that it adapts.
+    Args:
+        model: The model.
+        parts: Arguments of the optimizer for each part, by the name of the part, as in :func:`freeze_parameters`. If
+            two parts contain a parameter, it belongs to the inner one. Parameters of an adapter belong to the part of
+            the layer that it adapts.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, arguments in parts.items():
@@ -240,13 +247,13 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
         if not parameter.requires_grad:
             continue
         base_name = name_in_base(full_name)
-        innermost_part = ''
-        furthest_end = 0
+        innermost_part = ''  # the rest
+        longest_match = 0
         for name in parts:
-            end = _end_of_part(full_name, name) or _end_of_part(base_name, name)
-            if end > furthest_end:
+            match = _match_of_part(full_name, name) or _match_of_part(base_name, name)
+            if match > longest_match:
                 innermost_part = name
-                furthest_end = end
+                longest_match = match
         groups[innermost_part]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
@@ -266,7 +273,7 @@ def read_config(
     """
     if pretrained is not None:
         with building('model.pretrained'):
-            # Without trust_remote_code Transformers would ask on the terminal.
+            # With the default of trust_remote_code, Transformers would ask on the terminal.
             return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
     settings: dict[str, Any] = copy.deepcopy(dict(config or {}))
     model_type = str(settings.pop('model_type', None))
@@ -278,9 +285,11 @@ def read_config(
         _check_fields(settings, default, 'model.config')
         if processor is not None:
             text_settings = settings
+            text_path = 'model.config'
             if hasattr(default, 'text_config'):
                 text_settings = settings.setdefault('text_config', {})
-            _complete_text(text_settings, tokenizer_of(processor))
+                text_path = 'model.config.text_config'
+            _complete_text(text_settings, tokenizer_of(processor), text_path)
             _complete_placeholders(settings, default, processor)
         return config_class(**settings)
 
@@ -288,7 +297,10 @@ def read_config(
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
 
-    ``default`` is a config of the same class without any settings. It tells which fields there are.
+    Args:
+        settings: The user's fields.
+        default: A config of the same class without any settings. It tells which fields there are.
+        path: The key of ``settings`` in the YAML file.
     """
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
@@ -306,14 +318,15 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
             _check_fields(value, inner, f'{path}.{key}')
 
 
-def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
-    """Adds vocabulary size and special tokens of the tokenizer to the settings of the language model."""
+def _complete_text(settings: dict[str, Any], tokenizer: Any, path: str) -> None:
+    """Adds vocabulary size and special tokens of the tokenizer to the settings of the language model.
+
+    Settings that the user gives stay. A vocabulary that is too small for the tokenizer is refused.
+    """
     num_tokens = len(tokenizer)
     vocab_size = settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
-        raise ConfigError(
-            'model.config.text_config.vocab_size', f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}"
-        )
+        raise ConfigError(f'{path}.vocab_size', f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}")
     for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
         # Set to None if the tokenizer has none, because the defaults of the config class are ids of another vocabulary.
         settings.setdefault(name, getattr(tokenizer, name, None))
@@ -324,7 +337,7 @@ def _complete_placeholders(
     default: PretrainedConfig,
     processor: Processor,
 ) -> None:
-    """Adds the ids of the processor's placeholder tokens, under the names that the class has for them."""
+    """Adds the ids of the processor's placeholder tokens, under the names that the config class has for them."""
     for modality in ('image', 'video', 'audio'):
         token_id = getattr(processor, f'{modality}_token_id', None)
         token = getattr(processor, f'{modality}_token', None)
@@ -338,12 +351,12 @@ def _complete_placeholders(
 
 
 def tokenizer_of(processor: Processor | None) -> Any:
-    """Returns the tokenizer inside a processor, or the tokenizer itself, or None."""
+    """Returns the tokenizer of a processor. The processor of a text model is the tokenizer itself."""
     return getattr(processor, 'tokenizer', processor)
 
 
-def _end_of_part(parameter_name: str, part_name: str) -> int:
-    """Returns the length of the part's name at the start of a parameter's name; 0 if the parameter is not in that part.
+def _match_of_part(parameter_name: str, part_name: str) -> int:
+    """Returns the length of a part's name at the start of a parameter's name; 0 if the parameter is not in the part.
 
     Either name may have a leading ``model.`` that the other one lacks.
     """
@@ -359,8 +372,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # Transformers lists Qwen2-Audio only as a model from sequence to sequence, although it has only a decoder. BART is
-    # in both lists. Its decoder can be trained without its encoder.
+    # Transformers lists Qwen2-Audio only among the sequence-to-sequence models, although it has only a decoder. BART is
+    # in both lists, because its decoder can be trained without its encoder.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM
@@ -374,7 +387,7 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """Loads a model, and refuses a folder that lacks some of its weights. Transformers would make random ones."""
+    """Loads a model. Refuses a folder that lacks some of its weights, which Transformers would initialize at random."""
     config = read_config(path, None)
     with building('model.pretrained'):
         model, loading = auto_class(config).from_pretrained(
@@ -383,7 +396,7 @@ def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> 
         if (Path(path) / 'generation_config.json').is_file():
             # Read only to refuse a damaged file, which Transformers treats as a missing one.
             GenerationConfig.from_pretrained(path)
-    # Weights that the model does not have are allowed, because many checkpoints hold heads for other tasks.
+    # Weights that the model has no place for are allowed, because many checkpoints hold heads for other tasks.
     refuse_partial(f'the weights of a {type(model).__name__}', sorted(loading['missing_keys']), path=path)
     return model
 
@@ -402,19 +415,20 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
             f'resize_token_embeddings({num_tokens}) on it, save it and name that folder',
         )
     log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, num_tokens)
-    model.resize_token_embeddings(num_tokens, pad_to_multiple_of=64)
+    model.resize_token_embeddings(num_tokens, pad_to_multiple_of=64)  # a width at which tensor cores are fast
 
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Builds a model with random weights."""
-    # The only possible option is `attn_implementation`. If it is given, it is more likely wrong than the config.
+    # The only possible option is `attn_implementation`. An error names it if it is given, because it is then the most
+    # likely cause.
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
     return model.to(dtype)
 
 
 def set_cache(model: nn.Module, on: bool) -> None:
-    """Switches the key-value cache of a model on or off, in the configs of all its modules and in those inside them.
+    """Switches the key-value cache of a model on or off, in the configs of all its modules and in configs inside these.
 
     Only generation needs it. In training it is off, because packed documents would see each other through it.
     """
@@ -423,14 +437,14 @@ def set_cache(model: nn.Module, on: bool) -> None:
         config = configs.pop()
         if isinstance(config, PretrainedConfig):
             config.use_cache = on
-            configs += vars(config).values()  # a text config, for example; the loop passes over all other values
+            configs += vars(config).values()  # of these values only configs count, such as `text_config`
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes the parameters after the vision feature layer, and returns their names. No loss reaches them.
+    """Freezes the parameters after the vision feature layer, which no loss reaches, and returns their names.
 
-    On one rank they would have no gradient and so no optimizer state, which torch asks for when a run is resumed. On
-    several ranks DDP would give them gradients of zero, and weight decay would shrink them.
+    If they stayed trained, they would have no gradient on one rank, and so no optimizer state, which torch asks for
+    when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink them.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
@@ -453,21 +467,21 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 
 
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
-    """Returns the names of an encoder's parameters that no gradient reaches from its hidden states at some layers.
+    """Returns the names of the parameters of a vision encoder that do not change its hidden states at these layers.
 
-    A backward through a copy without memory finds them. Their names are not enough to tell: in some releases of
-    Transformers the last hidden state is taken after the final norm, in others before it.
+    A backward from these states through a copy without memory finds them. Names of layers do not tell them: in some
+    releases of Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
     with torch.device('meta'), torch.enable_grad():
-        twin = type(encoder)(config)
-        # Every attention reaches the same parameters. Flash attention would read values, which the copy does not have.
-        twin.set_attn_implementation('eager')
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=twin.dtype)
-        states = twin(pixels, output_hidden_states=True).hidden_states
+        empty_encoder = type(encoder)(config)
+        # All kinds of attention use the same parameters. Flash attention would read values, which the copy lacks.
+        empty_encoder.set_attn_implementation('eager')
+        pixels = torch.empty(1, config.num_channels, *sides, dtype=empty_encoder.dtype)
+        states = empty_encoder(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):
                 raise ConfigError(
@@ -476,8 +490,8 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
                 )
         sums = [states[layer].sum() for layer in feature_layers]
         torch.stack(sums).sum().backward()
-    # On `meta` gradients have no values, but a parameter that was not reached has none at all.
-    return [name for name, parameter in twin.named_parameters() if parameter.grad is None]
+    # On `meta` gradients have no values, but a parameter that was not reached has no gradient at all.
+    return [name for name, parameter in empty_encoder.named_parameters() if parameter.grad is None]
 
 
 @skip_embedding_resize
@@ -485,7 +499,7 @@ class _RunModel(HuggingFaceModel):
     """A HuggingFaceModel whose checkpoints also hold the processor, which :mod:`composer_tokacc.export` needs."""
 
     def __init__(self, model: Any, processor: Processor, **options: Any) -> None:
-        # Composer's filter for peft would leave out `modules_to_save`; see keep_trained_only().
+        # The filter for peft would leave out `modules_to_save`. build_model() calls keep_trained_only() instead.
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
 
@@ -504,8 +518,8 @@ class _RunModel(HuggingFaceModel):
 def _files_of(processor: Processor) -> dict[str, dict[str, Any]]:
     """Returns the files of a saved processor by name, in the form that files have in Composer's metadata.
 
-    Composer itself saves only the files of the tokenizer, and those as parsed JSON. Sharded checkpoints lose the empty
-    mappings of such JSON.
+    Composer itself saves only the files of the tokenizer, as parsed JSON. Sharded checkpoints lose empty mappings in
+    such JSON, so these files are kept as bytes.
     """
     files = {}
     with tempfile.TemporaryDirectory() as folder:
