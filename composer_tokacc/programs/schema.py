@@ -3,8 +3,8 @@
 
 """The YAML file of a run: its sections, how file and command line become one config, and the values that it may have.
 
-Each of our sections is a dataclass, whose annotations are types, choices and ranges. Arguments of hosts are checked
-against the annotations of the host's class. Pydantic checks both.
+Each of our sections is a dataclass, whose annotations are types, choices and ranges. Arguments of classes of hosts
+(Composer, torch, streaming) are checked against the annotations of these classes. Pydantic checks both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Hint = Any
 """An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
 Sections = dict[str, dict[str, Any]]
-"""Settings of several things, by name."""
+"""Settings of several things of a kind, such as datasets or streams, by name."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
@@ -55,9 +55,9 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
+"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
-"""Errors of OmegaConf for a text that is not YAML."""
+"""Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
     'folder': Name,
     'name': str,
@@ -65,7 +65,7 @@ REPORT_KEYS: dict[str, Hint] = {
     'answers': NotNegative,
     'answer_tokens': Count,
 }
-"""Keys of the section ``report`` that are not for the function under ``name``."""
+"""Keys of the section ``report`` that are not arguments of the function under ``report.name``."""
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,7 @@ class ModelConfig:
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32'
-    """Type of the stored weights; the computation has ``trainer.precision``."""
+    """Type of the stored weights. ``trainer.precision`` sets that of the computation."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
     activation_checkpointing: bool = False
@@ -122,7 +122,7 @@ class LoaderConfig:
     """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
     ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     modality: Literal['mixed', 'per_step'] = 'mixed'
-    """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
+    """``mixed``, or ``per_step``: a global batch has either only samples with images, or only samples without."""
     lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
@@ -164,7 +164,8 @@ class MicrobatchingConfig:
     device_memory_gib: Positive | None = None
     """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
     slot_tokens: Count | None = None
-    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` in each device batch."""
+    """Width of such a row in tokens; null: that of the longest sample of the dataset, or without ``regroup_ranks`` that
+    of the longest sample of each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     max_loss_tokens: Count | None = None
@@ -247,14 +248,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values_of_file = _read_file(path)
     values_of_overrides = read_overrides(overrides)
-    # In each of them before the merge, so that the override wins whichever of the two names it uses.
+    # Before the merge, so that an override replaces the value of the file, even if one has the short name.
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
     return merge(TrainConfig, values_of_file, values_of_overrides)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
+    """Returns the values of ``key=value`` texts as nested dicts. Refuses the first text that cannot be read."""
     values = OmegaConf.create()
     for override in overrides:
         key, separator, value = override.partition('=')
@@ -272,20 +273,24 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns the options of one program, as a dataclass, and the overrides that are for the config."""
+    """Separates overrides of a program's own options from overrides of the config.
+
+    Returns the options as the dataclass, and the overrides of the config.
+    """
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
-    own_overrides = []
+    program_overrides = []
     config_overrides = []
     for override in overrides:
         first_key = re.split('[.=]', override)[0]
         if first_key in names:
-            own_overrides.append(override)
+            program_overrides.append(override)
         else:
             config_overrides.append(override)
-    return merge(options, read_overrides(own_overrides)), config_overrides
+    return merge(options, read_overrides(program_overrides)), config_overrides
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
+    """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
     # Reading a pipe would wait for somebody to write to it.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError('', f'config file must be a file, got: {path}')
@@ -300,7 +305,7 @@ def _read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _as_dict(values: DictConfig) -> dict[str, Any]:
-    """Returns plain dicts and lists. Values such as ``${seed}`` stay as they are, until all layers are merged."""
+    """Returns plain dicts and lists. References such as ``${seed}`` stay texts, which :func:`merge` resolves."""
     plain: Any = OmegaConf.to_container(values)
     return plain
 
@@ -319,8 +324,8 @@ def merge(options: type[Options], *layers: dict[str, Any]) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
-        options: The dataclass.
-        *layers: Values, for example of the file and of the command line.
+        options: The dataclass. All its fields have defaults.
+        *layers: Nested values, for example of the file and of the command line.
     """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
@@ -337,9 +342,9 @@ def merge(options: type[Options], *layers: dict[str, Any]) -> Options:
 
 
 def _overlay(lower: object, upper: object) -> object:
-    """Returns the upper value. Two mappings are merged key by key.
+    """Returns the upper value. Two mappings are merged key by key, and the upper one wins.
 
-    OmegaConf's own merge fails if a mapping meets another kind of value.
+    OmegaConf's own merge is not used, because it fails if a mapping replaces another kind of value or is replaced.
     """
     if not isinstance(lower, dict) or not isinstance(upper, dict):
         return upper
@@ -372,15 +377,16 @@ def check_arguments(
 
     Args:
         path: The section that they come from.
-        target: The class or function; a ``partial`` with the arguments that the program itself supplies. The section
-            must not have these, unless they are ``extra_keys``.
-        arguments: A mapping. Anything else is refused.
+        target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. The
+            section must not have them, unless they are ``extra_keys``.
+        arguments: The values of the section. Anything but a mapping is refused.
         hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
-    names_of_program = without(getattr(target, 'keywords', {}), *(extra_keys or ()))  # of a partial
+    extra_keys = extra_keys or {}
+    names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)  # only a partial has `keywords`
     for name in names_of_program:
         if name in arguments:
             raise ConfigError(
@@ -395,14 +401,17 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
-            annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
-            if parameter.default is parameter.empty and parameter.name not in arguments:
-                raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
-    annotations |= extra_keys or {}
+            continue
+        # The signature of a partial still has its keywords.
+        if parameter.kind is parameter.VAR_POSITIONAL or parameter.name in names_of_program:
+            continue
+        annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
+    annotations |= extra_keys
     if not takes_any_name:
         check_names(path, arguments, annotations)
-    annotations |= hints or {}  # after the names were checked, because a hint does not make its name known
+    annotations |= hints or {}  # only now, because hints may have names that `target` does not take
     checked = {}
     for name, value in arguments.items():
         checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
@@ -410,7 +419,7 @@ def check_arguments(
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
-    """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
+    """Refuses the first of ``arguments`` that is not known. ``path`` is the section that they stand in."""
     known_list = list(known_names)
     for key in arguments:
         if key not in known_list:
@@ -418,22 +427,26 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
 
 
 def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
-    """Returns the parameters of a class or function. Raises TypeError if a ``partial`` does not fit it."""
+    """Returns the parameters of a class or function, with evaluated annotations.
+
+    Raises TypeError if ``target`` is a partial with arguments that its function does not take.
+    """
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError, SyntaxError):
-        # An annotation is a plain text, or names something that is only imported for type checkers. Then no value is
-        # checked.
+        # An annotation cannot be evaluated, because it is no Python or names something that is only imported for type
+        # checkers. Then no value is checked.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
-    """Returns the value if it fits the annotation. A mapping for one of our dataclasses becomes this dataclass.
+    """Returns the value if it fits the annotation. Raises ConfigError if it does not.
 
-    A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
+    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and a list for a
+    tuple becomes a tuple. A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation itself, and the branches of a union or the type in Annotated.
+    # The annotation itself, and what is inside it: the branches of a union, or the type in Annotated.
     branches = (hint, *get_args(hint))
     is_null = value is None and NoneType in branches
     for branch in branches:
@@ -458,9 +471,9 @@ def _is_section(hint: Hint) -> bool:
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
-    """Returns key and value of the first mistake. It may lie inside ``value``, if that is a mapping."""
+    """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping."""
     keys = error.errors()[0]['loc']
-    if '[key]' in keys:  # the key before this mark is wrong, and not its value
+    if '[key]' in keys:  # pydantic's mark after a key which itself is wrong, and not its value
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
         # Skips the names of branches of a union, which pydantic has among the keys.
@@ -485,12 +498,12 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns the requirement in words: "be greater than or equal to 1, or 'auto'"."""
+    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'"."""
     requirements = []
     for detail in error.errors():
         _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
-        # No YAML file can hold an object of a class.
+        # A YAML file cannot hold an object of a class, so this branch of a union is not named.
         if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
