@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sizing helper for a run's config: its own model, optimizer, precision, processor and data."""
+"""Predicts the memory of a run and suggests its microbatch size, by traces of its own model, optimizer and data.
+
+A trace also counts the operations of the model, for MFU (model FLOPs utilization).
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,9 @@ def suggested_microbatch(
         try:
             outcome = _suggestion(config, dataset, processor, table, smallest_memory_gib)
         except ConfigError as error:
-            outcome = error  # raised below, because the other ranks wait for an outcome
+            outcome = error  # raised below on all ranks, because the others wait for the outcome
     outcome = from_any_rank(outcome)
-    assert outcome is not None, 'rank 0 has one'
+    assert outcome is not None, 'rank 0 has an outcome'
     if isinstance(outcome, ConfigError):
         raise outcome
     return outcome
@@ -81,7 +84,7 @@ def _suggestion(
     table: LengthTable,
     memory_gib: float,
 ) -> tuple[int, int]:
-    """Returns the microbatch size and the slot width, or raises ConfigError."""
+    """Returns the microbatch size, and the slot width in tokens. Raises ConfigError if some sample does not fit."""
     path = 'microbatching.device_train_microbatch_size'
     with building(path):
         memory = memory_of_run(config, dataset, processor, table)
@@ -104,20 +107,19 @@ def suggest_for_run(
 ) -> SizingReport:
     """Returns the report of :func:`.suggest_microbatching` for a config.
 
-    With ``packing: auto`` it is the cheaper of the reports with and without packing, by the cost of a step as the run
-    divides samples among ranks.
+    With ``packing: auto`` there is a report with packing and one without. The one whose steps cost less is returned.
 
     Args:
         config: The run.
         memory: Its memory model.
         table: Sizes of all samples.
         num_ranks: Ranks of the run.
-        gib: Memory of one device.
+        gib: Memory of one device, in GiB.
         **measured: Further arguments of :func:`.suggest_microbatching`: ``safety``, or costs measured on the machine.
     """
     microbatching = config.microbatching
-    # A global batch by tokens may have any number of samples, but the simulated ranks must get equally many. So the
-    # number is rounded up.
+    # With `global_batch_tokens` the ranks need not divide the number of samples. The simulation needs equally many on
+    # each rank, so their number is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
@@ -142,6 +144,7 @@ def suggest_for_run(
             **measured,
         )
         reports.append(report)
+    # A report has figures for samples that are planned over all ranks, and for ranks that split their own samples.
     method = 'planned' if config.regroups_ranks else 'split'
     return min(reports, key=lambda report: report.figures[method].cost)
 
@@ -157,26 +160,26 @@ def memory_of_run(
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     width = int(table.lengths.max())
-    traced = table.select(_probe_samples(table))
-    # By content, because the files of a checkpoint may change, and the processor sets the vocabulary of a fresh model.
+    sharding = _sharding(config)
+    traced_sizes = table.select(_probe_samples(table))
+    # In full, because a checkpoint of the same name may change, and the processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
     key = {
         'model': asdict(config.model),
         'model_config': model_config.to_json_string(use_diff=False),
         'optimizer': config.optimizer,
         'precision': _traced_precision(config),
-        'sharding': _sharding(config),
+        'sharding': sharding,
         'device': 'gpu' if _is_for_gpu(config) else 'cpu',
         'logits': _logits_of_run(config),
         'width': width,
-        # The traced samples, because pixels per token differ between images and videos.
-        'samples': {name: getattr(traced, name).tolist() for name in TABLE_COLUMNS},
+        # The sizes of the traced samples, because pixels per token differ between images and videos.
+        'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
         changes = {'attn_implementation': 'sdpa'} if is_flash else {}
         build, meta_model, samples = _to_trace(config, dataset, processor, table, **changes)
-        sharding = _sharding(config)
         gathered_dtype = None if sharding is None else _gathered_dtype(sharding, key['precision'])
         memory = calibrate_fake(
             build,
@@ -186,7 +189,8 @@ def memory_of_run(
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
             precision=key['precision'],
-            # Weights that FSDP gathers in float32 are cast by autocast, as under DDP.
+            # With `fsdp` the forward has a copy of the weights in half precision. If FSDP gathers them in float32,
+            # autocast casts them as under DDP.
             strategy='fsdp' if gathered_dtype in (torch.float16, torch.bfloat16) else 'ddp',
             on_gpu=key['device'] == 'gpu',
             logits=key['logits'],
@@ -200,12 +204,16 @@ def memory_of_run(
 
 
 def _sharding(config: TrainConfig) -> dict[str, Any] | None:
-    """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model."""
+    """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model.
+
+    ``keeps_gathered`` is whether gathered weights stay from the forward to the backward. ``replicas`` is the number of
+    groups of ranks that each hold the model once.
+    """
     if not config.is_sharded:
         return None
     settings = config.trainer['parallelism_config']['fsdp']
     if os.environ.get('FSDP_VERSION') == '2':
-        # An integer keeps only a part of the weights, which is not counted exactly.
+        # With an integer only a part of each weight stays gathered. It is counted as the whole one.
         keeps_gathered = settings.get('reshard_after_forward', True) is not True
     else:
         strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
@@ -216,7 +224,7 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
     if replicas < 1:
         raise ConfigError(
             'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
-            f'must be the number of replicas, to predict memory, got: {replicas}',
+            f'must be a number of replicas, because the memory of the run is predicted, got: {replicas}',
         )
     return {
         'keeps_gathered': keeps_gathered,
@@ -226,7 +234,7 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _gathered_dtype(sharding: Mapping[str, Any], precision: str) -> torch.dtype | None:
-    """Returns the type in which FSDP gathers weights; None: that of the weights themselves."""
+    """Returns the type in which FSDP gathers weights. None means the type in which they are stored."""
     _, param_dtype, _, _ = get_mixed_precision(Precision(precision), sharding['mixed_precision'])
     return param_dtype
 
@@ -237,23 +245,31 @@ def _as_sharded(
     gathered_dtype: torch.dtype | None,
     num_weights: int,
 ) -> MemoryModel:
-    """Returns the memory model of a run with these settings of FSDP. `num_weights` is the number of all weights."""
+    """Returns the memory model of a run with FSDP, from the one of an unsharded run.
+
+    Args:
+        memory: The memory model of the unsharded run.
+        sharding: See :func:`_sharding`.
+        gathered_dtype: See :func:`_gathered_dtype`.
+        num_weights: Number of all weights of the model.
+    """
     static = memory.static
     bytes_of_weight = math.ceil(static.parameters / num_weights)
     if gathered_dtype is not None:
         bytes_of_weight = gathered_dtype.itemsize
     changes = {'compute_bytes': bytes_of_weight}
     if sharding['keeps_gathered']:
-        # Gathered blocks stay until the backward pass, as the weights outside of them always do.
+        # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
+        # as outside.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
-        # Each replica is divided among its part of the ranks, and the memory model divides by all ranks.
+        # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
         changes[name] = sharding['replicas'] * getattr(static, name)
     return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
 
 def _traced_precision(config: TrainConfig) -> str:
-    """Returns the precision of the run, which Composer chooses if the config does not; bfloat16 instead of fp8."""
+    """Returns the precision of the run, or Composer's default. A run in fp8 is traced in bfloat16."""
     default = 'amp_fp16' if _is_for_gpu(config) else 'fp32'
     precision = config.trainer.get('precision') or default
     return 'amp_bf16' if precision == 'amp_fp8' else precision
@@ -268,7 +284,10 @@ def _is_for_gpu(config: TrainConfig) -> bool:
 
 
 def _logits_of_run(config: TrainConfig) -> str:
-    """Returns at which positions the run computes logits; an argument of :func:`.calibrate_fake`."""
+    """Returns at which positions the run computes logits, as an argument of :func:`.calibrate_fake`.
+
+    All logits are computed without TokenAccumulation, for metrics of training, and by a compiled model.
+    """
     for algorithm in build_all('algorithms', config.algorithms, 'algorithms'):
         if isinstance(algorithm, TokenAccumulation):
             is_compiled = config.trainer.get('compile_config') is not None
@@ -285,9 +304,9 @@ def watch_flops(
     model: HuggingFaceModel,
     state: State,
 ) -> None:
-    """Lets the run's :class:`.TokenMonitor` log MFU, if the speed of the device is known; a collective.
+    """Makes the run's :class:`.TokenMonitor` log MFU, if it has one and the speed of the device is known; a collective.
 
-    The operations are counted in a trace on rank 0.
+    The operations of the model are counted in a trace on rank 0.
     """
     monitors = (callback for callback in state.callbacks if isinstance(callback, TokenMonitor))
     monitor = next(monitors, None)
@@ -297,11 +316,12 @@ def watch_flops(
     if not has_speed:
         return
     table = source_of(config).measure(dataset, processor)
-    coefficients = None  # only these are sent, because the layout belongs to the model of each rank
+    coefficients = None  # of the FlopModel. Only these are sent, because its layout belongs to the model of each rank
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
-            # Eager attention, because its products are counted.
+            # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out
+            # what is computed again.
             build, meta_model, samples = _to_trace(
                 config,
                 dataset,
@@ -312,7 +332,7 @@ def watch_flops(
             )
             flops = count_flops(build, meta_model.config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
-        except Exception as error:  # a trace may fail in many ways, and the run can do without
+        except Exception as error:  # a trace may fail in many ways, and the run works without MFU
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
     coefficients = from_any_rank(coefficients)
     monitor.flops = None
@@ -345,7 +365,7 @@ def runs_on_gpu(config: TrainConfig) -> bool:
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device; on CPU the host's memory divided by its ranks."""
+    """Returns the memory of this rank's device in GiB; on CPU the host's memory divided by its ranks."""
     if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
@@ -353,7 +373,10 @@ def device_memory_gib(config: TrainConfig) -> float:
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
-    """Returns the shortest sample without an image, and those with the fewest and the most image tokens."""
+    """Returns the indices of the samples to trace: the shortest without images, and those with fewest and most images.
+
+    Few and many are counted in image tokens.
+    """
     indices = []
     without_images = np.flatnonzero(table.image_tokens == 0)
     if len(without_images):
