@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Builds the classes that a YAML file names.
+"""Builds objects of the classes that a YAML file names.
 
 ``gradient_clipping`` is Composer's ``GradientClipping``, ``lr_monitor`` its ``LRMonitor``, ``adamw`` torch's ``AdamW``.
 A dotted name such as ``my_package.callbacks.MyCallback`` is imported.
@@ -46,15 +46,16 @@ from composer_tokacc.programs.schema import (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of part that a config may name."""
+    """A kind of object that a section of the config names, such as an optimizer."""
 
     base: type
+    """Class that all classes of this kind are derived from."""
     modules: tuple[ModuleType, ...]
     """Modules that have its classes. If two have a class of one name, the first module wins."""
     suffix: str = ''
     """A word of the class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Classes by further names: of this package, and those that users of llm-foundry know."""
+    """Class names, or dotted names, by further YAML names: of this package, and those of llm-foundry."""
 
 
 KINDS = {
@@ -76,27 +77,27 @@ KINDS = {
 }
 UNSUITED = (
     torch.optim.SparseAdam,  # needs sparse gradients
-    # The algorithms change images or labels of batches that have no other entries.
+    # These change images, or images and their labels, and expect batches without text.
     composer.algorithms.AugMix,
     composer.algorithms.ColOut,
     composer.algorithms.CutMix,
     composer.algorithms.CutOut,
     composer.algorithms.MixUp,
-    composer.algorithms.NoOpModel,
     composer.algorithms.ProgressiveResizing,
     composer.algorithms.RandAugment,
-    composer.algorithms.SeqLengthWarmup,
     composer.callbacks.ImageVisualizer,
+    composer.algorithms.NoOpModel,  # replaces the model by one that learns nothing
+    composer.algorithms.SeqLengthWarmup,  # cuts text, and so images and answers apart
     composer.callbacks.LoadCheckpoint,  # unpickles a file, so a config could run code
 )
-
+"""Classes that are refused as if they did not exist."""
 
 NamedArguments = dict[str, dict[str, Any] | None]
-"""Names of classes, and arguments for each. None: its defaults."""
+"""Arguments by the name of a class. None means its defaults."""
 
 
 def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
-    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
+    """Refuses a text that Composer cannot read as a time, a negative time, and perhaps 0."""
     if value is None:
         return None
     try:
@@ -111,18 +112,21 @@ def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | No
 
 
 Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
-"""A time as Composer reads it, such as ``2ep``, longer than nothing. A number without a unit means epochs."""
+"""A time above 0 as Composer reads it, such as ``2ep``. A number without a unit means epochs."""
 Interval = Annotated[int | str, AfterValidator(partial(_check_time, may_be_zero=True))]
-"""The same, or 0 for never."""
+"""A time between two events, or 0 for never."""
 WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
-"""A time that may also be nothing, such as ``0ba``. It must have a unit."""
+"""A time that may be 0, such as ``0ba``. It must have a unit."""
 Weight = Annotated[float, Field(ge=0)]
 AllOrSome = Literal[-1] | Count
 """A number of batches or ranks; -1 for all."""
 
 
 class HostArguments(TypedDict, total=False):
-    """Ranges of arguments by name, for all classes of hosts, which accept any value and fail in a step or never."""
+    """Ranges of arguments by name, for all classes of hosts that have such an argument.
+
+    The hosts themselves accept any value. A wrong one would show only in a step, or never.
+    """
 
     alpha: Weight
     alpha_f: Weight
@@ -155,7 +159,13 @@ HOST_HINTS: dict[str, Hint] = get_type_hints(HostArguments, include_extras=True)
 
 
 def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
-    """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
+    """Builds the algorithms, callbacks or loggers that a section names, in order.
+
+    Args:
+        kind: A key of ``KINDS``.
+        section: The section.
+        path: Its key in the config.
+    """
     parts = []
     for name, arguments in (section or {}).items():
         parts.append(build_part(kind, f'{path}.{name}', name, arguments or {}))
@@ -182,10 +192,10 @@ def build_part(
     """Builds one object of a section. ``path`` is the key of its arguments in the config."""
     cls = class_by_name(kind, name)
     if cls.__init__ is KINDS[kind].base.__init__:
-        # The constructor of the base takes any arguments and drops them, so none are allowed.
+        # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=HOST_HINTS)
-    with without_warnings(), building(path):  # a warning would not name the key
+    with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
         return cls(*positional, **checked)
 
 
@@ -196,19 +206,20 @@ def import_by_name(path: str, name: str) -> Any:
         raise ConfigError(path, f'must be a dotted name such as package.module.name, got: {name}')
     with building(path):
         imported = getattr(importlib.import_module(module_name), attribute)
-        inspect.signature(imported)  # a module, for example, has none
+        inspect.signature(imported)  # raises for something that cannot be called, such as a module
     return imported
 
 
 def class_by_name(kind: str, name: str) -> Any:
-    """Returns the class that ``name`` stands for in a section. The error for an unknown name suggests the nearest."""
+    """Returns the class that ``name`` stands for in a section. ``kind`` is a key of ``KINDS``."""
     name = str(name)
     aliases = KINDS[kind].aliases
     target = aliases.get(name, name)
     base = KINDS[kind].base
     if '.' in target:
         cls = import_by_name(kind, target)
-        # Checked before the call, because a config could name os.system. Composer takes any callable as a scheduler.
+        # Checked before it is called, because a config could name os.system. A scheduler may be any class, because
+        # Composer only calls it.
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
             raise ConfigError(
@@ -217,6 +228,7 @@ def class_by_name(kind: str, name: str) -> Any:
             )
         if cls not in UNSUITED:
             return cls
+        # No class below has a dotted name, so the error at the end is raised.
     # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
     letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     classes = _classes_of(kind)
@@ -227,7 +239,7 @@ def class_by_name(kind: str, name: str) -> Any:
 
 
 def token_accumulation_options(config: TrainConfig) -> Section:
-    """Returns the arguments of TokenAccumulation in a config, under its short or its dotted name; empty without it."""
+    """Returns the arguments of TokenAccumulation in a config, which may name it in several ways; empty without it."""
     for name, arguments in config.algorithms.items():
         if class_by_name('algorithms', name) is TokenAccumulation:
             return arguments or {}
@@ -235,7 +247,7 @@ def token_accumulation_options(config: TrainConfig) -> Section:
 
 
 def _classes_of(kind: str) -> dict[str, type]:
-    """Returns the classes of a kind by their names in a YAML file."""
+    """Returns the classes of a kind that need no dotted name, by their names in a YAML file."""
     base = KINDS[kind].base
     classes: dict[str, type] = {}
     for module in KINDS[kind].modules:
@@ -245,5 +257,5 @@ def _classes_of(kind: str) -> dict[str, type]:
                 # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
                 snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
                 short_name = snake_name.removesuffix(KINDS[kind].suffix).removesuffix('_')
-                classes.setdefault(short_name, cls)  # the first module wins
+                classes.setdefault(short_name, cls)  # keeps the class of an earlier module
     return classes
