@@ -18,15 +18,22 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Points of a curve. If a run has more steps, each point is the mean of several."""
+"""Most points of a curve. If a run has more steps, each point is the mean of several."""
 MOST_IMAGES = 12
-"""Images that are shown of an answered sample."""
-SMALLEST_SHOWN = 48
-"""Smaller images are magnified by a whole factor, to at most this many pixels. A scan of eight pixels then shows."""
+"""Most images that are shown of an answered sample."""
+MAGNIFIED_SIDE = 48
+"""Small images are magnified by a whole factor, until their longer side has at most this many pixels. The digits of the
+demo, which have eight pixels, could not be seen otherwise."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
-WIDTH, HEIGHT, MARGIN = 640, 200, 46
-TOP, BOTTOM = 10, 20
-"""Space above and below the curves of a chart."""
+WIDTH = 640
+"""Of a chart, in pixels, as are the next four."""
+HEIGHT = 200
+MARGIN = 46
+"""Space on the left and on the right of the curves."""
+TOP = 10
+"""Space above the curves."""
+BOTTOM = 20
+"""Space below the curves, for the steps."""
 
 STYLE = """
 body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #222 }
@@ -58,7 +65,15 @@ def write_page(
     metrics: Mapping[str, Series],
     answers: Sequence[Answer] = (),
 ) -> None:
-    """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers."""
+    """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers.
+
+    Args:
+        path: The file of the page. The user's function may have put a ``result.png`` beside it.
+        title: The name of the run.
+        lines: The summary: pairs of what it is and the figure.
+        metrics: Everything that was logged.
+        answers: The model's answers in the last evaluation.
+    """
     rows = ''.join(_row(name, text) for name, text in lines)
     figures = []
     for caption, patterns in PANELS:
@@ -83,7 +98,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _answered(answer: Answer) -> str:
-    """Returns a figure of a sample: its images, its question, the expected text and the text of the model."""
+    """Returns the HTML of a sample: its images, its question, the expected text and the text of the model."""
     pictures = []
     for image in answer.images[:MOST_IMAGES]:
         pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
@@ -98,10 +113,10 @@ def _answered(answer: Answer) -> str:
 
 
 def _as_png(image: np.ndarray) -> bytes:
-    """Returns an image of values in [0, 1] as the bytes of a PNG file, magnified if it is small."""
+    """Returns an image, (height, width, 3) in [0, 1], as the bytes of a PNG file, magnified if it is small."""
     pixels = (np.asarray(image) * 255).round()
     picture = Image.fromarray(pixels.astype(np.uint8))
-    scale = max(SMALLEST_SHOWN // max(picture.size), 1)
+    scale = max(MAGNIFIED_SIDE // max(picture.size), 1)
     size = (picture.width * scale, picture.height * scale)
     picture = picture.resize(size, Image.Resampling.NEAREST)
     written = BytesIO()
@@ -110,23 +125,26 @@ def _as_png(image: np.ndarray) -> bytes:
 
 
 def _embedded(data: bytes, text: str) -> str:
+    """Returns the HTML of a PNG image, whose bytes are in the page itself. ``text`` stands for it in a text browser."""
     encoded = base64.b64encode(data).decode()
     return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{encoded}">'
 
 
 def _chart(title: str, curves: Mapping[str, Series]) -> str:
-    """Returns a figure with the curves. Its axes name the range of steps and values, its legend the last values."""
+    """Returns the HTML of a chart. Its axes name the ranges of steps and values, its legend the last values."""
     all_steps = np.concatenate([steps for steps, _ in curves.values()])
     all_values = np.concatenate([values for _, values in curves.values()])
-    first_step, last_step = all_steps.min(), all_steps.max()
-    low, high = all_values.min(), all_values.max()
+    first_step = all_steps.min()
+    last_step = all_steps.max()
+    low = all_values.min()
+    high = all_values.max()
     lines = []
     legends = []
     for number, (name, (steps, values)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
         points = []
         for step, value in _thinned(steps, values):
-            # A single step or a constant curve must not divide by zero.
+            # Both in [0, 1]. A single step or a constant curve must not divide by zero.
             across = (step - first_step) / max(last_step - first_step, 1)
             up = (value - low) / ((high - low) or 1)
             x = MARGIN + (WIDTH - 2 * MARGIN) * across
@@ -134,7 +152,8 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
             points.append(f'{x:.1f},{y:.1f}')
         lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
         legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
-    axis = (
+    # The numbers are pixels, so that the texts stand beside the axes without touching the curves.
+    axes = (
         f'<text x="2" y="14">{high:.3g}</text><text x="2" y="{HEIGHT - BOTTOM}">{low:.3g}</text>'
         f'<text x="{MARGIN}" y="{HEIGHT - 4}">step {first_step}</text>'
         f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">{last_step}</text>'
@@ -142,12 +161,12 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     )
     return (
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
-        f'role="img">{axis}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
+        f'role="img">{axes}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
     )
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns at most ``MOST_POINTS`` points, each the mean of neighbouring ones."""
-    points = np.array([steps, values], dtype=float).T
+    """Returns at most ``MOST_POINTS`` points, a step and a value each. Each is the mean of neighbouring points."""
+    points = np.array([steps, values], dtype=float).T  # (n, 2)
     groups = np.array_split(points, min(len(points), MOST_POINTS))
     return [tuple(group.mean(axis=0)) for group in groups]

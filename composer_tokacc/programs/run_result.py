@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The result of a run: ``result.json``, the summary on the screen, and additions of the user's function."""
+"""The result of a run: ``result.json``, the summary on the screen, and what a function of the user adds to both."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ MONITOR_LINES = (
     ('seconds_p50', 'seconds of a step, median', '{:.3f}'),
     ('loader_seconds', 'of it waiting for data', '{:.3f}'),
 )
-"""Lines of the summary: name in TokenMonitor, words, format."""
+"""Lines of the summary: name of the metric in TokenMonitor, words for it, format. "Of it" is a part of the line before.
+"""
 
 
 @dataclass(kw_only=True)
@@ -47,16 +48,17 @@ class FinishedRun:
     result: dict[str, Any]
     """Figures of the run. Additions go to ``result.json``."""
     history: InMemoryLogger
-    """The log of this process, not of an earlier one that this run goes on from."""
+    """All that was logged in this process. Of a resumed run, only what came after the start."""
     model: HuggingFaceModel
     eval_dataset: Any
     """None without ``dataset.eval``."""
     processor: Processor
     folder: Path
-    """Where ``result.json`` goes; exists."""
+    """The folder of ``result.json``. It exists."""
     is_sharded: bool
+    """Whether the ranks divide the model by FSDP. Then rank 0 cannot run it alone."""
     metrics: dict[str, Series] = field(default_factory=dict)
-    """All that was logged in the run, from ``metrics.jsonl``."""
+    """All that was logged in the run, also before it was resumed, from ``metrics.jsonl``."""
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and finite values of a logged metric; empty if nothing logged it."""
@@ -76,13 +78,15 @@ def summarize(
     first_step: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Returns the values for ``result.json``. ``eval`` is the last evaluation, ``token_monitor`` are means over steps.
+    """Returns the values for ``result.json``.
+
+    Metrics under ``eval`` are those of the last evaluation, metrics under ``token_monitor`` are means over the steps.
 
     Args:
         state: The state of the Trainer.
         metrics: Everything that was logged, also before the run was resumed.
         parts: Data and model.
-        first_step: The step at which this process began.
+        first_step: The step at which this process began; 0 unless the run was resumed.
         seconds: Time that this process trained.
     """
     _, losses = metrics.get('loss/train/total', ([], []))
@@ -90,9 +94,12 @@ def summarize(
     monitored = select(metrics, 'token_monitor/*')
     means = {}
     for name, (_, values) in monitored.items():
-        if not name.startswith('source/'):
+        if not name.startswith('source/'):  # see _sources()
             means[name] = fmean(values)
-    training_sets = getattr(parts.train_dataset, 'datasets', [parts.train_dataset])
+    training_sets = getattr(
+        parts.train_dataset, 'datasets', [parts.train_dataset]
+    )  # those of `dataset.parts`, if given
+    # Only a LlavaDataset skips bad samples and makes images smaller to fit.
     skipped = []
     fitted = []
     for dataset in (*training_sets, parts.eval_dataset):
@@ -118,11 +125,14 @@ def summarize(
 
 
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
-    """Returns for each source its total of tokens, its mean shares of weight and cost, and its first and last loss."""
+    """Returns the figures of each source: its tokens, its mean shares of weight and cost, its first and last loss.
+
+    The cost of a source is its number of computed positions.
+    """
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
     for name, (_, tokens) in sorted(tokens_of_sources.items()):
-        # Not a pattern, because a name such as `captions[en]` would be one itself.
+        # Read by their full names, because in a pattern a source such as `captions[en]` would not match itself.
         metric = f'token_monitor/source/{name}'
         _, weights = metrics[f'{metric}/weight']
         _, positions = metrics[f'{metric}/positions']
@@ -142,9 +152,17 @@ def write_report(
     history: InMemoryLogger,
     answers: Sequence[Answer],
 ) -> str:
-    """Writes ``result.json``, perhaps the exported model, and the page; returns the summary for the screen.
+    """Writes ``result.json``, the exported model if the config asks for it, and the page. Returns the summary.
 
     Before that, the function under ``report.name`` may add to the result and to the summary.
+
+    Args:
+        config: The run.
+        parts: Data and model.
+        result: See :func:`summarize`.
+        metrics: Everything that was logged, also before the run was resumed.
+        history: What was logged in this process.
+        answers: The model's answers in the last evaluation.
     """
     folder = result_folder(config, result['run_name'])
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +192,7 @@ def write_report(
 
 
 def _lines(result: Section) -> list[tuple[str, str]]:
-    """Returns the lines of the summary: pairs of words and figure."""
+    """Returns the lines of the summary as pairs: what it is, and the figure."""
     monitor = result['token_monitor']
     evaluation = result['eval']
     loss = result['loss']
@@ -182,7 +200,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
     samples = result['samples']
     seconds = f'{result["seconds"]:.0f} s'
     lines = []
-    if result['first_step']:
+    if result['first_step']:  # resumed, so the seconds are not those of all steps
         lines.append(('steps', f'{steps} ({samples} samples)'))
         lines.append(('steps since this start', f'{steps - result["first_step"]} ({seconds})'))
     else:
