@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Types of objects that come from hosts or from the user."""
+"""Types of objects that come from hosts (Composer, torch, Transformers) or from the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Section = Mapping[str, Any]
-"""A mapping of a YAML file, or a part of a checkpoint: values of JSON."""
+"""A section of a YAML file, or a part of a checkpoint. Its values are those that JSON has."""
 Row = dict[str, Any]
-"""A row as a dataset gives it: tensors of one row, and lists of one entry."""
+"""A sample as a dataset returns it: tensors like those of a batch of one row, and lists of one entry."""
 Processor = ProcessorMixin | PreTrainedTokenizerBase
-"""A text model has a tokenizer only."""
+"""What turns samples into tensors. For a text model it is only a tokenizer."""
 
 
 class SampleDataset(Protocol):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Takes a program from a YAML file to its exit status. A mistake of the user is one line on the screen."""
+"""Runs a program on a YAML file and returns its exit status. A mistake of the user is one line on the screen."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def run_program(
     num_ranks: int | None = None,
     trains: bool = False,
 ) -> int:
-    """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user.
+    """Runs a program on a YAML file and returns its exit status.
 
-    A bug of this package, and an error of the user's own code, leave their traceback. So does every error at the log
-    level debug.
+    For a mistake of the user, a fault of the machine and an error of a host it is 2, after one line on the screen. A
+    bug of this package and an error of the user's own code are raised. At the log level debug the traceback of every
+    error is printed.
 
     Args:
         program: Takes the config and returns the status, None for 0.
@@ -54,14 +55,14 @@ def run_program(
         is_checked = True
         return program(config) or 0
     except Exception as error:
-        let_children_die()
+        let_children_die()  # torch's signal handler could raise in the lines below
         message = _message_of(error)
         if not message:
             raise
         if has_lost_rank(error):
-            # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
+            # The rank that failed first has printed its line. The launcher ends this rank before it prints another one.
             time.sleep(SECONDS_FOR_LAUNCHER)
-        # A mistake of the config is raised on all ranks.
+        # A mistake that the checks of the config find is raised on all ranks.
         on_all_ranks = isinstance(error, ConfigError) and not is_checked
         return refuse(
             error,
@@ -72,7 +73,7 @@ def run_program(
 
 def _message_of(error: Exception) -> str:
     """Returns the message for the user; empty for an error that needs its traceback."""
-    # Before the faults of the machine: such an error may have an OSError as its cause, which would count as a fault.
+    # Asked before fault_of_machine(), which would count a refusal as a fault if an OSError is its cause.
     if isinstance(error, RefusalError):
         return str(error)
     fault = fault_of_machine(error)
