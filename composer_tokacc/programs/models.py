@@ -126,7 +126,8 @@ def build_transformers_model(
     if lora is not None and lora.get('bits') is not None:
         if not load_weights:
             raise ConfigError(
-                'model.lora.bits', 'must be left out to size memory, because 4-bit weights are not counted, got: 4'
+                'model.lora.bits',
+                'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
         base = empty_model(read_config(pretrained, config))
         options |= four_bit_options(lora, base, torch_dtype)
@@ -222,7 +223,8 @@ def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None
     # Without an adapter only `freeze` can have frozen everything.
     if lora is None:
         raise ConfigError(
-            'model.freeze', f'must leave something to train, got: {list(freeze)}, which is the whole model'
+            'model.freeze',
+            f'must leave something to train, got: {list(freeze)}, which is the whole model',
         )
     raise ConfigError(
         'model.lora.target_modules',
@@ -326,7 +328,8 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any, path: str) -> None:
     num_tokens = len(tokenizer)
     vocab_size = settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
-        raise ConfigError(f'{path}.vocab_size', f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}")
+        message = f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}"
+        raise ConfigError(f'{path}.vocab_size', message)
     for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
         # Set to None if the tokenizer has none, because the defaults of the config class are ids of another vocabulary.
         settings.setdefault(name, getattr(tokenizer, name, None))
