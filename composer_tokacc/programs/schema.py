@@ -38,8 +38,6 @@ Sections = dict[str, dict[str, Any]]
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
-NumWorkers = Annotated[int, Field(ge=0, le=256)]
-"""Processes of one rank. More than 256 are a slip, and would take all memory before anything fails."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -109,8 +107,8 @@ class LoaderConfig:
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
-    num_workers: NumWorkers = 0
-    """Loader processes for each rank; 0 loads in the training process."""
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """Loader processes for each rank; 0 loads in the training process. More than 256 are taken for a slip."""
     prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
     pin_memory: bool = False

@@ -50,7 +50,6 @@ from composer_tokacc.programs.registry import import_by_name, token_accumulation
 from composer_tokacc.programs.schema import (
     Count,
     Hint,
-    NumWorkers,
     Sections,
     TrainConfig,
     check_arguments,
@@ -75,7 +74,7 @@ class DatasetArguments(TypedDict, total=False):
     image_size: Count
     max_length: Count | None
     model_max_length: Count
-    num_workers: NumWorkers | None
+    num_workers: Annotated[int, Field(ge=0, le=256)] | None  # as `loader.num_workers`
     patch_size: Count
     video: VideoSampling | None
     vocab_size: Count
