@@ -129,7 +129,7 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(read_config(pretrained, config))
+        base = empty_model(read_config(pretrained, config))  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
     with _seeded(seed):
         if pretrained is not None and load_weights:
@@ -213,7 +213,7 @@ def _largest_parts(model: nn.Module) -> list[str]:
         outer_parts += names[:1]
         if len(names) > 1:
             inner_parts.append('.'.join(names[:2]))
-    return list(dict.fromkeys(outer_parts + inner_parts))  # without repetitions, in the order of the model
+    return list(dict.fromkeys(outer_parts + inner_parts))  # without repetitions, and in the order of the model
 
 
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:

@@ -155,14 +155,15 @@ def memory_of_run(
     processor: Processor | None,
     table: LengthTable,
 ) -> MemoryModel:
-    """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
+    """Returns the memory model of a run. It is traced without a GPU, and kept in the user's cache folder."""
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     width = int(table.lengths.max())
     sharding = _sharding(config)
     traced_sizes = table.select(_probe_samples(table))
-    # In full, because a checkpoint of the same name may change, and the processor sets the vocabulary of a fresh model.
+    # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
+    # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
     key = {
         'model': asdict(config.model),

@@ -77,6 +77,7 @@ MISTAKES = [
     ({'config': {**LLAVA, 'vision_confg': {}}}, 'vision_confg. Did you mean vision_config\\?'),
     ({'config': {**LLAVA, 'text_config': {'hiden_size': 8}}}, 'text_config` has no key hiden_size'),
     ({'config': {**LLAVA, 'text_config': {**TEXT, 'vocab_size': 5}}}, "vocab_size` must be at least the tokenizer's"),
+    ({'config': {**TEXT, 'vocab_size': 5}}, '`model.config.vocab_size` must be at least'),
     pytest.param({'config': {**TEXT, 'num_attention_heads': 5}}, '5', marks=LATE),
     ({}, 'must have exactly one of'),
     ({'config': LLAVA, 'pretrained': 'folder'}, 'must have exactly one of'),

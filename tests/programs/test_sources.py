@@ -131,6 +131,8 @@ def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
     split_scans.cache_clear()
     with pytest.raises(ConfigError, match=r"`dataset`: .* install 'composer_tokacc\[demo\]'"):
         build(tmp_path)
+    with pytest.raises(ConfigError, match=r'`dataset.parts.a`: .* install'):
+        build(tmp_path, 'dataset.parts={a: {}}')
 
 
 @pytest.mark.parametrize(('overrides', 'is_eval'), [([], True), (['microbatching.regroup=false'], False)])
