@@ -659,11 +659,11 @@ class ShardSource(Source):
         config = self.config
         drop_last = config.loader.drop_last and not is_eval
         global_batch_size = config.loader.largest_batch
-        if drop_last and dataset.num_samples < global_batch_size:
+        if drop_last and dataset.epoch_size < global_batch_size:
             raise ConfigError(
                 'loader.global_batch_size',
                 f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
-                f'{dataset.num_samples} samples',
+                f'{dataset.epoch_size} samples of an epoch',
             )
         if not is_eval and config.loader.exchange_ranks:
             return self._exchanging_loader(dataset, processor, options)

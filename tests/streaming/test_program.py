@@ -195,8 +195,11 @@ def test_exchange_needs_a_slot_width(shards):
 
 def test_dataset_smaller_than_a_batch(shards):
     config = config_of(shards, 'loader.drop_last=true', 'loader.global_batch_size=32')
-    with pytest.raises(ConfigError, match='got: 32 > 20 samples'):
+    with pytest.raises(ConfigError, match='got: 32 > 20 samples of an epoch'):
         build(config)
+    short_epochs = config_of(shards, 'loader.drop_last=true', 'dataset.epoch_size=4')
+    with pytest.raises(ConfigError, match='got: 8 > 4 samples of an epoch'):
+        build(short_epochs)
 
 
 def run_program(name, shards, *overrides):
