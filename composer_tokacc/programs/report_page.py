@@ -26,8 +26,9 @@ MAGNIFIED_SIDE = 48
 demo, which have eight pixels, could not be seen otherwise."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH = 640
-"""Of a chart, in pixels, as are the next four."""
+"""Width of a chart, in pixels, as are the next four."""
 HEIGHT = 200
+"""Height of a chart."""
 MARGIN = 46
 """Space on the left and on the right of the curves."""
 TOP = 10
@@ -94,6 +95,7 @@ def write_page(
 
 
 def _row(name: str, text: str) -> str:
+    """Returns the HTML of a row of a table."""
     return f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>'
 
 

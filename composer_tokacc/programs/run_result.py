@@ -15,7 +15,9 @@ from typing import Any
 from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
+from torch.utils.data import ConcatDataset
 
+from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
@@ -37,8 +39,7 @@ MONITOR_LINES = (
     ('seconds_p50', 'seconds of a step, median', '{:.3f}'),
     ('loader_seconds', 'of it waiting for data', '{:.3f}'),
 )
-"""Lines of the summary: name of the metric in TokenMonitor, words for it, format. "Of it" is a part of the line before.
-"""
+"""Lines of the summary: name of the metric in TokenMonitor, words for it, format. "Of it" means of the line before."""
 
 
 @dataclass(kw_only=True)
@@ -96,17 +97,16 @@ def summarize(
     for name, (_, values) in monitored.items():
         if not name.startswith('source/'):  # see _sources()
             means[name] = fmean(values)
-    training_sets = getattr(
-        parts.train_dataset, 'datasets', [parts.train_dataset]
-    )  # those of `dataset.parts`, if given
-    # Only a LlavaDataset skips bad samples and makes images smaller to fit.
+    datasets = [parts.train_dataset]
+    if isinstance(parts.train_dataset, ConcatDataset):  # of `dataset.parts`
+        datasets = parts.train_dataset.datasets
     skipped = []
     fitted = []
-    for dataset in (*training_sets, parts.eval_dataset):
-        if getattr(dataset, 'skipped', None):
-            skipped.append(dataset.skip_report())
-        if hasattr(dataset, 'fitted'):
+    for dataset in (*datasets, parts.eval_dataset):
+        if isinstance(dataset, LlavaDataset):  # no other dataset skips bad samples or makes images smaller to fit
             fitted += dataset.fitted()
+            if dataset.skipped:
+                skipped.append(dataset.skip_report())
     return {
         'run_name': state.run_name,
         'steps': state.timestamp.batch.value,

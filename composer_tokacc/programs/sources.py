@@ -639,8 +639,8 @@ class ShardSource(Source):
                 # An eval set comes after the training set of this run, whose memory must not be removed.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # The memory names our folder of shards as in use. A killed run has left it. A running one could have made
-            # it, too, but two runs must not share this folder in any case.
+            # The shared memory says that another run uses our folder of shards. Usually that run was killed and left
+            # it. If it still runs, the two runs must not share the folder anyway.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -653,7 +653,7 @@ class ShardSource(Source):
         *,
         is_eval: bool,
     ) -> OpenedLoader:
-        """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
+        """Opens StreamingDataLoader, or for training with ``loader.exchange_ranks`` an ExchangingDataLoader."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config

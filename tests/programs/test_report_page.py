@@ -17,7 +17,7 @@ from composer_tokacc import TokenMonitor
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
-from composer_tokacc.programs.run_result import _sources
+from composer_tokacc.programs.run_result import _sources, summarize
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 
@@ -117,6 +117,16 @@ def test_long_run_is_drawn_by_means(tmp_path):
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
     assert list(ys) == sorted(ys, reverse=True)
+
+
+def test_attributes_of_a_users_dataset_are_not_ours():
+    """A dataset of the user may have attributes with the names of LlavaDataset's."""
+    dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
+    parts = SimpleNamespace(train_dataset=dataset, eval_dataset=None)
+    state = SimpleNamespace(run_name='run', timestamp=Timestamp())
+    result = summarize(state, {}, parts, first_step=0, seconds=1.0)
+    assert result['skipped'] == []
+    assert result['fitted'] == []
 
 
 def state_at(step):
