@@ -390,7 +390,7 @@ def empty_model(config: PretrainedConfig) -> Any:
 
 
 def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """Loads a model. Refuses a folder that lacks some of its weights, which Transformers would initialize at random."""
+    """Loads a model. Refuses a checkpoint without some of its weights, which Transformers would draw at random."""
     config = read_config(path, None)
     with building('model.pretrained'):
         model, loading = auto_class(config).from_pretrained(
