@@ -402,7 +402,7 @@ class FileSource(Source):
         parts = self._parts()
         datasets = []
         for name, part in parts.items():
-            path = f'dataset.parts.{name}' if 'parts' in self.section else 'dataset'
+            path = f'dataset.parts.{name}' if name else 'dataset'
             dataset = self._open(path, part, processor)
             if self.token_weights == 'column' and not self.shares_by_weights:
                 _check_loss_weights(dataset)
