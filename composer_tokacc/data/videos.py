@@ -4,7 +4,10 @@
 """Reads videos and audio with PyAV, and refuses files that are cut or damaged.
 
 The first part chooses frames. The second opens files and checks that they are complete. The third reads audio, and the
-last reads videos. In the errors "it" is the file, because the caller puts its name before them.
+last reads videos. The errors call the file "it", because the caller puts the name of the file before the message.
+
+A timestamp is the moment at which a frame is shown, as a whole number in the units of its stream's ``time_base``, a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ MEDIA_CONTAINERS = (
 )
 """Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Playlists are not read,
 because they name other files, which may lie outside of the media folder. Transport streams and elementary streams are
-not read, because they may end anywhere. Nobody would notice if half of one is missing."""
+not read, because they may end anywhere, so a missing half could not be noticed."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
@@ -51,27 +54,26 @@ STEADY_CONTAINERS = (
     'wav',
     'wv',
 )
-"""Containers of audio whose samples follow one another without a gap. So a gap is damage. In the other containers it
-may be a short pause of the recording."""
+"""Containers whose audio has no gaps, so a gap means damage. In others it may be a pause of the recording."""
 HEAD_BYTES = 4096
 """Bytes at the start of a file that are searched for the mark of its format, and for the segment of a Matroska file."""
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""From here on, a size in the header of a WAV or AIFF file means that the size is not known. Programs that write to a
-pipe write such a size, near 2**31 or 2**32."""
+"""From this value on, the size in the header of a WAV or AIFF file means that the size is not known. Programs that write
+to a pipe write such a size, near 2**31 or 2**32 bytes."""
 MAX_SAMPLE = 2**20
-"""Limit for the values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers. The
-features of values far above that overflow."""
+"""Limit for the absolute values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers.
+Values far above that are damage, and a model's audio features would overflow."""
 MAX_SECONDS = 6 * 3600
-"""Limit for an audio. A longer one would fill the memory."""
+"""Longest audio. At 16,000 float32 samples a second it takes 1.3 GiB."""
 MIN_SECONDS = 0.05
-"""Limit for an audio. No model makes a token of a shorter one."""
+"""Shortest audio. No model makes a token of a shorter one."""
 DEFAULT_FPS = 2.0
 MAX_SAMPLING_NUMBER = 1e6
 """Limit for the numbers of :class:`VideoSampling`. A larger one is a mistake, such as a number of bytes."""
 MAX_PIXELS_OF_VIDEO = 2**31
-"""Limit for all frames that are taken of one video together. In RGB they have 6 GiB."""
+"""Limit for the pixels of all frames that are taken of one video. In RGB they take 6 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class VideoSampling:
             if value is None and name in ('num_frames', 'fps'):
                 continue
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
+            if not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
@@ -125,27 +127,26 @@ class VideoSampling:
             num_frames: Frames of the video.
             duration: Seconds of the video.
         """
-        count = self.num_frames
-        if count is None:
-            # The small number is for rounding: 4 frames at 10 a second last 0.39999999 s, and x 10 this is 3.9999999.
-            frames_of_rate = int(duration * (self.fps or DEFAULT_FPS) + 1e-6)
-            count = min(frames_of_rate, num_frames)
+        if self.num_frames is not None:
+            return self.num_frames
+        # The small number is for rounding: 4 frames at 10 a second last 0.39999999 s, and x 10 this is 3.9999999.
+        frames_of_rate = int(duration * (self.fps or DEFAULT_FPS) + 1e-6)
+        count = min(frames_of_rate, num_frames)
         return min(max(count, self.min_frames), self.max_frames)
 
     def choose(self, times: Sequence[float], duration: float) -> list[int]:
         """Returns the indices of the frames to take: those on screen at evenly spread moments.
 
         Args:
-            times: Seconds from the first frame, for each frame.
+            times: Seconds from the first frame to each frame, ascending. The first is 0.
             duration: Seconds of the whole video.
         """
         count = self.count(len(times), duration)
         chosen = []
         for number in range(count):
-            # The small number is for rounding here, too.
-            moment = number * duration / count + 1e-6
-            frame_on_screen = bisect_right(times, moment) - 1
-            chosen.append(max(frame_on_screen, 0))
+            moment = number * duration / count + 1e-6  # the small number is for rounding here, too
+            frame_on_screen = bisect_right(times, moment) - 1  # the last frame that begins before the moment
+            chosen.append(frame_on_screen)
         return chosen
 
 
@@ -155,24 +156,26 @@ class Video(NamedTuple):
     frames: torch.Tensor
     """``(frames, 3, height, width)`` uint8."""
     metadata: dict[str, Any]
-    """Fields of transformers' ``VideoMetadata``. From these, processors tell the model when a frame is shown."""
+    """Fields of transformers' ``VideoMetadata``. Processors compute from them when a frame is shown."""
 
 
-def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_frames: int, step: float) -> Video:
+def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_steps: int, step: float) -> Video:
     """Stacks frames and adds the metadata that processors need.
 
+    Processors expect a video whose frames follow one another in equal steps. So the time of a frame is given in steps.
+
     Args:
-        frames: The frames that were taken, ``(height, width, 3)`` each.
-        frame_numbers: A number for each frame. Number ``n`` is shown ``n * step`` seconds after the start.
-        num_frames: Frames of the whole video.
-        step: Seconds between two frame numbers.
+        frames: The frames that were taken, uint8 ``(height, width, 3)`` each.
+        frame_numbers: For each frame, the number of steps from the start of the video to this frame.
+        num_steps: Duration of the whole video in steps. It is the number of its frames, if their times are even.
+        step: Seconds of a step.
     """
     stacked = torch.from_numpy(np.stack(frames))
     stacked = stacked.permute(0, 3, 1, 2)
     metadata = {
-        'total_num_frames': num_frames,
+        'total_num_frames': num_steps,
         'fps': 1 / step,
-        'duration': num_frames * step,
+        'duration': num_steps * step,
         'frames_indices': frame_numbers,
     }
     return Video(stacked, metadata)
@@ -202,7 +205,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
     try:
         container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
     except ValueError as error:
-        if 'whitelist' not in str(error):
+        if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
             raise
         raise InvalidInputError(
             f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
@@ -222,9 +225,9 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
 
 
 def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file whose end is missing, in formats that mark the end or say their size.
+    """Refuses a file whose end is missing, if its format marks the end or says the size.
 
-    FFmpeg may read such a file up to the missing part without an error. Other formats are checked by their duration,
+    FFmpeg may read such a file up to the missing part without an error. All files are also checked by their duration,
     see :func:`_check_end`.
     """
     file.seek(0)
@@ -232,25 +235,30 @@ def _check_last_bytes(file: BinaryIO) -> None:
     file_size = file.seek(0, os.SEEK_END)
     file.seek(max(0, file_size - MAX_OGG_PAGE))
     last_bytes = file.read()
+    last_bytes_without_zeros = last_bytes.rstrip(b'\0')  # zeros after the end of a GIF or PNG are no damage
     is_complete = True
     if head.startswith(b'OggS'):
-        is_complete = _is_last_ogg_page(last_bytes)
+        is_complete = _ends_with_last_ogg_page(last_bytes)
     elif head.startswith(b'\x1aE\xdf\xa3'):
         is_complete = _is_complete_matroska(file, file_size, head)
     elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
         is_complete = _has_complete_chunk(file, file_size, b'data', 'little')
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
-    elif head.startswith(b'GIF8'):  # zeros after the last byte of the format are no damage
-        is_complete = last_bytes.rstrip(b'\0').endswith(b';')
+    elif head.startswith(b'GIF8'):
+        is_complete = last_bytes_without_zeros.endswith(b';')
     elif head.startswith(b'\x89PNG'):
-        is_complete = last_bytes.rstrip(b'\0').endswith(b'IEND\xaeB`\x82')
+        is_complete = last_bytes_without_zeros.endswith(b'IEND\xaeB`\x82')  # the last chunk and its checksum
     if not is_complete:
         raise InvalidInputError('its end is missing')
 
 
-def _is_last_ogg_page(last_bytes: bytes) -> bool:
-    """Tells whether the last page of an Ogg file is complete, and marked as the last one."""
+def _ends_with_last_ogg_page(last_bytes: bytes) -> bool:
+    """Tells whether the last page in an Ogg file is complete, and marked as the last page of a stream.
+
+    Args:
+        last_bytes: The last bytes of the file, at least the longest page, or the whole file.
+    """
     start = last_bytes.rfind(b'OggS')
     page = last_bytes[start:]
     if start < 0 or len(page) < 27:  # a header has 27 bytes
@@ -265,8 +273,14 @@ def _is_last_ogg_page(last_bytes: bytes) -> bool:
 def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
     """Tells whether the segment of a Matroska file, which holds everything, ends inside the file.
 
-    The segment begins with an id. Its size comes next, in one to eight bytes. The first byte has a zero for each
-    further byte, then a 1. The other bits are the size. All of them are 1 if the writer did not know it.
+    The segment begins with an id. Its size comes next, in one to eight bytes. The first of these bytes begins with a
+    zero bit for each further byte, and a 1. All bits after this 1 are the size. If each of them is 1, the writer did
+    not know the size.
+
+    Args:
+        file: The open file.
+        file_size: Its size in bytes.
+        head: Its first bytes.
     """
     segment_id = b'\x18S\x80g'
     place_of_id = head.find(segment_id)
@@ -290,8 +304,11 @@ def _has_complete_chunk(
     chunk_id: bytes,
     byteorder: Literal['little', 'big'],
 ) -> bool:
-    """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file."""
-    place = 12  # after the name of the format
+    """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file.
+
+    A chunk begins with its id and the length of its content in bytes, four bytes each.
+    """
+    place = 12  # the first chunk comes after `RIFF` or `FORM`, the size of the file, and the name of the format
     while place + 8 <= file_size:
         file.seek(place)
         head = file.read(8)
@@ -307,45 +324,44 @@ def _check_end(container: InputContainer, end: float) -> None:
     """Refuses a file that ends earlier than its header says.
 
     Args:
-        container: The open file.
-        end: Time at which the last packet of any stream ends, in seconds. (The header gives the duration of the longest
-            stream.)
+        container: The open file. Its header gives the duration of the longest stream.
+        end: Time at which the last packet of any stream ends, in seconds.
     """
-    if container.duration is None and container.format.name == 'apng':
-        return  # `_check_last_bytes` has checked its end
     if container.duration is None:
+        if container.format.name == 'apng':
+            return  # `_check_last_bytes` has checked its end
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
-    start = (container.start_time or 0) / 1e6  # PyAV counts the times of a container in microseconds
+    duration = container.duration / 1e6  # PyAV counts the times of a container in microseconds
+    start = (container.start_time or 0) / 1e6
     if container.format.name.startswith('matroska'):
         start = 0  # its duration may count from 0, even if the video begins later
     seconds = end - start
-    duration = container.duration / 1e6
     if seconds < _shortest_complete(duration, container):
         raise InvalidInputError(f'it ends after {seconds:.1f} of {duration:.1f} s')
 
 
 def _shortest_complete(duration: float, container: InputContainer) -> float:
-    """Returns the shortest length, in seconds, that still counts as complete for this duration."""
+    """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
+    # The last packet may have no duration. It is one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
     tolerance = 0.5 if container.streams.video else 0.1
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
 
 def _end_of(packet: Packet) -> float:
     """Returns the time at which a packet ends, in seconds. 0 if it has no time, or no content."""
-    stamp = _stamp_of(packet)
-    if stamp is None:
+    timestamp = _timestamp_of(packet)
+    if timestamp is None:
         return 0.0
-    end = stamp + (packet.duration or 0)
+    end = timestamp + (packet.duration or 0)
     return float(end * packet.time_base)
 
 
-def _stamp_of(packet: Packet) -> int | None:
-    """Returns the time at which the frame of a packet is shown, in units of its time base.
+def _timestamp_of(packet: Packet) -> int | None:
+    """Returns the timestamp of the frame in a packet. None if the packet has no time, or no content.
 
-    If the packet does not say it, this is the time at which the frame is decoded.
-    None if the packet has no time, or no content. A packet without content only marks the end of a stream.
+    Some containers, such as AVI, say only when a frame is decoded. Then this time is taken.
     """
-    if not packet.size:
+    if not packet.size:  # it only marks the end of a stream
         return None
     return packet.dts if packet.pts is None else packet.pts
 
@@ -354,11 +370,11 @@ def _stamp_of(packet: Packet) -> int | None:
 
 
 def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
-    """Returns the audio as mono, float32 ``(samples,)``, resampled to `sampling_rate` samples a second."""
+    """Returns the audio as mono, float32 ``(samples,)``, resampled to ``sampling_rate`` samples a second."""
     import av
 
     with _open_stream(file, 'audio') as (container, stream):
-        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # checks the checksums of FLAC's frames
+        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # refuses a FLAC frame with a wrong checksum
         # `flt` interleaves the channels. `fltp`, a plane for each channel, crashes PyAV for eight channels or more.
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces = []
@@ -381,35 +397,36 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
 def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
     """Yields the frames of the audio. After the last one, refuses a file that is cut, or lacks a part of the audio.
 
-    This must be checked, because the decoder leaves out damaged frames without an error.
+    This must be checked, because the decoder leaves out damaged frames without an error. All times are in seconds.
     """
     is_steady = container.format.name in STEADY_CONTAINERS
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
     packet_times = []  # starts and ends of the packets of the audio
     decoded_seconds = 0.0
-    end = None  # end of the last decoded frame, in seconds
+    end_of_audio = None  # end of the last decoded frame
     for packet in container.demux():
         end_of_file = max(end_of_file, _end_of(packet))
         if packet.stream is not stream:
             continue
-        stamp = _stamp_of(packet)
-        if stamp is not None:
-            packet_times.append(float(stamp * packet.time_base))
+        timestamp = _timestamp_of(packet)
+        if timestamp is not None:
+            packet_times.append(float(timestamp * packet.time_base))
             packet_times.append(_end_of(packet))
         for frame in stream.decode(packet):
-            seconds = frame.samples / frame.sample_rate
+            frame_seconds = frame.samples / frame.sample_rate
             start = frame.time
             if start is None:  # it follows the frame before it
-                start = end or 0.0
+                start = end_of_audio or 0.0
             # A gap of more than half a frame is no rounding: a frame is missing.
-            if is_steady and end is not None and start - end > seconds / 2:
-                raise InvalidInputError(f'{start - end:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
-            end = start + seconds
-            decoded_seconds += seconds
+            if is_steady and end_of_audio is not None and start - end_of_audio > frame_seconds / 2:
+                gap = start - end_of_audio
+                raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end_of_audio:.2f} s: it is damaged')
+            end_of_audio = start + frame_seconds
+            decoded_seconds += frame_seconds
             yield frame
-    if end is None:
+    if end_of_audio is None:
         raise InvalidInputError('it holds no audio')
-    _check_end(container, max(end_of_file, end))  # packets may have no duration, but frames have one
+    _check_end(container, max(end_of_file, end_of_audio))  # packets may have no duration, but frames have one
     if stream.duration is not None and stream.time_base is not None:
         duration = float(stream.duration * stream.time_base)
     else:  # some containers do not have a duration for each stream
@@ -427,7 +444,7 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Image files have no times. So they count as frames of a video that has the ``fps`` of the sampling.
+    Image files have no times, so they are taken as a video with the ``fps`` of the sampling.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -437,7 +454,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     first_size = None
     for number in sorted(set(chosen)):
         image = _read_frame_image(files, number)
-        # Both checks before the next image is decoded, because all of them together may fill the memory.
+        # Both are checked before the next image is decoded, because all images together may fill the memory.
         if first_size is None:
             first_size = image.size
             _check_pixels(len(chosen), *first_size)
@@ -465,45 +482,47 @@ def _read_frame_image(files: Sequence[MediaFile], number: int) -> Image.Image:
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
     """Returns the frames of a video that the sampling chooses, upright.
 
-    With ``shapes_only``, only the first of them is decoded, and stands for all. That is enough to measure lengths.
+    With ``shapes_only``, the first of them is decoded and returned for each. That is enough to measure lengths.
     """
     with _open_stream(file, 'video') as (container, stream):
-        stamps, key_stamps = _read_stamps(container, stream)
-        times = [float((stamp - stamps[0]) * stream.time_base) for stamp in stamps]
-        # Not the rate in the header, which may belong to another stream, or be the tick rate of a clock.
+        timestamps, key_timestamps = _read_timestamps(container, stream)
+        times = [float((timestamp - timestamps[0]) * stream.time_base) for timestamp in timestamps]
+        # The step is measured. The rate in the header may belong to another stream, or be the tick rate of a clock.
         if times[-1] > 0:
             step = times[-1] / (len(times) - 1)
-        else:  # one frame, so there is nothing to measure
+        else:  # with one frame there is nothing to measure
             step = 1 / float(stream.average_rate or 1)
         duration = times[-1] + step
         chosen = sampling.choose(times, duration)
         _check_pixels(len(chosen), stream.width, stream.height)
-    # `_read_stamps` has read all packets to the end. So the file is opened again to decode frames.
-    chosen_stamps = [stamps[index] for index in chosen]
+    # `_read_timestamps` has read all packets to the end. So the file is opened again to decode frames.
+    chosen_timestamps = [timestamps[index] for index in chosen]
     if shapes_only:
-        chosen_stamps = chosen_stamps[:1] * len(chosen)
-    frame_of_stamp = _decode_frames(file, sorted(set(chosen_stamps)), key_stamps)
-    chosen_frames = [frame_of_stamp[stamp] for stamp in chosen_stamps]
-    unit = _unit_of_frame_numbers(times, step)
-    frame_numbers = [round(times[index] / unit) for index in chosen]
-    num_frames = round(duration / unit)
-    return make_video(chosen_frames, frame_numbers, num_frames, unit)
+        chosen_timestamps = chosen_timestamps[:1] * len(chosen)
+    frame_of_timestamp = _decode_frames(file, sorted(set(chosen_timestamps)), key_timestamps)
+    chosen_frames = [frame_of_timestamp[timestamp] for timestamp in chosen_timestamps]
+    # The metadata give times in equal steps, see `make_video`.
+    even_step = _even_step(times, step)
+    frame_numbers = [round(times[index] / even_step) for index in chosen]
+    num_steps = round(duration / even_step)
+    return make_video(chosen_frames, frame_numbers, num_steps, even_step)
 
 
-def _unit_of_frame_numbers(times: Sequence[float], step: float) -> float:
-    """Returns the unit of frame numbers in seconds. A processor multiplies by it to get the time of a frame.
+def _even_step(times: Sequence[float], mean_step: float) -> float:
+    """Returns a step such that the time of each frame is about a whole number of steps.
 
-    Usually it is the mean step between frames, so that the number of a frame is its index. If the steps are uneven,
-    it is the smallest step, so that a number still gives the right time.
+    Usually it is the mean step between frames, so that the number of a frame is its index. If the steps between frames
+    are uneven, it is the smallest of them.
 
     Args:
-        times: Seconds from the first frame, for each frame.
-        step: The mean step.
+        times: Seconds from the first frame to each frame.
+        mean_step: Mean of the seconds between two frames.
     """
     steps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
-    if steps and max(steps) > 1.5 * step:
+    # Rounded timestamps make no step half as long again as the mean.
+    if steps and max(steps) > 1.5 * mean_step:
         return min(steps)
-    return step
+    return mean_step
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -515,103 +534,129 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
         )
 
 
-def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Returns the stamps of all frames, and those of the key frames, both sorted. Reads all packets, decodes none."""
-    stamps = []
-    key_stamps = []
-    end = 0.0
+def _read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
+    """Returns the timestamps of all frames, and those of the key frames, both sorted. No frame is decoded.
+
+    Refuses a file that is cut or damaged. To see this, it reads all packets of the file.
+    """
+    timestamps = []
+    key_timestamps = []
+    end_of_file = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
             raise InvalidInputError('it is cut in the middle of a frame, or damaged')
-        end = max(end, _end_of(packet))
-        stamp = _stamp_of(packet)
-        if stamp is None:
+        end_of_file = max(end_of_file, _end_of(packet))
+        timestamp = _timestamp_of(packet)
+        if timestamp is None:
             continue
         if packet.stream is not stream or packet.is_discard:  # a discarded frame is not shown
             continue
-        stamps.append(stamp)
+        timestamps.append(timestamp)
         if packet.is_keyframe:
-            key_stamps.append(stamp)
-    if not stamps:
+            key_timestamps.append(timestamp)
+    if not timestamps:
         raise InvalidInputError('it holds no frames that have a time')
-    _check_end(container, end)
-    return sorted(stamps), sorted(key_stamps)
+    _check_end(container, end_of_file)
+    return sorted(timestamps), sorted(key_timestamps)
 
 
-def _decode_frames(file: MediaFile, stamps: Sequence[int], key_stamps: Sequence[int]) -> dict[int, np.ndarray]:
-    """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each and upright.
+def _decode_frames(
+    file: MediaFile,
+    timestamps: list[int],
+    key_timestamps: Sequence[int],
+) -> dict[int, np.ndarray]:
+    """Returns the frames of some timestamps, by timestamp, uint8 ``(height, width, 3)`` each and upright.
 
     Args:
         file: The file, which is opened here.
-        stamps: The stamps, sorted.
-        key_stamps: Stamps of the key frames, sorted. Decoding jumps to the last one before each frame. If it is empty,
-            the video is decoded from its start.
+        timestamps: The timestamps, sorted, at least one.
+        key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    stamps_after_key: dict[int, list[int]] = {}
-    for stamp in stamps:
-        num_before = bisect_right(key_stamps, stamp)
-        key_stamp = stamps[0]  # without key frames, decoding begins at the start
-        if key_stamps:
-            key_stamp = key_stamps[max(num_before - 1, 0)]  # a stamp before the first key frame belongs to it, too
-        stamps_after_key.setdefault(key_stamp, []).append(stamp)
-    frame_of_stamp: dict[int, VideoFrame] = {}
-    with _open_stream(file, 'video') as (container, stream):
-        for key_stamp, stamps_after in stamps_after_key.items():
-            if key_stamps and key_stamp != key_stamps[0]:  # the first key frame needs no jump
-                container.seek(key_stamp, stream=stream)
-            frame_of_stamp |= _take_frames(container.decode(stream), stamps_after, key_stamp)
-        stamps_of_frames = [frame.pts for frame in frame_of_stamp.values()]
-        # `_take_frames` takes a later frame, or none, if the frame of a stamp did not come.
-        is_exact = stamps_of_frames == list(stamps)
-        if not key_stamps and len(frame_of_stamp) < len(stamps):
-            missing = float(stamps[len(frame_of_stamp)] * stream.time_base)
-            raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
-    if key_stamps and not is_exact:
-        # A jump went past a frame, because the container has no index, or a wrong one. So the whole video is decoded.
-        return _decode_frames(file, stamps, ())
-    first_frame = frame_of_stamp[stamps[0]]
+    frame_of_timestamp: dict[int, VideoFrame] = {}
+    if key_timestamps:
+        frame_of_timestamp = _decode_after_jumps(file, timestamps, key_timestamps)
+    decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
+    if decoded_timestamps != timestamps:
+        # A jump went past a frame, because the container has no index or a wrong one, or there are no key frames.
+        frame_of_timestamp = _decode_from_start(file, timestamps)
+    first_frame = frame_of_timestamp[timestamps[0]]
     upright = {}
-    for stamp, frame in frame_of_stamp.items():
-        resized = frame.reformat(  # because the size may change within the video
+    for timestamp, frame in frame_of_timestamp.items():
+        # The size of frames may change within a video, so all get the size of the first.
+        resized = frame.reformat(
             format='rgb24',
             width=first_frame.width,
             height=first_frame.height,
         )
         display_matrix = frame.side_data.get('DISPLAYMATRIX')
-        upright[stamp] = _turn_upright(resized.to_ndarray(), display_matrix)
+        upright[timestamp] = _turn_upright(resized.to_ndarray(), display_matrix)
     return upright
+
+
+def _decode_after_jumps(
+    file: MediaFile,
+    timestamps: Sequence[int],
+    key_timestamps: Sequence[int],
+) -> dict[int, VideoFrame]:
+    """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
+
+    Arguments as for :func:`_decode_frames`.
+    """
+    timestamps_after_key: dict[int, list[int]] = {}
+    for timestamp in timestamps:
+        num_keys_before = bisect_right(key_timestamps, timestamp)
+        key_timestamp = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
+        timestamps_after_key.setdefault(key_timestamp, []).append(timestamp)
+    frame_of_timestamp: dict[int, VideoFrame] = {}
+    with _open_stream(file, 'video') as (container, stream):
+        for key_timestamp, timestamps_after in timestamps_after_key.items():
+            if key_timestamp != key_timestamps[0]:  # a file is opened at its first key frame
+                container.seek(key_timestamp, stream=stream)
+            frame_of_timestamp |= _take_frames(container.decode(stream), timestamps_after, key_timestamp)
+    return frame_of_timestamp
+
+
+def _decode_from_start(file: MediaFile, timestamps: Sequence[int]) -> dict[int, VideoFrame]:
+    """Returns frames as :func:`_take_frames`. Refuses a file whose last frames cannot be decoded."""
+    with _open_stream(file, 'video') as (container, stream):
+        frame_of_timestamp = _take_frames(container.decode(stream), timestamps, timestamps[0])
+        if len(frame_of_timestamp) < len(timestamps):
+            first_missing = timestamps[len(frame_of_timestamp)]
+            raise InvalidInputError(f'its frame at {float(first_missing * stream.time_base):.2f} s cannot be decoded')
+    return frame_of_timestamp
 
 
 def _take_frames(
     frames: Iterator[VideoFrame],
-    stamps: Sequence[int],
+    timestamps: Sequence[int],
     start: int,
 ) -> dict[int, VideoFrame]:
-    """Returns for each stamp the first frame that is shown at this stamp or later.
+    """Returns for each timestamp the first frame that is shown at this timestamp or later.
 
-    Stamps after the last frame get none, and are not in the result.
+    That is a later frame if the decoder does not return the frame of the timestamp. Timestamps after the last frame are
+    not in the result.
 
     Args:
         frames: The frames of the decoder, sorted by the time at which they are shown.
-        stamps: The stamps, sorted.
-        start: From this stamp on, a frame that the decoder marks as damaged is refused. Frames before it may be marked,
-            because they may need a key frame that the jump went past.
+        timestamps: The timestamps, sorted.
+        start: From this timestamp on, a frame that the decoder marks as damaged is refused. Earlier frames may be
+            marked after a jump, because they need a key frame that was not decoded.
     """
-    frame_of_stamp: dict[int, VideoFrame] = {}
+    frame_of_timestamp: dict[int, VideoFrame] = {}
     for frame in frames:
         if frame.pts is None:
             continue
         if frame.is_corrupt and frame.pts >= start:
             raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
-        # Several stamps may get this frame, if the frames between them are missing.
-        remaining_stamps = stamps[len(frame_of_stamp) :]
-        for stamp in remaining_stamps:
-            if stamp > frame.pts:
+        # Several timestamps get this frame if the frames between them are missing.
+        remaining_timestamps = timestamps[len(frame_of_timestamp) :]
+        for timestamp in remaining_timestamps:
+            if timestamp > frame.pts:
                 break
-            frame_of_stamp[stamp] = frame
-        if len(frame_of_stamp) == len(stamps):
+            frame_of_timestamp[timestamp] = frame
+        if len(frame_of_timestamp) == len(timestamps):
             break
-    return frame_of_stamp
+    return frame_of_timestamp
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
@@ -619,8 +664,8 @@ def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
 
     Args:
         frame: ``(height, width, 3)``.
-        matrix: FFmpeg's display matrix of 3 x 3 numbers in 16.16 format, or None. A pixel at (x, y) is shown at
-            (a x + c y, b x + d y).
+        matrix: FFmpeg's display matrix, the numbers a, b, u, c, d, v, x, y, w as int32, or None: the frame is upright.
+            A pixel at (x, y) is shown at (a x + c y, b x + d y). Frames are turned by 90, 180 or 270 degrees only.
     """
     if matrix is None:
         return frame

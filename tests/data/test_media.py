@@ -294,7 +294,7 @@ def test_bad_file_is_named(tmp_path):
 
 def test_ogg_page_needs_its_mark():
     """The bytes behind an Ogg file may look like the rest of a page."""
-    assert not videos._is_last_ogg_page(b'\4' * 70)
+    assert not videos._ends_with_last_ogg_page(b'\4' * 70)
 
 
 def with_space_before_segment(content, size):
@@ -463,7 +463,7 @@ def overwritten_memory():
 def test_time_of_missing_frame_is_told(tmp_path, overwritten_memory):
     path = write_video(tmp_path / 'a.mp4')
     with videos._open_stream(path, 'video') as (container, stream):
-        stamps, key_stamps = videos._read_stamps(container, stream)
+        stamps, key_stamps = videos._read_timestamps(container, stream)
         stamps.append(2 * stamps[-1])
     with pytest.raises(ValueError, match=r'its frame at 1\.80 s cannot be decoded'):
         videos._decode_frames(path, stamps, key_stamps)
