@@ -32,8 +32,8 @@ from composer_tokacc.data.records import (
     short_repr,
 )
 from composer_tokacc.data.unread_media import (
-    ADDRESS,
     MEDIA_KEYS,
+    URL_SCHEME,
     check_unread_keys,
     is_base64_of_file,
 )
@@ -554,7 +554,7 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
         return _decode_data_uri(modality, value)
     if value[:7].lower() == 'file://':
         return url2pathname(urlsplit(value).path)
-    if ADDRESS.match(value):
+    if URL_SCHEME.match(value):
         raise InvalidInputError(
             f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it'
         )

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds, opens and decodes the files that a record names.
+"""Finds, opens and decodes the files of a record's media.
 
-A file must be there, be a regular file, and lie inside the folder of the media.
+A file must exist, be a regular file, and lie inside the folder of the media.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from composer_tokacc.refusals import InvalidInputError
 
 
 def regular_file(path: Path) -> Path:
-    """Returns the path of a regular file. Raises ValueError for a pipe or a device, which could block for ever."""
+    """Returns the path. Raises ValueError if it is a folder, or a pipe or device, where reading could block for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise InvalidInputError('it is no regular file')
     return path
 
 
 class MediaFolders:
-    """Checks that files of media are there.
+    """Checks that the files of records exist, inside the folder of their media. It remembers the folders.
 
     Args:
-        allow_outside: Whether names may lead out of the folder: ``../``, absolute ones, links.
+        allow_outside: Whether file names may lead out of the folder, by ``../``, as absolute paths or through links.
     """
 
     def __init__(self, *, allow_outside: bool = False) -> None:
         self._allows_outside = allow_outside
-        # Resolving a path asks the file system about each of its folders, so each path is resolved only once.
+        # Resolving a path asks the file system about each folder in it, so each folder is resolved only once.
         self._real_folder = cache(_real_path)
 
     def check(self, record: Record) -> None:
-        """Checks that all files of a record are there, and inside its folder."""
+        """Raises BadSampleError if a file of a record does not exist, or lies outside of the record's folder."""
         for modality, file in record.files:
             if isinstance(file, EmbeddedFile):
                 continue
@@ -64,7 +64,7 @@ class MediaFolders:
                 raise record.error(
                     f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
                 )
-            # The file itself is resolved only if it is a link. For all others the cached folder is enough.
+            # Only a link must be resolved itself. For other files the cached folder is enough.
             if os.path.islink(path):
                 real_folder = _real_path(path).parent
             else:
@@ -78,12 +78,12 @@ class MediaFolders:
 
 
 def _real_path(path: Path) -> Path:
-    """Returns a path without links."""
+    """Returns the absolute path with all links resolved."""
     return Path(os.path.realpath(path))
 
 
 def open_files(record: Record) -> list[Path | BinaryIO]:
-    """Returns the files of all media of a record, in order. Embedded files are opened, others are paths."""
+    """Returns what to read for each file of a record, in order: a path, or the open content of an embedded file."""
     opened: list[Path | BinaryIO] = []
     for modality, file in record.files:
         try:
@@ -100,11 +100,11 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
 def check_decoder(record: Record) -> None:
     """Raises ValueError if the record needs PyAV and it cannot be imported.
 
-    Not a :class:`.BadSampleError`, because it is no fault of the sample: ``on_error=skip`` must not skip it.
+    It is not a :class:`.BadSampleError`, because the sample is good, and ``on_error=skip`` must not skip it.
     """
     needs_decoder = False
     for medium in record.media:
-        # A video of several files is a list of images, which needs no PyAV.
+        # The files of a video of several files are images, which need no PyAV.
         if medium.modality != 'image' and len(medium.files) == 1:
             needs_decoder = True
     if not needs_decoder:
@@ -132,9 +132,10 @@ def decode_media(
     Args:
         record: The record of the media.
         files: One path or open file for each file of ``record.media``.
-        video: The frames to take of its videos.
-        sampling_rate: Samples a second of its audio. Other rates are resampled.
-        shapes_only: Decode only sizes and times: images are black, and all frames of a video are its first.
+        video: The choice of frames from its videos. None: the default.
+        sampling_rate: Samples a second of the audio that is returned. Audio of another rate is resampled.
+        shapes_only: Decode less, because only shapes and times must be right. Images are black, and a video file gives
+            its first frame for all frames.
 
     Returns:
         Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
@@ -149,7 +150,7 @@ def decode_media(
         files_of_medium = [next(remaining_files) for _ in medium.files]
         file = files_of_medium[0]
         try:
-            if len(files_of_medium) > 1:
+            if len(files_of_medium) > 1:  # images that are the frames of a video
                 content = read_frames(files_of_medium, sampling)
             elif medium.modality == 'video':
                 content = read_video(file, sampling, shapes_only=shapes_only)

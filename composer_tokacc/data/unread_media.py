@@ -3,9 +3,9 @@
 
 """Finds media in a record under keys that are not read, so that no sample is trained without its image or video.
 
-A key is refused if its value looks like a medium: a path with the ending of an image, video or audio file, a
-``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says "image", "video",
-"audio" or "media" is refused as well. :func:`check_unread_keys` names two exceptions.
+A medium is an image, a video or an audio. A key is refused if its value looks like one: a path or URL with the ending
+of a media file, a ``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says
+"image", "video", "audio" or "media" is refused as well. :func:`check_unread_keys` names two exceptions.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ MODALITY_OF_ENDING = {
     **dict.fromkeys(_VIDEO_ENDINGS.split(), 'video'),
     **dict.fromkeys(_AUDIO_ENDINGS.split(), 'audio'),
 }
+"""Modality by the ending of a file name, in lower case and without the dot."""
 
-# The first bytes of common formats, in base64: JPEG, PNG, GIF, RIFF (WebP, AVI, WAV), TIFF; MP4, AVIF and HEIF, which
-# begin with the size of a box; Matroska, MP3, FLAC and Ogg. No file is shorter than 40 characters.
+# The first bytes of common formats, in base64: JPEG, PNG, GIF, RIFF (WebP, AVI, WAV), TIFF (two byte orders); MP4, AVIF
+# and HEIF, which begin with a size and `ftyp`; Matroska, MP3, FLAC and Ogg. No such file is shorter than 40 characters.
 _BASE64 = re.compile(
     r'(?=/9j/|iVBORw0KGgo|R0lGOD|UklGR|SUkqA|TU0AK|AAAA..Z0eX|GkXfo|SUQz|ZkxhQ|T2dnUw)'
     r'[A-Za-z0-9+/\s]{40,}={0,2}\s*'
 )
+# The first group is the modality, as in `data:image/png;base64,`.
 _DATA_URI = re.compile(r'data:(\w*)(/[\w.+-]+)?(;[\w=-]+)*,', re.IGNORECASE)
-ADDRESS = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
-"""The start of an address in a network, or of a file: URL."""
+URL_SCHEME = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
+"""The start of a URL, such as ``https://``, ``s3://`` or ``file://``."""
 
 _ANNOUNCING_KEY = re.compile(
     r'((?P<image>image|img|picture|pic|photo|jpe?g|png)'
@@ -53,20 +55,21 @@ _ANNOUNCING_KEY = re.compile(
     r'|media|medium|visual|vision|attachment)'
     r'(_?(id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64))?s?(_?\d+)?'
 )
-"""Names of keys that announce a medium: a word, perhaps a suffix, a plural and a number, as in ``img_paths_2``."""
+"""Names of keys that announce a medium, such as ``img_paths_2``: a word for a medium, which may have a suffix, an ``s``
+and a number."""
 _ID_KEY = re.compile(r'.*ids?')
 """Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
 
 
-class Likeness(NamedTuple):
-    """A sign of a medium: a file, an address of a file, or a key that announces one."""
+class MediaSign(NamedTuple):
+    """A sign that a key holds a medium: a value that looks like one, or the name of the key."""
 
     modality: str
     """'' if the sign does not say which."""
     file_name: str = ''
     """Name of the file without folders. '' if there is none, as for bytes."""
     may_be_source: bool = False
-    """Whether it may only note where a medium comes from: an address in a network, or the name of a key."""
+    """Whether it may only note where a medium comes from: a URL in a network, or the name of a key."""
 
 
 def check_unread_keys(
@@ -76,8 +79,8 @@ def check_unread_keys(
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
-    Two signs are allowed, because they only note where a medium comes from that is read under another key: the name of
-    its file; and a network address or the name of a key, if the record has a medium of the same modality.
+    A key may note where a medium comes from that is read under another key. So two signs are allowed: the file name of
+    a medium that is read; and a network URL or the name of a key, if a medium of the same modality is read.
 
     Args:
         data: The record.
@@ -88,61 +91,64 @@ def check_unread_keys(
     modalities_read = set()
     for medium in media:
         names_read.update(os.path.basename(name) for name in medium.names)
-        modalities_read.update((medium.modality, ''))  # a sign without modality may note any medium
+        modalities_read.update((medium.modality, ''))  # a sign without a modality may be about any medium
     for key, value in data.items():
         if key in keys_read:
             continue
-        for likeness in chain(find_media(value), _announced_medium(str(key), value)):
-            is_source = likeness.may_be_source and likeness.modality in modalities_read
-            if not is_source and likeness.file_name not in names_read:
-                raise InvalidInputError(_refusal(str(key), value, likeness.modality))
+        for sign in chain(_signs_in_value(value), _signs_in_key(str(key), value)):
+            is_source = sign.may_be_source and sign.modality in modalities_read
+            if not is_source and sign.file_name not in names_read:
+                raise InvalidInputError(_refusal(str(key), value, sign.modality))
 
 
-def find_media(value: object) -> Iterator[Likeness]:
-    """Yields everything in a value that looks like a medium."""
+def _signs_in_value(value: object) -> Iterator[MediaSign]:
+    """Yields a sign for everything in a value that looks like a medium."""
     if isinstance(value, bytes | EmbeddedFile):
-        yield Likeness('')
+        yield MediaSign('')
     elif isinstance(value, str):
-        yield from _likeness_of_text(value)
+        yield from _signs_in_text(value)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from find_media(item)
+            yield from _signs_in_value(item)
     elif isinstance(value, list):
         for item in value:
-            yield from find_media(item)
+            yield from _signs_in_value(item)
 
 
-def _likeness_of_text(text: str) -> Iterator[Likeness]:
-    """Yields a sign if a text is a ``data:`` URI, base64 of a file, or the path or address of a media file."""
-    uri = _DATA_URI.match(text)
-    address = ADDRESS.match(text)
-    if uri:
-        modality = uri[1].lower()
-        yield Likeness(modality if modality in MODALITIES else '')
-    elif is_base64_of_file(text):
-        yield Likeness('')
-    elif '\n' not in text and (address or '://' not in text):  # a text with lines, or around an address, is no path
-        path = text.strip()  # a path may hold spaces, so a sentence that ends in a file name counts as a path
-        if address:
-            path = re.split('[?#]', path)[0]
-        file_name = os.path.basename(path)
-        _, dot, ending = file_name.rpartition('.')
-        modality = MODALITY_OF_ENDING.get(ending.lower())
-        if dot and modality:
-            # A file: URL is a path, not a place in a network.
-            is_in_network = address is not None and address[0].lower() != 'file://'
-            yield Likeness(modality, file_name, is_in_network)
+def _signs_in_text(text: str) -> Iterator[MediaSign]:
+    """Yields a sign if a text is a ``data:`` URI, base64 of a file, or the path or URL of a media file."""
+    data_uri = _DATA_URI.match(text)
+    if data_uri:
+        modality = data_uri[1].lower()
+        yield MediaSign(modality if modality in MODALITIES else '')
+        return
+    if is_base64_of_file(text):
+        yield MediaSign('')
+        return
+    scheme = URL_SCHEME.match(text)
+    if '\n' in text or (scheme is None and '://' in text):
+        return  # neither a text of several lines nor a text around a URL is a path
+    path = text.strip()
+    if scheme:
+        path = re.split('[?#]', path)[0]
+    # A path may hold spaces, so a sentence that ends in a file name counts as a path.
+    file_name = os.path.basename(path)
+    _, dot, ending = file_name.rpartition('.')
+    modality = MODALITY_OF_ENDING.get(ending.lower())
+    if dot and modality:
+        is_in_network = scheme is not None and scheme[0].lower() != 'file://'
+        yield MediaSign(modality, file_name, is_in_network)
 
 
 def is_base64_of_file(text: str) -> bool:
-    """Tells whether a text is base64 of an image, a video or an audio, by the first bytes."""
+    """Tells whether a text is base64 of an image, a video or an audio. The first bytes of the file tell."""
     return _BASE64.fullmatch(text) is not None
 
 
-def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
-    """Yields the medium that the name of a key announces.
+def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
+    """Yields a sign if the name of a key announces a medium.
 
-    Yields nothing for a sentence, a count or a flag, because such a value is not a medium.
+    Yields nothing if the value is a sentence, a count or a flag, or is empty, because then it is not a medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
@@ -153,17 +159,20 @@ def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
         return
     modality = ''
     for name in MODALITIES:
-        if match[name]:  # the group of the modality
+        if match[name]:  # the pattern has a group for each modality
             modality = name
-    yield Likeness(modality, may_be_source=True)
+    yield MediaSign(modality, may_be_source=True)
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
-    """Returns the message that refuses a key, with the key to use instead."""
-    # `frames` of .jpg files are a video, but a .mp4 file is a video under any name.
+    """Returns the message that refuses a key, with the key to use instead.
+
+    ``modality`` is the one of the sign that was found first.
+    """
+    # Images may be the `frames` of a video, so the name of the key decides. A .mp4 file is a video under any name.
     if modality in ('', 'image'):
-        for announced in _announced_medium(key, value):
-            modality = announced.modality or modality
+        for sign in _signs_in_key(key, value):
+            modality = sign.modality or modality
     singular, plural, *_ = MEDIA_KEYS[modality or 'image']
     key_to_use = plural if isinstance(value, list) else singular
     problem = (

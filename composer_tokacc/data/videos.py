@@ -60,7 +60,7 @@ HEAD_BYTES = 4096
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""From this value on, the size in the header of a WAV or AIFF file means that the size is not known. Programs that write
+"""From this value on, the size in the header of a WAV or AIFF file means that the size is unknown. Programs that write
 to a pipe write such a size, near 2**31 or 2**32 bytes."""
 MAX_SAMPLE = 2**20
 """Limit for the absolute values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers.
@@ -101,7 +101,7 @@ class VideoSampling:
             if value is None and name in ('num_frames', 'fps'):
                 continue
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
+            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
