@@ -36,7 +36,7 @@ from composer_tokacc.refusals import InvalidInputError
 
 
 def regular_file(path: Path) -> Path:
-    """Returns the path. Raises ValueError if it is a folder, or a pipe or device, where reading could block for ever."""
+    """Returns the path. Raises ValueError for a folder, and for a pipe or device, where reading may block for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise InvalidInputError('it is no regular file')
     return path

@@ -32,9 +32,10 @@ RESERVED_TOKENS = (
     '<|assistant|>',
     '<|end|>',
 )
+"""Special tokens of every tokenizer of this file. The tokens of roles are those that the chat template writes."""
 
-# Each turn begins with the token of its role, which also ends the turn before. Only an answer has an ending token,
-# because the model must learn to stop.
+# Each turn begins with the token of its role. That token shows the end of the turn before, too, so only an answer ends
+# with a token, because the model must learn to stop.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -52,7 +53,7 @@ def train_tokenizer(
     vocab_size: int = 2048,
     model_max_length: int = 2048,
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer, which can write any text. It pads on the right."""
+    """Trains a byte-level BPE tokenizer, which can encode any text. It pads on the right."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest_size = len(RESERVED_TOKENS) + len(alphabet)
     if vocab_size < smallest_size:
@@ -73,7 +74,7 @@ def train_tokenizer(
 
 
 def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrainedTokenizerFast:
-    """Gives a bare tokenizer its special tokens and its chat template."""
+    """Returns a tokenizer of ``tokenizers`` as one of Transformers, with special tokens and a chat template."""
     special_tokens = [AddedToken(token, special=True, normalized=False) for token in RESERVED_TOKENS]
     tokenizer.add_special_tokens(special_tokens)
     return PreTrainedTokenizerFast(
@@ -94,18 +95,19 @@ def small_llava_processor(
     image_size: int = 32,
     patch_size: int = 8,
 ) -> LlavaProcessor:
-    """Returns a processor with this tokenizer. An image is resized to a square of ``image_size`` pixels a side.
+    """Returns a LLaVA processor with this tokenizer.
 
-    It has ``(image_size / patch_size)**2`` tokens.
+    It resizes an image to a square of ``image_size`` pixels a side. Such an image has ``(image_size / patch_size)**2``
+    tokens.
     """
     if image_size % patch_size:
         raise InvalidInputError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
     square = {'height': image_size, 'width': image_size}
-    half = [0.5, 0.5, 0.5]
+    half = [0.5, 0.5, 0.5]  # as mean and deviation of the channels, so that pixels have values from -1 to 1
     image_processor = CLIPImageProcessor(
         size=square,
         do_center_crop=False,
-        crop_size=square,
+        crop_size=square,  # nothing is cropped, but LlavaProcessor computes the number of tokens from it
         image_mean=half,
         image_std=half,
     )
@@ -113,7 +115,8 @@ def small_llava_processor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch_size,
-        # The model drops CLIP's class token. The processor adds 1 token for it, and takes it away with 'default'.
+        # The model drops CLIP's class token. The processor counts it as 1 additional token, and subtracts it again for
+        # 'default'.
         vision_feature_select_strategy='default',
         num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,
