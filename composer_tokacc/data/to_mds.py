@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
 """Columns of a shard and their MDS encodings. ``media`` holds the joined files of a record, ``record`` the rest."""
 SAMPLES_AT_ONCE = 256
-"""Samples that are read together and held in memory."""
+"""Samples that threads read together. They are held in memory until they are written."""
 
 ShardRow = dict[str, Any]
-"""A row of a shard: ``media`` and ``record``."""
+"""A row of a shard: its value in each column of :data:`SHARD_COLUMNS`."""
 
 
 class Written(NamedTuple):
-    """The result of a conversion."""
+    """What :func:`write_shards` has written."""
 
     num_samples: int
     num_shards: int
     num_bytes: int
+    """Size of all shards."""
     skipped: tuple[str, ...]
-    """The reason of each bad sample that was left out."""
+    """For each bad sample that was left out, the reason."""
 
 
 def write_shards(
@@ -71,17 +72,18 @@ def write_shards(
     are not known here.
 
     Args:
-        path: As for :class:`.LlavaDataset`.
+        path: File of conversations, in any format that :class:`.LlavaDataset` reads.
         image_dir: Folder to which names of media are relative.
-        out: Folder for the shards, empty or absent. If anything raises, it is removed.
+        out: Folder for the shards, empty or absent. If writing fails, it is removed.
         size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample is the only one in its shard.
-        on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print the reason and count it.
-        allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
+        on_error: ``'raise'`` at the first bad sample; or ``'skip'``: leave it out and print the reason.
+        allow_outside: Whether names of media may lead out of ``image_dir``, by ``../``, as absolute paths or through
+            links.
 
     Raises:
-        BadSampleError: For the first bad sample (``raise``).
-        ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or no decoder of its
-            videos is installed.
+        BadSampleError: For the first bad sample (``'raise'``).
+        ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or there are videos
+            or audio and PyAV is not installed.
         ImportError: If mosaicml-streaming is not installed.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
@@ -108,7 +110,7 @@ def write_shards(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program. A bad sample or a wrong argument ends it with one line and status 2."""
+    """Runs the program and returns its exit status: 2 after a bad sample or a wrong argument, else 0."""
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
     parser.add_argument(
         'path',
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action='store_true',
         help='let names of media lead out of their folder',
     )
-    options = parser.parse_args(arguments)  # named as the arguments of `write_shards`
+    options = parser.parse_args(arguments)  # their names are those of the arguments of `write_shards`
     try:
         written = write_shards(**vars(options))
     except (ValueError, OSError, ImportError) as error:
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
-    """Returns a writer without empty shards. MDSWriter writes one before a sample over the size limit."""
+    """Returns an MDSWriter that writes no empty shards. MDSWriter itself writes one before a sample over the limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -171,13 +173,13 @@ def _write_rows(
     records: Sequence[Record | BadSampleError],
     on_error: str,
 ) -> list[str]:
-    """Writes the rows of all records. Returns the reasons of those that were skipped."""
+    """Writes the rows of all records. Returns the reasons why bad ones were skipped."""
     skipped = []
     with tqdm(
         _read_rows(records),
         total=len(records),
         desc='writing samples',
-        disable=None,
+        disable=None,  # no bar if the output is not a terminal
         leave=False,
     ) as bar:
         for row in bar:
@@ -199,7 +201,7 @@ def _read_rows(records: Sequence[Record | BadSampleError]) -> Iterator[ShardRow 
 
 
 def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
-    """Returns the row of a record. If a file cannot be read or decoded, or the record is bad, returns the error."""
+    """Returns the row of a record, or the error if the record is bad or one of its files cannot be read or decoded."""
     if isinstance(record, BadSampleError):
         return record
     try:
@@ -216,7 +218,7 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
 
 
 def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
-    """Returns the row of a record and the contents of its files, in order."""
+    """Returns the row that holds a record and the contents of its files, which are in the order of ``record.files``."""
     turns = []
     for turn in record.turns:
         raw_turn: dict[str, Any] = {'from': turn.role, 'value': turn.text}
@@ -224,13 +226,13 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
             raw_turn['weight'] = 0
         turns.append(raw_turn)
     media = [[medium.modality, medium.names] for medium in record.media]
-    sizes = [len(content) for content in contents]
+    file_sizes = [len(content) for content in contents]
     raw_record = {
         'id': record.sample_id,
         'source': record.source,
         'conversations': turns,
         'media': media,
-        'bytes': sizes,
+        'bytes': file_sizes,
     }
     if record.loss_weights is not None:
         raw_record['loss_weights'] = record.loss_weights
@@ -258,7 +260,8 @@ def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
         loss_weights=raw_record.get('loss_weights'),
     )
     contents = []
-    for start, end in pairwise(accumulate(raw_record['bytes'], initial=0)):
+    file_bounds = accumulate(raw_record['bytes'], initial=0)
+    for start, end in pairwise(file_bounds):
         contents.append(row['media'][start:end])
     return record, contents
 
