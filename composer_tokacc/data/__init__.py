@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The user's files: formats, conversations, media, lengths, collator, shards."""
+"""Reads the data of the user: files, conversations, media, lengths of samples, batches, shards."""
 
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder

@@ -3,8 +3,8 @@
 
 """Measures all samples of a dataset with the run's processor, and keeps the lengths and the bad samples in a file.
 
-In a small dataset, all samples are read once. In a large one, most are measured from the headers of their images, see
-:mod:`.sizes`.
+All samples of a small dataset are read once. Most samples of a large one are measured from the headers of their images,
+see :mod:`.sizes`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ TABLE_COLUMNS = (
     'vision_patches',
     SHRINK_STEPS,
 )
+"""Attributes of :class:`LengthTable` that hold a number for each sample, in the order of :class:`.TableRow`."""
 MOST_SAMPLES_WITHOUT_WORKERS = 512
 """Up to this number of samples, no processes are started, because starting them takes longer than reading."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
-"""Samples that are also read if headers are used, to check the sizes from headers."""
+"""If headers are used, this number of samples is read, too, to check their rows from headers."""
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +80,14 @@ class LengthTable:
     """Positions that carry loss under the causal shift."""
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
-    shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]  # zeros
-    """Steps by which the budgets of a sample's media were lowered to make it fit. 0: it fits as it is."""
+    shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    """Steps by which `fit.py` makes a sample's media smaller. 0: the sample fits as it is. Default: all are 0."""
     errors: dict[int, str] = field(default_factory=dict)
     """Reasons why samples cannot be used, by index. All sizes of such a sample are 0."""
 
     def __post_init__(self) -> None:
         if self.shrink_steps is None:
+            # A plain assignment raises, because the dataclass is frozen.
             object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
         shapes = {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}
         if len(shapes) > 1:
@@ -95,7 +97,7 @@ class LengthTable:
         return len(self.lengths)
 
     def select(self, indices: Sequence[int]) -> LengthTable:
-        """Returns the table of some samples, in the given order. None of them may be bad."""
+        """Returns the table of some samples, in the order of ``indices``. It has no errors, so none may be bad."""
         rows = list(indices)
         columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
         return LengthTable(**columns)
@@ -138,7 +140,7 @@ class LengthTable:
 
     @classmethod
     def from_rows(cls, rows: Sequence[MeasuredRow]) -> LengthTable:
-        """Makes a table of the rows of all samples, and of the reasons why some are bad."""
+        """Makes a table of what is known of each sample. The numbers of bad and of unmeasured samples are 0."""
         errors = {}
         numbers = np.zeros((len(rows), len(TABLE_COLUMNS)), np.int32)
         for index, row in enumerate(rows):
@@ -166,15 +168,15 @@ def length_table(
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
-            and ``labels`` of shape ``(1, length)``. These methods and attributes are used if they exist:
-            ``fingerprint``, see ``table_name``; ``measured``, a pair of a patch size and the table that was made with
-            it; and ``unexpanded``, as :class:`.LlavaDataset` has it. With ``unexpanded``, most samples of a dataset of
-            over 512 are not read (``'raise'`` only). Then a file that is damaged after its header is noticed only
-            when it is read.
-        processor: Its Hugging Face processor or tokenizer.
+            and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
+            ``fingerprint()`` identifies the data, see :func:`table_name`. The attribute ``measured`` is a patch size
+            and the table that was made with it. The methods ``unexpanded`` and ``shapes_of_videos`` of
+            :class:`.LlavaDataset` give what can be measured without reading samples. They are used for more than 512
+            samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.
+        processor: The dataset's Hugging Face processor or tokenizer.
         folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.
-        patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size in
-            the processor, or 14, the most common (Idefics3, Gemma3, InternVL, ... have none).
+        patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size
+            that the processor names, or 14, the most common, if it names none (Idefics3, Gemma3, InternVL, ...).
         num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
         on_error: Handling of a sample that raises :class:`.BadSampleError`. ``'raise'``, or ``'skip'``: keep the reason
             in ``errors``. With ``'skip'`` all samples are read.
@@ -198,17 +200,18 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # Not kept in a file: the dataset has fitted its samples already, so `shrink_steps` of this table is 0.
+        # The dataset already makes its samples fit, so `shrink_steps` of this table are 0. The table is not kept in a
+        # file, because a later run with this patch size would then make no sample fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)
     paths = [folder / f'{name}.npz']
     if _uses_headers(dataset, on_error):
-        # Under another name, because a table from headers may lack some bad samples.
+        # Another file, because a table from headers may lack some bad samples, which a run with 'skip' must know.
         paths.append(folder / f'{name}-headers.npz')
     for path in paths:
         table = load_kept(path, LengthTable.load)
-        # If one rank cannot load its file, all ranks must take part in the measurement.
+        # All ranks take part in the measurement, even if only one of them cannot load its file.
         if all(_gather(table is not None)):
             assert table is not None
             return _check_table(table, on_error)
@@ -230,8 +233,8 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Measures every sample of a dataset once, in parallel. Arguments as for :func:`length_table`."""
-    # Without a process group, as in a script under the launcher, each rank reads all samples.
+    """Measures every sample of a dataset, in parallel. Uses no files. Arguments as for :func:`length_table`."""
+    # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
     num_ranks = 1
     if dist.is_initialized():
@@ -256,14 +259,14 @@ def _measure_rows(
     mapper: SampleMapper,
     on_error: OnError,
 ) -> list[MeasuredRow]:
-    """Returns the rows of this rank's samples. With ``'raise'`` it stops at the first bad one."""
+    """Returns the rows of the samples of some indices. With ``'raise'`` it stops at the first bad one."""
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
         rows = _check_rows(measurer.from_headers(indices, mapper), indices, measurer)
     for place, row in mapper.map_missing(rows, measurer.read, indices, MOST_SAMPLES_WITHOUT_WORKERS):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
-            break  # not raised here: all ranks raise it together, after they have exchanged their rows
+            break  # no error is raised here, because all ranks raise it together when they have exchanged their rows
     return rows
 
 
@@ -291,19 +294,25 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
-    """Tells whether most samples are measured from headers. Not with ``'skip'``: only reading finds all bad ones."""
+    """Tells whether most samples are measured from headers. Not with ``'skip'``, which must find all bad samples."""
     return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
 
 
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measurer: SampleMeasurer) -> list[MeasuredRow]:
     """Reads some random samples and compares their rows with those from headers.
 
-    Returns the rows. If one differs on any rank, returns None for all samples on all ranks, so that all are read.
+    Returns the rows, with those that were read in their place. If one differs on any rank, returns None for all samples
+    on all ranks, so that all are read.
+
+    Args:
+        rows: Rows from headers of this rank's samples. None for a sample that must be read.
+        indices: Indices of these samples in the dataset.
+        measurer: Reads samples.
     """
     num_samples = len(measurer.dataset)
-    # The same samples on every rank and in every run, so that the result does not change between starts.
-    random = np.random.default_rng(0)
-    chosen = set(random.choice(num_samples, NUM_CHECKED, replace=False).tolist())
+    # Every rank and every run chooses the same samples, so that the result does not change between starts.
+    generator = np.random.default_rng(0)
+    chosen = set(generator.choice(num_samples, NUM_CHECKED, replace=False).tolist())
     checked: list[MeasuredRow] = list(rows)
     difference = ''
     for place, index in enumerate(indices):
@@ -326,7 +335,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measure
 
 
 def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
-    """Returns the table. Raises if it has a bad sample (``'raise'``), or no token that carries loss."""
+    """Returns the table. Raises if it has a bad sample (``'raise'``), or no label in any good sample."""
     if table.errors and on_error == 'raise':
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)
