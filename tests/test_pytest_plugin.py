@@ -245,6 +245,20 @@ def test_empty_microbatch_and_evaluation(checkpoints, num_labels):
     assert faults_of(model, step) == ''
 
 
+def test_forgotten_backward_of_first_token():
+    """The first label is token 0, which is also the label that an empty microbatch gets."""
+    model = text_model()
+    batch = collate(text_rows([(9, 8)]))
+    forgotten = collate(text_rows([(9, 8)]))
+    forgotten['labels'][0, 1] = 0
+
+    def step():
+        model(**batch).loss.backward()
+        model(**forgotten)
+
+    assert 'Forward 2 of 2 adds nothing to the gradient' in faults_of(model, step)
+
+
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_checkpoint_of_the_whole_model(reentrant):
     class Outer(torch.nn.Module):

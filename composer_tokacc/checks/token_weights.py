@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Measures the weight of each token in the gradient that was computed, in any trainer or loop."""
+"""Measures the weight of each token in the gradient of a step, in any trainer or loop.
+
+A token that carries loss has a weight at the position whose logits predict it. `logits.py` reads it off the gradient.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,27 @@ from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.refusals import NotExactError
 
-SURE = 1e-3
-"""The model is sure of a label if the norm of softmax - onehot is smaller than this. (The norm is about 1 - p of the
-label.) Then the gradient is mostly round-off."""
-OTHER = 0.5
-"""If more than this part of the gradient at a position is not explained by a label, the gradient comes from something
-else: from a z-loss at a position without a label, or from soft labels."""
-MOST_LISTED = 8
-"""Number of unequal tokens that a line names."""
+MIN_NORM = 1e-3
+"""If the norm of softmax - onehot is smaller than this, the model is sure of the label, and the gradient is mostly
+round-off. The norm is about 1 - p, where p is the probability of the label."""
+MAX_UNEXPLAINED = 0.5
+"""If a label does not explain more than this share of the gradient's norm at a position, the gradient comes from
+something else: from a z-loss at a position without a label, or from soft labels."""
+MAX_LISTED = 8
+"""Number of unequal tokens that a line names at most."""
 
 
 class _Backward(NamedTuple):
-    """Measurements of one gradient of logits. They stay on the device, because the host would wait to read them."""
+    """Measurements of one gradient of logits.
+
+    The tensors stay on the device until the report is read, because the host would wait for the device to copy them.
+    """
 
     weights: Tensor  # float32 (positions,)
-    is_reliable: Tensor  # bool (positions,), whether the weight at a position was measured well enough to count
-    num_left_out: Tensor  # number of positions with a loss whose weight does not count
-    residual: Tensor  # part of the gradient that no token's cross-entropy explains
-    forward: int  # number of its forward, from 0
+    is_reliable: Tensor  # bool (positions,), whether the weight at a position was measured well enough to be reported
+    num_left_out: Tensor  # int64 (), positions that carry loss and have no reliable weight
+    residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
+    forward: int  # index of the forward that made the logits
     has_weight: Tensor  # bool (), whether any token adds to the gradient
 
 
@@ -47,9 +53,10 @@ class _WatchedForward:
     """A forward whose logits are watched."""
 
     in_backward: bool
-    """Whether it runs in a backward, as activation checkpoints compute a forward again. Then it may get no gradient."""
+    """Whether it ran inside a backward. Activation checkpoints run a forward again there. Its logits may get no
+    gradient."""
     has_labels: Tensor | None
-    """Whether it has a label that counts by every rule, bool ``()`` on its device. None: the forward gets no labels."""
+    """See :func:`_has_labels`. A bool ``()`` on the device of the labels."""
 
 
 class TokenWeightsReport:
@@ -57,10 +64,10 @@ class TokenWeightsReport:
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
-        self._had_forward = False
-        self._is_open = True
-        self._forwards: list[_WatchedForward] = []
-        self._tolerance = 0.0
+        self._forwards: list[_WatchedForward] = []  # forwards that made logits
+        self._had_forward = False  # whether there was any forward with gradients
+        self._is_open = True  # False after the end of the context: nothing is measured any more
+        self._tolerance = 0.0  # largest error of a weight, of all types of gradients
 
     @property
     def weights(self) -> list[Tensor]:
@@ -69,18 +76,18 @@ class TokenWeightsReport:
 
     @property
     def spread(self) -> float:
-        """Largest weight divided by the smallest, without signs, of all backwards and ranks; NaN without a weight.
+        """Largest absolute weight divided by the smallest, of all backwards and ranks. NaN if there is no weight.
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
-        extremes = torch.tensor(values_of_ranks(self._extremes()))
+        extremes = torch.tensor(values_of_ranks(self._extremes()))  # (ranks, 2)
         largest = extremes[:, 0].max()
         smallest = extremes[:, 1].min()
         return float(largest / smallest)
 
     @property
     def residual(self) -> float:
-        """Largest part of a gradient of logits that no token's cross-entropy explains (of its norm), on this rank."""
+        """Share of a gradient's norm that no token's cross-entropy explains. The largest share on this rank."""
         residuals = [backward.residual for backward in self._backwards]
         if not residuals:
             return float('nan')
@@ -95,22 +102,28 @@ class TokenWeightsReport:
         return 2 * (self._tolerance + self.residual)
 
     def forwards_without_weight(self) -> list[str]:
-        """Returns a sentence for each forward of this rank that adds nothing to the gradient although it has labels."""
-        reached = {backward.forward for backward in self._backwards}
-        weighed = {backward.forward for backward in self._backwards if backward.has_weight}
+        """Returns a sentence for each forward of this rank that should add to the gradient and does not.
+
+        A forward whose labels are all ignored need not add to it. If a forward gets no labels, it should.
+        """
+        with_gradient = self._forwards_with_gradient()
+        with_weight = {backward.forward for backward in self._backwards if backward.has_weight}
         sentences = []
-        for number, forward in enumerate(self._forwards):
+        for index, forward in enumerate(self._forwards):
             is_empty = forward.has_labels is not None and not forward.has_labels
-            if number in weighed or forward.in_backward or is_empty:
+            if index in with_weight or forward.in_backward or is_empty:
                 continue
             reason = '`backward` did not reach its logits'
-            if number in reached:
+            if index in with_gradient:
                 reason = 'its gradient is 0'
-            sentences.append(f'Forward {number + 1} of {len(self._forwards)} adds nothing to the gradient: {reason}.')
+            sentences.append(f'Forward {index + 1} of {len(self._forwards)} adds nothing to the gradient: {reason}.')
         return sentences
 
     def unequal_tokens(self) -> str:
-        """Returns a line for each backward of this rank that has tokens with another weight than the median."""
+        """Returns a line for each backward of this rank that has tokens with another weight than the median.
+
+        The median is over the tokens of all backwards of this rank.
+        """
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).median().cpu()
         lines = []
@@ -121,14 +134,18 @@ class TokenWeightsReport:
         return '\n'.join(lines)
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
-        """Names the tokens with another weight than the median, and the range of their weights; empty if none has."""
+        """Returns a text about the tokens of a backward with another weight than the median. Empty if there are none.
+
+        Args:
+            ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
+        """
         is_unequal = (ratios - 1).abs() > self.known_to
         unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'
         if len(unequal) < len(ratios):
-            numbers = (unequal[:MOST_LISTED] + 1).tolist()
+            numbers = (unequal[:MAX_LISTED] + 1).tolist()
             tokens = f'number {", ".join(map(str, numbers))}'
         low = float(ratios[unequal].min())
         high = float(ratios[unequal].max())
@@ -139,24 +156,23 @@ class TokenWeightsReport:
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
         # A copy of the model, such as an average of weights, has copies of the hooks. They must write into this report,
-        # and stop when it is closed.
+        # and stop at the end of the context.
         return self
 
     def __str__(self) -> str:
         lines = ['backward    tokens       smallest           mean        largest  residual']
         for number, backward in enumerate(self._backwards, start=1):
             weights = backward.weights[backward.is_reliable]
-            # There may be no weight that counts.
-            low = mean = high = torch.nan
+            low = mean = high = torch.nan  # there may be no reliable weight
             if len(weights):
                 low = float(weights.min())
                 mean = float(weights.mean())
                 high = float(weights.max())
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
             lines.append(f'{columns}{float(backward.residual):>10.1e}')
-        # Only of this rank, without a collective, because a loop may print only on rank 0.
+        # The weights of other ranks are not asked for, because a loop may print on rank 0 only.
         largest, smallest = self._extremes()
-        if smallest != torch.inf:
+        if smallest != torch.inf:  # there is a weight
             are_equal = largest <= smallest * (1 + self.known_to)
             verb = 'weigh' if are_equal else 'do NOT weigh'
             place = ''
@@ -167,15 +183,21 @@ class TokenWeightsReport:
         num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
         if num_left_out:
             lines.append(
-                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
+                f'{num_left_out:,} left out: 1 - p of the label below {MIN_NORM}, or a gradient that is of no label'
             )
-        num_unread = len(self._forwards) - len(self._backwards)
-        if num_unread > 0:
-            lines.append(f'{num_unread:,} of {len(self._forwards):,} forwards had no gradient at their logits')
+        num_without_gradient = len(self._forwards) - len(self._forwards_with_gradient())
+        if num_without_gradient:
+            lines.append(
+                f'{num_without_gradient:,} of {len(self._forwards):,} forwards had no gradient at their logits'
+            )
         return '\n'.join(lines)
 
+    def _forwards_with_gradient(self) -> set[int]:
+        """Returns the indices of the forwards whose logits got a gradient. One forward may have several backwards."""
+        return {backward.forward for backward in self._backwards}
+
     def _extremes(self) -> tuple[float, float]:
-        """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
+        """Returns the largest and the smallest absolute weight on this rank; -inf and inf if there is no weight."""
         sizes_of_backwards = [weights.abs().cpu() for weights in self.weights]
         # An empty tensor comes first, because `cat` needs at least one.
         sizes = torch.cat([torch.zeros(0), *sizes_of_backwards])
@@ -192,34 +214,38 @@ class TokenWeightsReport:
         *,
         is_outer: bool,
     ) -> None:
-        """A forward hook that finds the logits and adds a hook that measures their gradient."""
+        """Finds the logits of a forward, and adds a hook that measures their gradient. It is a forward hook of torch.
+
+        ``is_outer`` says whether the module is the whole model, and not a part of it.
+        """
         if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
         logits = _logits_in(outputs, is_outer=is_outer)
         mask = None
         if logits is None:
-            # TRL's fused head returns only log-probabilities of the labels.
+            # TRL's fused head returns only log-probabilities of the labels. They take the place of the logits.
             logits = getattr(outputs, 'log_probs', None)
             mask = getattr(outputs, 'label_mask', None)
         if logits is None:
             return
         node, index = node_of(logits)
-        if node is None:
+        if node is None:  # they depend on no parameter that is trained
             return
         batch = kwargs
         if 'labels' not in kwargs:
             batch = next(iter(args), None)
         has_labels = _has_labels(batch)
-        # A module around this one may return the same logits again. The number of their forward is noted at their node.
-        forward_numbers: Any = node.metadata
-        if (self, index) in forward_numbers:
-            forward = self._forwards[forward_numbers[self, index]]
+        # The model may return the same logits as a part of it. So the index of a forward is kept at the node of the
+        # graph that made its logits. The part may get no labels.
+        forward_of_logits: Any = node.metadata
+        if (self, index) in forward_of_logits:
+            forward = self._forwards[forward_of_logits[self, index]]
             if forward.has_labels is None:
                 forward.has_labels = has_labels
             return
-        number = len(self._forwards)
-        forward_numbers[self, index] = number
+        forward_index = len(self._forwards)
+        forward_of_logits[self, index] = forward_index
         self._forwards.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(
@@ -228,7 +254,7 @@ class TokenWeightsReport:
                 logits=logits.detach(),
                 mask=mask,
                 index=index,
-                number=number,
+                forward=forward_index,
             )
         )
 
@@ -239,9 +265,18 @@ class TokenWeightsReport:
         logits: Tensor,
         mask: Tensor | None,
         index: int,
-        number: int,
+        forward: int,
     ) -> None:
-        """A hook of the graph that measures a gradient of logits and does not change it."""
+        """Measures a gradient of logits and does not change it. It is a hook at the node that made the logits.
+
+        Args:
+            gradients: The gradients by all outputs of the node.
+            logits: The logits. Not used with a mask.
+            mask: bool. None: the gradient is by logits. Else it is by log-probabilities of labels, and the mask says
+                which of them are real.
+            index: Number of the logits among the outputs.
+            forward: Index of the forward.
+        """
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
@@ -257,24 +292,24 @@ class TokenWeightsReport:
                     is_reliable,
                     num_left_out=zero.long(),
                     residual=zero,
-                    forward=number,
+                    forward=forward,
                     has_weight=is_reliable.any(),
                 )
             )
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
-        # Positions of these two kinds say nothing about weights.
-        is_sure = measured.plain_norms < SURE
-        is_other = measured.residual_norms > OTHER * measured.norms
-        is_reliable = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
+        # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
+        is_sure = measured.plain_norms < MIN_NORM
+        is_unexplained = measured.residual_norms > MAX_UNEXPLAINED * measured.norms
+        is_reliable = has_loss & ~is_sure & ~is_unexplained  # NaN fulfils neither condition, so it is reported
         self._backwards.append(
             _Backward(
                 measured.weights.flatten(),
                 is_reliable.flatten(),
                 num_left_out=has_loss.sum() - is_reliable.sum(),
                 residual=measured.residual,
-                forward=number,
+                forward=forward,
                 has_weight=has_loss.any(),
             )
         )
@@ -325,12 +360,12 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     inner = inner_model(model)
     hooks = []
     for part in inner.modules():
-        # A trainer may call only a part of the model. Parts of Hugging Face models with a head have this method.
+        # A trainer may call only a part of the model. If it is a Hugging Face model, it has this method.
         if part is inner or hasattr(part, 'get_output_embeddings'):
             watch = partial(report._watch, is_outer=part is inner)
             hooks.append(part.register_forward_hook(watch, with_kwargs=True))
     try:
-        # No gradient comes to the logits of a compiled forward that also computes the loss.
+        # If a compiled forward computes the loss, its logits get no gradient, so the model runs eagerly.
         with torch.compiler.set_stance('force_eager'):
             yield report
     finally:
@@ -343,7 +378,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
-    """Returns the logits in outputs. Only the outermost module may return them without a name."""
+    """Returns the logits in the outputs of a module. Only the whole model (``is_outer``) may return them unnamed."""
     if is_outer and isinstance(outputs, (tuple, list)):
         for entry in outputs:
             logits = logits_of(entry)
@@ -356,10 +391,10 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 
 
 def _has_labels(batch: Any) -> Tensor | None:
-    """Returns whether a batch has a label that counts by every rule, bool ``()``; None if it shows no labels.
+    """Returns whether a batch has a label that counts by every loss rule, bool ``()``. None: it has no 2D ``labels``.
 
-    The label that :func:`.with_one_label` gives to an empty microbatch does not count, because its factor is 0. A batch
-    has it if that function would not change the batch. A real label 0 at the same place cannot be told from it.
+    :func:`.with_one_label` writes a label into a microbatch that has none, and the loss of this label is multiplied by
+    0. So a batch whose only label is the one that this function writes has no label that counts.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -370,5 +405,6 @@ def _has_labels(batch: Any) -> Tensor | None:
     mask = batch.get('attention_mask')
     if isinstance(mask, Tensor) and mask.shape == labels.shape:
         has_label = has_label & (mask != 0)
-    with_written_label = with_one_label(batch)['labels']
-    return has_label[:, 1:].any() & (labels != with_written_label).any()
+    num_labels = has_label[:, 1:].sum()
+    has_written_label = (labels == with_one_label(batch)['labels']).all()
+    return (num_labels > 1) | ((num_labels == 1) & ~has_written_label)

@@ -270,6 +270,18 @@ def test_two_forwards_and_evaluation():
     assert '1 of 3 forwards had no gradient at their logits' in str(report)
 
 
+def test_forwards_without_gradient_are_counted():
+    """One forward has two backwards, another one has none."""
+    model = text_model()
+    with measure_token_weights(model) as report:
+        loss = model(**BATCH).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        model(**BATCH)
+    assert len(report.weights) == 2
+    assert '1 of 2 forwards had no gradient at their logits' in str(report)
+
+
 class FusedLoss(torch.nn.Module):
     """Returns a loss, but no logits."""
 
