@@ -32,7 +32,8 @@ from composer_tokacc.counting import loss_mask
 CHUNK = 2**23
 """Logits that are converted to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
 ALIKE = 1e-3
-"""Two entries of a float32 gradient may differ by this relative amount through round-off, if 1 - p is at least 1e-3."""
+"""Relative difference that round-off makes between two equal entries of a float32 gradient, if 1 - p of the label is at
+least 1e-3."""
 ZERO_SUM = 1e-3
 """A float32 gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The
 entries of a gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
@@ -44,13 +45,17 @@ SKETCH_BLOCK = 128
 5e-6 (a vocabulary of 32,000) to 1e-5 (262,144), because the label's entry is near -1 and the others are tiny. With
 blocks the error is 4e-7."""
 TINY = torch.finfo(torch.float32).tiny
+"""The least divisor, so that nothing is divided by 0."""
 
 Edge: TypeAlias = tuple[Node | None, int]
 """A node of the graph of autograd, and the number of one of its outputs."""
 
 
 class MeasuredTokens(NamedTuple):
-    """The weights of the tokens of one forward. Each is float32 ``(rows, width)``, at the positions that predict."""
+    """Measurements at each position of a forward, ``(rows, width)``, float32 if not said otherwise.
+
+    The values of a token are at the position whose logits predict it.
+    """
 
     weights: Tensor  # 0 at positions that the loss does not use
     targets: Tensor  # int64, the token that each position should predict; -100 without a token
@@ -150,8 +155,8 @@ def entry_of(outputs: Any, name: str) -> Any:
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Returns the largest error of a measured weight for gradients of this type."""
-    # Whatever the type is, the measurement is computed in float32, with an error of 1e-5.
+    """Returns the largest relative error of a measured weight, for gradients of this type."""
+    # The measurement is computed in float32, with an error of 1e-5. The entries of the gradient were rounded before.
     return 1e-5 + 4 * torch.finfo(dtype).eps
 
 
@@ -182,7 +187,7 @@ def measure(
     Args:
         logits: ``(rows, width, vocabulary)``.
         gradient: Of the loss by the logits.
-        targets: As returned by :func:`targets_of`. None: which tokens they are is read off the gradient.
+        targets: As returned by :func:`targets_of`. None: the targets are read off the gradient, too.
     """
     tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
@@ -213,9 +218,9 @@ def measure(
 
 
 def sketch(gradient: Tensor) -> Tensor:
-    """Returns random sums of the last dimension, on the CPU. They replace gradients that are too large to keep.
+    """Returns random sums of the entries at each position, float32 ``(rows, width, sums)`` on the CPU.
 
-    See :data:`SKETCH_WIDTH`.
+    They stand for a gradient that is too large to keep, see :data:`SKETCH_WIDTH`. A small one is returned itself.
     """
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
