@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
-from composer_tokacc.checks.written_state import State, StateSnapshot, undisturbed
+from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
@@ -346,7 +346,7 @@ class Probe:
         snapshot.restore()
 
         def changes_result(names: Sequence[str]) -> bool:
-            snapshot.perturb([rewritten[name] for name in names if name in rewritten])
+            perturb([rewritten[name] for name in names if name in rewritten])
             distance = expected.distance(run_forward())
             snapshot.restore()
             return any(self.gather(distance > tolerance))

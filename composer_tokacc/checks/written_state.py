@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""State that a forward writes into its model: buffers, parameters, and numbers and tensors in plain attributes.
+"""State that a forward writes into its model: buffers, parameters, and plain attributes that are numbers or tensors.
 
 If the result of a forward depends on such state, it depends on the number of forwards before it, so on the number of
 microbatches. Examples are the vectors of a spectral norm, a running mean and the counter of a warm-up. A cache or a
@@ -24,28 +24,28 @@ from torch.nn import Module
 from composer_tokacc.compat import num_writes, own_tensors
 from composer_tokacc.random_state import kept_random_state
 
-PERTURBATION = 0.1
-"""Relative size of the noise that is added to a state."""
-Namespace: TypeAlias = MutableMapping[str, Any]
-"""The buffers, parameters or attributes of a module."""
-
 LARGEST_COPY = 2**22
-"""Larger tensors in plain attributes are not copied. FSDP1 keeps whole weights there."""
+"""Tensors in plain attributes that have more entries are not copied. FSDP1 keeps whole weights there."""
+PERTURBATION = 0.1
+"""Relative size of the noise that :func:`perturb` adds to a state."""
 SMALLEST_STATE = 1e-2
 """Entries of a state near 0 get noise as if they were of this size."""
+
+Namespace: TypeAlias = MutableMapping[str, Any]
+"""The buffers, parameters or attributes of a module, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """A tensor or a number of a module, ``container[key]``, as it was at one moment."""
 
-    name: str
+    name: str  # its name in the model
     container: Namespace
     key: str
-    value: Tensor | float
+    value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
     content: Tensor | float | None  # a copy of the value; None: it was not copied
-    version: int | None  # number of writes into a tensor
-    is_parameter: bool = False  # FSDP1 replaces parameters during a forward
+    version: int | None  # number of writes into the tensor; None: they are not counted, or it is a number
+    is_parameter: bool = False  # then a replaced tensor is not a written state: FSDP1 replaces it during a forward
 
     @classmethod
     def now(
@@ -71,16 +71,16 @@ class State:
     def is_written(self) -> bool:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
-        is_same_object = current is self.value
+        is_replaced = current is not self.value
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             is_equal = type(current) is type(self.value) and bool(current == self.value)
-            return not is_same_object and not is_equal  # the same NaN is not equal to itself
-        has_versions = is_same_object and not current.is_inference()
-        if has_versions and num_writes(current) != self.version:
+            return is_replaced and not is_equal  # a NaN that was not replaced is not equal to itself
+        counts_writes = not is_replaced and not current.is_inference()
+        if counts_writes and num_writes(current) != self.version:
             return True
-        if not isinstance(self.content, Tensor):
-            return not is_same_object and not self.is_parameter
-        # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
+        if not isinstance(self.content, Tensor):  # there is nothing to compare with
+            return is_replaced and not self.is_parameter
+        # `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal one.
         return not _are_equal(current, self.content)
 
 
@@ -92,7 +92,10 @@ class StateSnapshot:
 
     @classmethod
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
-        """Takes a new snapshot of the same states, with copies. Leaves out states that the module has deleted."""
+        """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
+
+        All values are copied, also of parameters, so that :meth:`restore` puts all of them back.
+        """
         snapshot = []
         for state in states:
             if isinstance(state.container.get(state.key), (Tensor, int, float)):
@@ -101,77 +104,89 @@ class StateSnapshot:
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
-        """Takes a snapshot of everything that a forward may write, see :func:`_states_of`."""
+        """Takes a snapshot of everything that a forward may write. Parameters are watched, but not copied."""
         return cls(_states_of(model))
 
     def written(self) -> list[State]:
-        """Returns the states that were written after the snapshot, with their present values."""
-        return StateSnapshot.of_states(state for state in self.states if state.is_written()).states
+        """Returns the states that were written after the snapshot, with copies of their present values."""
+        written = [state for state in self.states if state.is_written()]
+        return StateSnapshot.of_states(written).states
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts all states back, except the content of tensors that were not copied."""
+        """Puts the old object of each state back, with its old content if that was copied.
+
+        Leaves out parameters of a snapshot of the model.
+        """
         for state in self.states:
             if state.is_parameter:
                 continue
-            # The old object comes back, with its old content.
             state.container[state.key] = state.value
             if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
                 continue
-            # Some tensors cannot be written, such as an expanded one. They still have their content.
+            # An equal tensor is not written, because some cannot be, such as an expanded one.
             if not _are_equal(state.value, state.content):
-                # Only in this mode can tensors be written that a forward has made in it.
+                # A tensor that a forward has made in inference mode can be written only in this mode.
                 with torch.inference_mode():
                     state.value.copy_(state.content)
 
     def lend_copies(self) -> None:
-        """Puts the copies in the place of the tensors, until :meth:`restore`. Then forwards write into the copies.
+        """Lets the model use the copies in the place of the tensors, until :meth:`restore` puts the tensors back.
 
-        A graph that needs such a tensor for its backward stays valid. It would not if a forward wrote into the tensor,
-        even if the old content came back.
+        So a forward writes into the copies. If it wrote into a tensor that the graph of an earlier forward needs for
+        its backward, that backward would raise, even if the old content came back.
         """
-        copies: dict[int, Tensor] = {}  # by the identity of the tensor: modules may share it
+        copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         lent = []
         for state in self.states:
             if isinstance(state.content, Tensor):
                 state.container[state.key] = copies.setdefault(id(state.value), state.content)
-                # Without a copy of the content, only the tensor itself comes back.
+                # The copy no longer holds the old content. `restore` needs only the tensor, which nobody writes.
                 state = replace(state, content=None)
             lent.append(state)
         self.states = lent
 
-    @torch.no_grad()
-    def perturb(self, states: Iterable[State]) -> None:
-        """Changes some states: adds noise to floating point tensors, and gives others the value of a later forward.
 
-        Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
-        Other states get no noise, because they may be indices, and noise could move them out of range.
-        """
-        # Not the global generator, so that the random numbers of the run stay the same.
-        generator = torch.Generator().manual_seed(0)
-        for state in states:
-            current = state.container[state.key]
-            if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
-                # The entries of an expanded tensor share memory, so it cannot be written.
-                if 0 in current.stride():
-                    current = current.clone()
-                    state.container[state.key] = current
-                # A vector of zeros must move too.
-                sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
-                noise = torch.randn(current.shape, generator=generator).to(current)
-                with torch.inference_mode():
-                    current.add_(PERTURBATION * sizes * noise)
-            else:
-                # A copy, because the next forward may write into it.
-                written = state.content
-                state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
+@torch.no_grad()
+def perturb(states: Iterable[State]) -> None:
+    """Changes the present values of some states: floating point tensors get noise, and others the value in ``states``.
+
+    Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
+    Other states get no noise, because they may be indices, and noise could move them out of range.
+
+    Args:
+        states: Copied states, as :meth:`StateSnapshot.written` returns them.
+    """
+    # Not the global generator, so that the random numbers of the run stay the same.
+    generator = torch.Generator().manual_seed(0)
+    for state in states:
+        current = state.container[state.key]
+        if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
+            # The entries of an expanded tensor share memory, so it cannot be written.
+            if 0 in current.stride():
+                current = current.clone()
+                state.container[state.key] = current
+            # The mean and the constant make entries of 0 move, too.
+            sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
+            noise = torch.randn(current.shape, generator=generator).to(current)
+            with torch.inference_mode():
+                current.add_(PERTURBATION * sizes * noise)
+        else:
+            # A copy, because the next forward may write into it.
+            written = state.content
+            state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
 
 
 @contextmanager
 def undisturbed(model: Module, *, keeps_state: bool = False) -> Iterator[StateSnapshot]:
-    """Restores random numbers and state, so that a run is the same with and without the forwards in between.
+    """Runs forwards that leave no trace: at the end, random numbers and the state of the model are put back.
 
-    Yields the state before. ``keeps_state``: the model keeps the state that the forwards have written.
+    Args:
+        model: The model that makes the forwards.
+        keeps_state: Whether the model keeps the state that the forwards have written.
+
+    Yields:
+        The state of the model at the beginning.
     """
     snapshot = StateSnapshot.of_model(model)
     try:
@@ -200,23 +215,25 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _states_of(model: Module) -> Iterator[State]:
-    """Yields each tensor and number that a forward of the model may write. Parameters are not copied."""
+    """Yields each tensor, number and flag that a forward of the model may write. Parameters are not copied."""
     for module_name, module in model.named_modules():
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
-        containers = [parameters, buffers, vars(module)]
+        attributes = vars(module)
+        containers = [parameters, buffers, attributes]
         if isinstance(module, torch.jit.ScriptModule):
             # Its attributes cannot be read. Its buffers are written, but never replaced.
             containers = [dict(module.named_buffers(recurse=False))]
         for container in containers:
+            is_parameter = container is parameters
             for key, value in container.items():
                 if isinstance(value, Tensor):
                     # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
                     if isinstance(value, DTensor) or not _can_be_compared(value):
                         continue
-                    # The number of writes tells of tensors that are not copied.
-                    is_parameter = container is parameters
-                    copies = value.numel() <= LARGEST_COPY if container is vars(module) else not is_parameter
+                    # If a tensor is not copied, only its number of writes tells whether it was written.
+                    is_too_large = container is attributes and value.numel() > LARGEST_COPY
+                    copies = not is_parameter and not is_too_large
                     yield State.now(prefix + key, container, key, copies=copies, is_parameter=is_parameter)
-                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                elif isinstance(value, (int, float)):  # also a bool, such as the mark of a table that was filled
                     yield State.now(prefix + key, container, key)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc.checks import written_state
-from composer_tokacc.checks.written_state import StateSnapshot
+from composer_tokacc.checks.written_state import StateSnapshot, perturb
 from tests.support.text import ragged_batch, text_model
 from tests.support.training import assert_exact, fit, weights_unchanged
 
@@ -225,13 +225,35 @@ def test_check_leaves_state_alone():
     assert torch.equal(layer.load, counts + 0.5)
 
 
+class LazyTable(torch.nn.Module):
+    """Fills its table in the first forward, and notes that in a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('table', torch.zeros(32))
+        self.is_filled = False
+
+    def forward(self, states):
+        if not self.is_filled:
+            self.table.fill_(2.0)
+            self.is_filled = True
+        return states * self.table
+
+
+def test_table_of_first_forward_is_filled():
+    """The check takes the table back. If it left the flag, the model would train with a table of zeros."""
+    model = with_layers(LazyTable())
+    fit(model, ragged_batch())
+    assert torch.equal(model.model.embed_tokens[1].table, torch.full((32,), 2.0))
+
+
 @pytest.mark.parametrize('value', [0.0, 0.005, -0.005, 1.0])
 def test_noise_moves_states_of_any_size(value):
     """Entries near 0 get noise as if they were of size 0.01."""
     model = torch.nn.Module()
     model.register_buffer('state', torch.full((1000,), value))
     snapshot = StateSnapshot.of_model(model)
-    snapshot.perturb(snapshot.states)
+    perturb(snapshot.states)
     changes = (model.state - value).abs() / written_state.PERTURBATION
     # The mean size of a normal number is 0.8.
     assert changes.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
