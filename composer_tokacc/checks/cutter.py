@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The checks' view of the split: it proposes rules for cutting rows, and cuts rows by them."""
+"""What the checks need of the class that cuts batches: rules to try, and microbatches that are cut by them.
+
+The classes are in `data_spec`. The checks do not import them, because `data_spec` imports the checks.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +18,47 @@ RulesT = TypeVar('RulesT', bound='Rules')
 
 
 class Rules(Protocol):
-    """How rows may be cut into microbatches."""
+    """How the rows of a microbatch are trimmed or packed."""
 
     @property
     def packing(self) -> str:
-        """How the rows of a microbatch become one packed row; empty if they do not."""
+        """How a microbatch's rows become one packed row: ``'documents'`` or ``'positions'``. ``''``: not at all."""
         ...
 
     def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules, but takes the earlier ones for rows that are padded on ``side``."""
+        """Returns these rules with the earlier rules for trimming on one side, ``'left'`` or ``'right'``.
+
+        If these rules keep the padding of that side, they still do.
+        """
         ...
 
     def cuts_like(self: RulesT, other: RulesT) -> bool:
-        """Returns whether both cut rows in the same way. They may be proven up to different widths."""
+        """Returns whether both cut rows in the same way, even if they are proven up to different widths."""
         ...
 
 
 class Cutter(Protocol[RulesT]):
-    """Cuts rows into microbatches."""
+    """Makes microbatches of rows by rules."""
 
     @property
     def rules(self) -> RulesT:
-        """The current rules."""
+        """The rules by which the run cuts its batches now."""
         ...
 
     @property
     def must_pack(self) -> bool:
-        """Whether the user demands packed rows. Then the run stops if rows cannot be packed."""
+        """Whether the run stops if rows cannot be packed."""
         ...
 
     def candidates(self, facts: RowFacts, earlier: RulesT) -> Iterator[RulesT]:
-        """Yields the rules to try on such rows, the cheapest first. ``earlier`` are the rules from earlier checks."""
+        """Yields the rules to try on some rows, the cheapest first. ``earlier`` are the rules proven on other rows."""
         ...
 
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
+        """Returns the most tokens that a packed row of these batches can have. 0: rows are not packed.
+
+        ``microbatch_size`` is a number of rows of full width.
+        """
         ...
 
     def assemble(
@@ -58,5 +67,11 @@ class Cutter(Protocol[RulesT]):
         rows: Sequence[int],
         rules: RulesT,
     ) -> Batch:
-        """Returns the microbatch of some rows, cut and packed by the rules."""
+        """Returns the microbatch of some rows, trimmed or packed by the rules.
+
+        Args:
+            facts: The batch that holds the rows.
+            rows: Indices of the rows in the batch.
+            rules: The rules.
+        """
         ...
