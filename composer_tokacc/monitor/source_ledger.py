@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sums up a step for each source of data: the losses of its tokens, their number, their weight, and positions."""
+"""Sums up a step for each source of data: the losses of its tokens, their number, their weight, and positions.
+
+The source of a row is a name in the batch's list ``source``. A token is a label that carries loss.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from composer_tokacc.batch import Batch, labels_of
 from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
 from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
-from composer_tokacc.monitor.step_counts import counts_by_source, rule_of
+from composer_tokacc.monitor.step_counts import rows_with_positions, rule_of
 from composer_tokacc.row_counts import RowCounts
 
 log = logging.getLogger(__name__)
@@ -35,15 +38,15 @@ OTHERS = 'others'
 
 
 class SourceSums(NamedTuple):
-    """Sums of one source. Ranks exchange them as a list of numbers in the order of the fields."""
+    """Sums of one source in a step. Ranks exchange them as a list of numbers in the order of the fields."""
 
-    loss: float = 0.0  # NaN if the model gives no logits
-    tokens: float = 0.0
-    weight: float = 0.0
-    positions: float = 0.0
+    loss: float = 0.0  # of the cross-entropies of tokens, not weighted; NaN if the model gives no logits
+    tokens: float = 0.0  # number of tokens
+    weight: float = 0.0  # of the weights of tokens
+    positions: float = 0.0  # number of computed positions, padding included
 
     def plus(self, numbers: Sequence[float]) -> SourceSums:
-        """Returns the sums after adding a number to each of them."""
+        """Returns these sums, each with one of the numbers added. The numbers are in the order of the fields."""
         return SourceSums(*map(add, self, numbers))
 
 
@@ -54,17 +57,17 @@ class SourceLedger:
         self.names: list[str] = []
         """Sources that any rank has seen so far. The list is the same on all ranks."""
         self._is_full = False
-        """Whether no further name is logged, the same on all ranks."""
+        """Whether no further name is added. It is the same on all ranks."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
-        """Forgets the microbatches of the step."""
-        self._rows: list[tuple[RowCounts, int]] = []  # each with its number of positions
-        # Losses of the tokens of these rows, on the device, in the order of the rows.
+        """Forgets the microbatches of the step, before they are computed for the first time or again."""
+        self._rows: list[tuple[RowCounts, int]] = []  # each row with its number of positions
+        # For each microbatch, the losses of its tokens in the order of the rows, float32 (tokens,) on the device.
         self._losses: list[torch.Tensor] = []
 
     def note(self, batch: Batch, outputs: Any, rule: str, *, has_logits: bool) -> None:
-        """Notes a microbatch if its rows have sources. If its tokens were counted, nothing waits for the device.
+        """Notes a microbatch if any of its rows has a source. If its tokens were counted, nothing waits for the device.
 
         Args:
             batch: The microbatch.
@@ -72,7 +75,7 @@ class SourceLedger:
             rule: The loss rule, if nobody has counted the tokens.
             has_logits: Whether the model returns logits. If not, its outputs hold hidden states in their place.
         """
-        rows = counts_by_source(batch, rule)
+        rows = rows_with_positions(batch, rule)
         if not rows:
             return
         self._rows += rows
@@ -85,42 +88,42 @@ class SourceLedger:
         self._losses.append(losses)
 
     def gather(self, numbers: Sequence[float], device: Device) -> tuple[torch.Tensor, dict[str, SourceSums]]:
-        """Gathers the numbers of a step from all ranks, in one collective.
+        """Adds up the sums of all ranks, and gathers other numbers of the ranks, in one collective.
 
         If a source is new on any rank, there are two more collectives: the ranks exchange the new names, and gather
         again.
 
         Args:
-            numbers: Other numbers of this rank, which travel with the sums. All ranks have equally many.
+            numbers: Other numbers of this rank. All ranks have equally many.
             device: Composer's device. The process group works on it.
 
         Returns:
             The other numbers of each rank, float64 ``(ranks, numbers)``, and the sums of each source over all ranks.
         """
-        rank_sums = self._sums()
+        rank_sums = self._sums_of_rank()
         new_names = []
         if not self._is_full:
             new_names = sorted(rank_sums.keys() - set(self.names))
         # Each rank sends its other numbers, how many new names it has, and its sums.
         num_numbers = len(numbers)
         table = self._table(rank_sums)
-        ranks = _all_gather([*numbers, len(new_names), *table], device)
-        has_new_names = ranks[:, num_numbers] > 0
-        if has_new_names.any():
+        gathered = _all_gather([*numbers, len(new_names), *table], device)
+        num_new_names = gathered[:, num_numbers]
+        if num_new_names.any():
             names_of_ranks = dist.all_gather_object(new_names)
             self._learn(names_of_ranks)
             # Now the table has a row for each new name, so it is sent again.
             table = self._table(rank_sums)
-            ranks = _all_gather([*numbers, 0, *table], device)
-        sums_over_ranks = ranks[:, num_numbers + 1 :].sum(dim=0)
+            gathered = _all_gather([*numbers, 0, *table], device)
+        sums_over_ranks = gathered[:, num_numbers + 1 :].sum(dim=0)
         num_fields = len(SourceSums._fields)
         rows = sums_over_ranks.view(-1, num_fields).tolist()
         sums = {}
         for name, row in zip(self.names, rows, strict=True):
             sums[name] = SourceSums(*row)
-        return ranks[:, :num_numbers], sums
+        return gathered[:, :num_numbers], sums
 
-    def _sums(self) -> dict[str, SourceSums]:
+    def _sums_of_rank(self) -> dict[str, SourceSums]:
         """Returns the sums of each source on this rank. Waits for the device."""
         losses: list[float] = []
         for tensor in self._losses:
@@ -142,7 +145,8 @@ class SourceLedger:
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
         """Returns the sums of this rank as one list, in the order of ``names``.
 
-        Further sources count as ``OTHERS``. If this is not among the names, they are left out.
+        A source without a name in the list counts as ``OTHERS``. If ``OTHERS`` has no place in the list either, the
+        source is left out. That happens only before the ranks exchange new names.
         """
         table = {name: SourceSums() for name in self.names}
         for name, sums in rank_sums.items():
@@ -152,14 +156,14 @@ class SourceLedger:
         return list(chain.from_iterable(table.values()))
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
-        """Adds the new names of all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""
+        """Adds the new names of all ranks. If there are too many, cuts the list off and adds ``OTHERS``."""
         names = set().union(*names_of_ranks)
         new_names = names - set(self.names)
         self.names += sorted(new_names)
         if len(self.names) > MOST_SOURCES:
             self._is_full = True
             del self.names[MOST_SOURCES:]
-            if OTHERS not in self.names:  # it may be the name of a source
+            if OTHERS not in self.names:  # a source may have this name
                 self.names.append(OTHERS)
             log.warning(
                 'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the file '
@@ -178,10 +182,15 @@ def _all_gather(numbers: Sequence[float], device: Device) -> torch.Tensor:
 
 
 def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> torch.Tensor | None:
-    """Returns the loss of each token of a microbatch, float32 ``(tokens,)``, row after row.
+    """Returns the cross-entropy of each token of a microbatch, float32 ``(tokens,)``, row after row.
 
-    None if the outputs have no logits that fit the labels. The number of tokens is known, so nothing waits for the
-    device.
+    None if the outputs have no logits that fit the labels. Does not wait for the device if the tokens were counted.
+
+    Args:
+        batch: The microbatch.
+        outputs: Outputs of the model.
+        rule: The loss rule, if nobody has counted the tokens.
+        num_tokens: The number of tokens.
     """
     logits = logits_of(outputs)
     if logits is None:
@@ -191,21 +200,21 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
     at_logits = batch_at_logits(batch, logits, rule, num_tokens)
     if at_logits is None:
         return None
-    labelled, _ = at_logits
+    labelled, _ = at_logits  # has labels in the shape of the logits
     if counted_rule is None:
         is_counted = counted_tokens(labelled, rule)
     else:
-        # The first labels of documents were masked when they were counted. Looking for documents here would wait for
-        # the device.
+        # When the tokens were counted, the first labels of documents were masked. To look for documents here again
+        # would wait for the device.
         is_counted = loss_mask(labelled, rule)
-    # All rows become one row of positions.
+    # From here on, all rows are one row of positions.
     all_logits = logits.detach().flatten(0, 1)
     all_labels = labels_of(labelled).flatten()
     ordinals = is_counted.flatten().cumsum(dim=0)  # each counted label has a number, from 1
     label_places = places_of(ordinals, range(1, num_tokens + 1))
     logit_places = label_places
     if rule != 'unshifted':
-        # The position before is in the same row, because labels in column 0 do not count.
+        # The position before predicts the label. It is in the same row, because labels in column 0 do not count.
         logit_places = label_places - 1
     # Logits in float32 take much memory, so they are computed in chunks.
     chunk_size = max(CHUNK // all_logits.shape[-1], 1)

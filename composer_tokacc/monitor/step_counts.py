@@ -3,8 +3,8 @@
 
 """Counts of a rank in a step.
 
-Only this file of the room reads the counts that :class:`.TokenAccumulation` has written into a batch. If a batch has
-none, its tokens are counted here.
+They are read from the batch if :class:`.TokenAccumulation` or the data spec has counted its tokens. If not, the tokens
+are counted here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_o
 class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
-    Ranks exchange them as a list of numbers in the order of the fields. Some sums have no meaning: for
-    ``loader_seconds`` and ``peak_memory`` the largest value of all ranks is logged.
+    Ranks exchange them as a list of numbers in the order of the fields. The sums of ``loader_seconds`` and
+    ``peak_memory`` are not used, because the largest value of all ranks is logged.
     """
 
     samples: float
@@ -32,29 +32,29 @@ class StepCounts(NamedTuple):
     loss_tokens: float
     device_batch_positions: float  # positions before the batch was split
     positions: float  # computed positions, padding included
-    dummy_positions: float  # computed positions of dummy rows
+    dummy_positions: float  # computed positions of dummy rows and of repeated samples
     microbatches: float
     empty_microbatches: float  # without loss tokens
-    flops: float  # operations of the model in this step
+    flops: float  # floating-point operations of the model in this step
     device_flops: float  # operations that the device can do in a second; 0: not known
-    loader_seconds: float
-    peak_memory: float  # bytes of the device
-    gradient_square: float  # NaN without a gradient
-    weighting_distance: float  # of the previous step; the metric `sample_weighting_error`
+    loader_seconds: float  # time that the rank waited for the data of the step
+    peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
+    gradient_square: float  # square of the gradient's norm; NaN without a gradient
+    weighting_distance: float  # of the previous step; its sum is the metric `sample_weighting_error`
 
 
 class BatchCounts(NamedTuple):
-    """Counts of a rank's batch, or of a microbatch."""
+    """Counts of a device batch, or of a microbatch. The fields have the meaning of :class:`StepCounts`."""
 
     samples: int
     real_tokens: int  # 0 in a microbatch whose tokens nobody has counted
-    loss_tokens: int | torch.Tensor  # a tensor if they were counted on the device
+    loss_tokens: int | torch.Tensor  # a tensor () if they were counted on the device
     positions: int
     dummy_positions: float
 
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
-    """Counts a batch that is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
+    """Counts a device batch, which is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
     rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
     return _counts_of(batch, rows)
 
@@ -68,9 +68,10 @@ def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
 
 
 def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
+    """Adds up the counts of the rows of a batch."""
     counts = summed(rows)
     positions = num_positions(batch)
-    num_dummies = sum(row.samples == 0 for row in rows)
+    num_dummies = sum(row.samples == 0 for row in rows)  # dummy rows and repeated samples
     return BatchCounts(
         samples=counts.samples,
         real_tokens=counts.real_tokens,
@@ -81,7 +82,10 @@ def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
 
 
 def num_positions(batch: Batch) -> int:
-    """Returns rows times padded width. The microbatches of a pre-split batch count as if they were padded together."""
+    """Returns rows times padded width.
+
+    The microbatches of a pre-split batch count as if they were padded together, as a stock loader would pad them.
+    """
     total_rows = 0
     largest_width = 0
     for microbatch in microbatches_of(batch):
@@ -98,8 +102,8 @@ def rule_of(batch: Batch) -> str | None:
     return rows_of(batch)[0].rule
 
 
-def counts_by_source(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
-    """Returns the counts of each row of a microbatch, in order, each with its number of positions.
+def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
+    """Returns the counts of each row of a microbatch and its number of positions, in order, for sums by source.
 
     A packed row is replaced by its documents. The list is empty if no row has a source. If nobody has counted the
     tokens, they are counted by ``rule``, and the host waits for the device.
@@ -116,7 +120,7 @@ def counts_by_source(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
         if not row.documents:
             counts.append((row, width))
         for document in row.documents:
-            # A document of a packed row has no padding, so its positions are its tokens.
+            # A document of a packed row has no padding of its own, so its positions are its tokens.
             counts.append((document, document.real_tokens))
     has_source = any(row.source is not None for row, _ in counts)
     return counts if has_source else []
