@@ -272,8 +272,8 @@ class TokenWeightsReport:
         Args:
             gradients: The gradients by all outputs of the node.
             logits: The logits. Not used with a mask.
-            mask: bool. None: the gradient is by logits. Else it is by log-probabilities of labels, and the mask says
-                which of them are real.
+            mask: None: the gradient is by logits. Else it is by log-probabilities of labels, and this bool tensor in
+                their shape says which of them are of real labels.
             index: Number of the logits among the outputs.
             forward: Index of the forward.
         """

@@ -179,7 +179,7 @@ def perturb(states: Iterable[State]) -> None:
 
 @contextmanager
 def undisturbed(model: Module, *, keeps_state: bool = False) -> Iterator[StateSnapshot]:
-    """Runs forwards that leave no trace: at the end, random numbers and the state of the model are put back.
+    """Puts random numbers and the state of the model back at the end, so that forwards in between leave no trace.
 
     Args:
         model: The model that makes the forwards.

@@ -233,7 +233,7 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Measures every sample of a dataset, in parallel. Uses no files. Arguments as for :func:`length_table`."""
+    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`."""
     # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
     num_ranks = 1

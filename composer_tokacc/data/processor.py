@@ -103,7 +103,7 @@ def small_llava_processor(
     if image_size % patch_size:
         raise InvalidInputError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
     square = {'height': image_size, 'width': image_size}
-    half = [0.5, 0.5, 0.5]  # as mean and deviation of the channels, so that pixels have values from -1 to 1
+    half = [0.5, 0.5, 0.5]  # mean and standard deviation of each channel: pixels from 0 to 1 become -1 to 1
     image_processor = CLIPImageProcessor(
         size=square,
         do_center_crop=False,
@@ -138,7 +138,7 @@ def build_small_processor(
         vocab_size: Most tokens of the vocabulary.
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
-        model_max_length: Longest input that gets no warning.
+        model_max_length: Longest input, in tokens, of which the tokenizer does not warn.
     """
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)

@@ -151,11 +151,12 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     Yields nothing if the value is a sentence, a count or a flag, or is empty, because then it is not a medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
+    if match is None:
+        return
     is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
-    if match is None or is_sentence_or_empty or is_count:
-        return
-    if isinstance(value, bool | float) or value in (None, [], {}):
+    is_flag_or_fraction = isinstance(value, bool | float)
+    if is_sentence_or_empty or is_count or is_flag_or_fraction or value in (None, [], {}):
         return
     modality = ''
     for name in MODALITIES:
@@ -165,10 +166,7 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
-    """Returns the message that refuses a key, with the key to use instead.
-
-    ``modality`` is the one of the sign that was found first.
-    """
+    """Returns the message that refuses a key, with the key to use instead. ``modality`` is that of the sign."""
     # Images may be the `frames` of a video, so the name of the key decides. A .mp4 file is a video under any name.
     if modality in ('', 'image'):
         for sign in _signs_in_key(key, value):

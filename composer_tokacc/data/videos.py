@@ -239,14 +239,14 @@ def _check_last_bytes(file: BinaryIO) -> None:
     is_complete = True
     if head.startswith(b'OggS'):
         is_complete = _ends_with_last_ogg_page(last_bytes)
-    elif head.startswith(b'\x1aE\xdf\xa3'):
+    elif head.startswith(b'\x1aE\xdf\xa3'):  # also WebM
         is_complete = _is_complete_matroska(file, file_size, head)
     elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
         is_complete = _has_complete_chunk(file, file_size, b'data', 'little')
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
     elif head.startswith(b'GIF8'):
-        is_complete = last_bytes_without_zeros.endswith(b';')
+        is_complete = last_bytes_without_zeros.endswith(b';')  # the trailer
     elif head.startswith(b'\x89PNG'):
         is_complete = last_bytes_without_zeros.endswith(b'IEND\xaeB`\x82')  # the last chunk and its checksum
     if not is_complete:
@@ -283,11 +283,11 @@ def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
         head: Its first bytes.
     """
     segment_id = b'\x18S\x80g'
-    place_of_id = head.find(segment_id)
-    if place_of_id < 0:
+    offset_of_id = head.find(segment_id)
+    if offset_of_id < 0:
         return True  # FFmpeg reports the missing segment
-    place = place_of_id + len(segment_id)
-    file.seek(place)
+    offset = offset_of_id + len(segment_id)
+    file.seek(offset)
     size_bytes = file.read(8)
     if not size_bytes:
         return False
@@ -295,7 +295,7 @@ def _is_complete_matroska(file: BinaryIO, file_size: int, head: bytes) -> bool:
     all_size_bits = (1 << 7 * num_bytes) - 1
     length = int.from_bytes(size_bytes[:num_bytes], 'big') & all_size_bits
     is_unknown = length == all_size_bits
-    return is_unknown or place + num_bytes + length <= file_size
+    return is_unknown or offset + num_bytes + length <= file_size
 
 
 def _has_complete_chunk(
@@ -308,15 +308,15 @@ def _has_complete_chunk(
 
     A chunk begins with its id and the length of its content in bytes, four bytes each.
     """
-    place = 12  # the first chunk comes after `RIFF` or `FORM`, the size of the file, and the name of the format
-    while place + 8 <= file_size:
-        file.seek(place)
+    offset = 12  # the first chunk comes after `RIFF` or `FORM`, the size of the file, and the name of the format
+    while offset + 8 <= file_size:
+        file.seek(offset)
         head = file.read(8)
         length = int.from_bytes(head[4:], byteorder)
         if head[:4] == chunk_id:
             is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
-            return is_unknown or place + 8 + length <= file_size
-        place += 8 + length + length % 2  # chunks begin at even places
+            return is_unknown or offset + 8 + length <= file_size
+        offset += 8 + length + length % 2  # chunks begin at even offsets
     return True  # FFmpeg reports the missing chunk
 
 
