@@ -28,7 +28,7 @@ SURE = 1e-3
 """If the norm of softmax - onehot is smaller than this, the model is sure of the label, and the gradient is mostly
 round-off. The norm is about 1 - p, where p is the probability of the label."""
 OTHER = 0.5
-"""If a label does not explain more than this share of the gradient's norm at a position, the gradient comes from
+"""If more than this share of the gradient's norm at a position is not explained by a label, the gradient comes from
 something else: from a z-loss at a position without a label, or from soft labels."""
 MOST_LISTED = 8
 """Number of unequal tokens that a line names at most."""

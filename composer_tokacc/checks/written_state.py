@@ -235,5 +235,5 @@ def _states_of(model: Module) -> Iterator[State]:
                     is_too_large = container is attributes and value.numel() > LARGEST_COPY
                     copies = not is_parameter and not is_too_large
                     yield State.now(prefix + key, container, key, copies=copies, is_parameter=is_parameter)
-                elif isinstance(value, (int, float)):  # also a bool, such as the mark of a table that was filled
+                elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
                     yield State.now(prefix + key, container, key)
