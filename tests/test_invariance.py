@@ -336,6 +336,21 @@ def test_isolated_models_pass(make_model, dropout):
     assert report.is_isolated, report
 
 
+@pytest.mark.parametrize('mask', [-math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize('is_isolated', [True, False])
+def test_isolation_with_masked_logits(is_isolated, mask):
+    """Some models mask the logits of ids that no text has. Their size says nothing about the others."""
+    model = HashedBigrams(is_isolated=is_isolated)
+
+    def mask_last_id(module, args, logits):
+        is_last_id = torch.arange(logits.shape[-1]) == logits.shape[-1] - 1
+        return logits.masked_fill(is_last_id, mask)
+
+    model.register_forward_hook(mask_last_id)
+    report = verify_isolation(model, PACKED, DOCUMENTS)
+    assert pairs_of(report) == ([] if is_isolated else [(0, 1, 0), (0, 2, 1)])
+
+
 def test_cache_that_grows():
     """The width of the cache is a plain number, and must fit its table in every forward."""
     packed = packed_row(text_rows([(4, 2), (6, 3)]))
