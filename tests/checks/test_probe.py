@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,10 +264,18 @@ def test_dropout_is_switched_off():
     assert probe.is_training
 
 
-def test_random_forward_is_probed_in_evaluation():
+@pytest.mark.parametrize(
+    'draw',
+    [
+        pytest.param(torch.randn, id='torch'),
+        pytest.param(lambda shape: torch.tensor(np.random.standard_normal(shape), dtype=torch.float32), id='numpy'),
+        pytest.param(lambda shape: torch.full(shape, random.random()), id='python'),
+    ],
+)
+def test_random_forward_is_probed_in_evaluation(draw):
     def add_noise_in_training(module, args, output):
         if module.training:
-            return output + 0.1 * torch.randn_like(output)
+            return output + 0.1 * draw(output.shape)
         return output
 
     model = text_model().train()
