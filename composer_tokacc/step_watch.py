@@ -33,16 +33,16 @@ Checksum = tuple[str, str]
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
 """Checksum of a gradient that is 0, or absent."""
 MASKED_LOGIT = -1e4
-"""Logits up to this value are masked. Models mask ids that no text has with -inf, or with the smallest number of the
-type, which is -65504 in float16."""
+"""Logits at or below this value count as masked, and are not compared. Some models mask the logits of ids that no text
+has, with -inf or with the smallest number of the type, which is -65504 in float16."""
 
 
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
-    Hooks in the graph of autograd show when a backward starts. At the start and the end of each backward the weights
-    and gradients are compared with those at the last start or end. With FSDP1 they are not compared, because it moves
-    them between two backwards.
+    Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
+    backward before, and the gradients those at its end. With FSDP1 they are not compared, because it moves them between
+    two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -145,7 +145,7 @@ class StepWatch:
     def _on_backward_end(self) -> None:
         """Records the gradients, and whether this backward added to them."""
         gradients_now = self._gradient_checksums()
-        # A backward that adds 0 changes only the states, and that of FSDP2 perhaps only the checksums.
+        # A backward that adds 0 changes only the states. With FSDP2 a backward may change only the checksums.
         was_written = self._gradient_states() != self._states_before
         self._has_accumulated = was_written or gradients_now != self._last_gradients
         self._last_gradients = gradients_now
@@ -157,7 +157,7 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        """Records that an optimizer of the model makes a step. Lists a fault if its gradients were lost before."""
+        """Records that an optimizer makes a step. It is a fault if all its gradients were set to 0 before."""
         stepped: set[int] = set()
         for group in optimizer.param_groups:
             stepped |= {id(parameter) for parameter in group['params']}

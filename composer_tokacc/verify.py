@@ -63,14 +63,14 @@ SIDES = ('right', 'left')
 _TOLERANCE_OF_CPUS = 1e-6
 _TOLERANCE_OF_GPUS = 1e-5
 """Higher, because GPU kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""
-MORE_PADDING = 8
+COLUMNS_BEFORE = 8
 """Positions of padding that are added on the left to measure the round-off of a model."""
 MOST_ROUND_OFF = 2e-4
 """Largest round-off that is accepted as a tolerance. For Gemma 4, padded on the left, it is 1.1e-4. A cut that shifts
 the positions of tokens has an error of 1e-2."""
 ROUND_OFF_NOTE = (
     'The round-off of this model is larger than the tolerance. So the tolerance is now the change of its gradient, in '
-    f'one forward, if the rows come in reverse order and, padded on the left, with {MORE_PADDING} more positions of '
+    f'one forward, if the rows come in reverse order and, padded on the left, with {COLUMNS_BEFORE} more positions of '
     'padding.'
 )
 _NAMES_OF_RANDOMNESS = re.compile('drop|jitter')
@@ -256,7 +256,7 @@ class _VerifiedRun:
         batch = self.layout.concat(reversed_rows, padding_side=padding)
         if padding == 'left':
             # A multiple above the width becomes the new width.
-            batch = widened(batch, width_multiple=self.layout.width(batch) + MORE_PADDING)
+            batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
         batch = self.layout.with_media(batch)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
