@@ -355,19 +355,33 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         raise InvalidInputError(
             f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.'
         )
+    # Without the counts of this package, because they belong to another cut.
+    plain_batches = [without_rows(batch) for batch in batches]
+    batches_by_rank = all_gather_object(plain_batches)
     if layout is None:
-        # A batch with media has the most keys. The layout of text alone would not know the keys of media.
-        most_keys = max(batches, key=len)
+        # A batch with media has the most keys. The layout of text alone would not know the keys of media. Perhaps only
+        # one rank has media, but all ranks need the same layout.
+        all_batches = chain.from_iterable(batches_by_rank)
+        most_keys = max(all_batches, key=len)
         layout = BatchLayout.infer(most_keys)
     check_kind('layout', layout, BatchLayout)
-    rows: SingleRows = []
-    for batch in batches:
-        batch = without_rows(batch)  # without the counts of this package, because they belong to the old cut
-        for index in range(layout.num_rows(batch)):
-            row = layout.select(batch, [index])
-            rows.append(layout.trim(row))
-    rows_by_rank = all_gather_object(rows)
+    rows_by_rank = []
+    for batches_of_rank in batches_by_rank:
+        rows = _single_rows(layout, batches_of_rank)
+        rows_by_rank.append(rows)
     return layout, _with_unequal_ranks(rows_by_rank)
+
+
+def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
+    """Returns the rows of some batches, each without its padding."""
+    rows = []
+    for batch in batches:
+        num_rows = layout.num_rows(batch)
+        for index in range(num_rows):
+            row = layout.select(batch, [index])
+            row = layout.trim(row)
+            rows.append(row)
+    return rows
 
 
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:

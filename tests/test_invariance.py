@@ -173,6 +173,7 @@ def test_means_averaged_over_ranks_are_off():
     # that of a rank with more tokens.
     assert results['mean of each rank'] > 1e-2
     assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['refused']
+    assert results['images on one rank'] < 1e-6
     # The same rows on every rank, so with equal numbers of labels. The check assigns rows to ranks in another way.
     assert results['step mean, same rows'] < 1e-6
     assert results['mean of each rank, same rows'] > 1e-2
