@@ -29,7 +29,8 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 DENSE = 0.9
-"""Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
+"""From this share of labelled positions on all logits are computed, because selecting copies hidden states, and gains
+little."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,6 +146,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     memory_gib = config.microbatching.device_memory_gib
     if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
         raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
+    # Called once more when the costs are measured.
     suggest = partial(
         suggest_for_run,
         config,

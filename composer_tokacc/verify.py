@@ -248,9 +248,10 @@ class _VerifiedRun:
         return _WholeStep(gradients, has_router_loss=router_loss_of(outputs) is not None)
 
     def round_off(self, padding: str, expected: Gradients) -> float:
-        """Returns the relative change of the gradient if only the round-off changes.
+        """Returns the relative change of the gradient of one forward by round-off.
 
-        The rows come in reverse order and, if padded on the left, with more padding.
+        The exact gradient would stay the same: the rows come in reverse order and, if padded on the left, with more
+        padding.
         """
         reversed_rows = self.rows_of_all_ranks[::-1]
         batch = self.layout.concat(reversed_rows, padding_side=padding)
