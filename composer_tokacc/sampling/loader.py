@@ -154,7 +154,7 @@ class RegroupingDataLoader(DataLoader):
         self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator at a time. A look (`next(iter(loader))`) must not take them from the
         # iterator of the run, nor the run from a look.
-        needs_own_workers = self.persistent_workers and sampler.passes.are_under_way
+        needs_own_workers = self.persistent_workers and sampler.progress.has_reading_iterator
         sampler.start_of_loader = first
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
