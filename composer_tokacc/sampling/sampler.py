@@ -302,6 +302,12 @@ class RegroupingBatchSampler(DistributedSampler):
         size = identity.get('global_batch_size')
         if state.get('global_batch_size') == [['0ba', size]]:
             state = {**state, 'global_batch_size': size}
+        # Earlier versions did not save these two.
+        not_saved_before = {
+            'checksum_of_media': identity.get('checksum_of_media'),
+            'sizes': identity.get('sizes'),
+        }
+        state = {**not_saved_before, **state}
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
             # A key that only one of the two has is a difference, too: the other one yields None.
@@ -367,7 +373,11 @@ class RegroupingBatchSampler(DistributedSampler):
         identity: dict[str, Any] = {}
         if self.mixture is not None:
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
+            identity['sizes'] = list(self.mixture.sizes)
             identity['modality'] = self.modality
+        if self.media is not None:
+            data = self.media.tobytes()
+            identity['checksum_of_media'] = extended_checksum(0, data)
         identity['num_samples'] = len(self.lengths)
         identity.update(self._global_batches.identity())
         for name in ('seed', 'shuffle', 'drop_last'):

@@ -221,6 +221,16 @@ OTHER_LENGTHS = np.arange(40, 0, -1)
         ({'global_batch_tokens': 100}, {'global_batch_size': 8}, '`checksum_of_lengths` .*, got: None, saved: '),
         (EQUAL_SHARES, OTHER_SHARES, '`quotas` must be that of the saved run'),
         (
+            {'global_batch_size': 8, 'mixture': Mixture([10, 30], weights=[1, 1])},
+            {'global_batch_size': 8, 'mixture': Mixture([30, 10], weights=[1, 1])},
+            '`sizes` must be that of the saved run',
+        ),
+        (
+            {'global_batch_size': 8, 'modality': 'per_step', 'media': [0, 1] * 20},
+            {'global_batch_size': 8, 'modality': 'per_step', 'media': [1, 0] * 20},
+            '`checksum_of_media` must be that of the saved run',
+        ),
+        (
             {'global_batch_size': RISING},
             {'global_batch_size': [*RISING, (20, 32)]},
             '`global_batch_size` must be that of the saved run',
@@ -233,6 +243,16 @@ def test_state_of_other_windows_is_refused(saved, resumed, message):
     sampler = build_sampler(**{**options, **resumed})
     with pytest.raises(ValueError, match=message):
         sampler.load_state_dict(state)
+
+
+def test_state_of_earlier_version_continues():
+    """Earlier versions saved neither the sizes of a mixture nor a checksum of the modalities."""
+    sampler = build_sampler(np.arange(1, 41), global_batch_size=8, modality='per_step', media=[0, 1] * 20)
+    state = {**sampler.state_dict(), 'batch': 3}
+    sampler.load_state_dict(
+        {name: value for name, value in state.items() if name not in ('sizes', 'checksum_of_media')}
+    )
+    assert sampler.state_dict() == state
 
 
 def test_lengths_do_not_matter_without_tokens():
