@@ -246,15 +246,15 @@ class GlobalBatches:
         if self._mixture is not None:
             # With `drop_last` the samples that are left at the end of an epoch begin the next one. With sizes that
             # change, the number of these samples is not known, so they are left out.
-            samples_to_fill = None
+            full_batch_size = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
-                samples_to_fill = self.sizes[0]
+                full_batch_size = self.sizes[0]
             return mixed_orders(
                 self._mixture,
                 seed=self._seed,
                 epoch=epoch,
                 media=self._media,
-                samples_to_fill=samples_to_fill,
+                full_batch_size=full_batch_size,
             )
         if self._seed is None:
             return [np.arange(len(self._lengths))]
