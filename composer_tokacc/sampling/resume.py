@@ -53,9 +53,10 @@ class RestoreRandomState(Callback):
         self._saved: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the generators of all ranks. This is a collective, as Composer's own function is.
+        """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
 
-        They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
+        They are one string, because a sharded checkpoint is loaded entry by entry. With an entry for each rank it could
+        not be loaded on another number of ranks.
         """
         states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.
@@ -81,14 +82,14 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved generators, only before the first batch. The loader must draw no random numbers itself."""
+        """Restores the saved generators before the first batch is read. So reading it must draw no random numbers."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None
 
 
 def _restored(plain: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states of the generators of a rank, as Composer keeps them."""
+    """Returns the states of the generators of one rank, with the types that Composer's function takes."""
     version, numbers, gauss = plain['python']
     name, keys, *position = plain['numpy']
     restored: dict[str, Any] = {
