@@ -156,12 +156,12 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | _BatchToPin]:
         """Returns torch's iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
-        # A seed for the workers that differs between ranks, between epochs, and after a resumption.
+        # The seed for the workers differs between ranks, between epochs, and after a resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`) gets
-        # its own workers, so that it does not stop the first.
+        # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
+        # gets its own workers, so that it does not stop the first.
         needs_own_workers = self.persistent_workers and sampler.progress.has_reading_iterator
         sampler.start_of_loader = first
         try:

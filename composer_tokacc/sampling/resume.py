@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks that resume a run mid-epoch: one reads nothing twice, the other restores random numbers."""
+"""Callbacks for runs that resume mid-epoch: one reads no batch in vain, the other restores random numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 class SkipReadBatches(Callback):
     """Resumes mid-epoch without reading the batches that were trained on before.
 
-    Composer resumes by iterating the loader from the start of the epoch. It discards the batches before the place of
-    the run, and restores the random number generators at the last of them. With this callback a
-    :class:`RegroupingDataLoader` does not read the batches that will be discarded. Without it, or with another loader,
-    all of them are read, with the same result. Checkpoints are the same. Do not use it with
-    ``Trainer(spin_dataloaders=False)``, which discards no batches.
+    Composer resumes by iterating the loader from the start of the epoch. It discards the batches that the run has
+    trained on, and restores the random number generators at the last of them. With this callback a
+    :class:`RegroupingDataLoader` yields markers for the batches that will be discarded, and does not read them. Without
+    it, or with another loader, all of them are read, with the same result. Checkpoints are the same. Do not use it with
+    ``Trainer(spin_dataloaders=False)``, which discards no batches: the markers would reach the model.
     """
 
     def fit_start(
@@ -51,6 +51,7 @@ class RestoreRandomState(Callback):
 
     def __init__(self) -> None:
         self._saved: list[dict[str, Any]] | None = None
+        """Loaded states of the generators, one entry a rank, until they are restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
