@@ -70,7 +70,7 @@ class RankAssignment:
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
-            computed = planned[:1]  # any of the dummies: each is a copy of the same sample
+            computed = planned[:1]  # a dummy, which is a copy of a sample that another rank computes
         samples = []
         weights_of_samples = []
         for microbatch in computed:
@@ -127,10 +127,9 @@ def collate(
 
 def _as_mapping(batch: Any) -> dict[str, Any]:
     """Returns a batch as a dict. Raises ValueError if it has no keys."""
-    # Not isinstance: the BatchEncoding of a tokenizer has keys, but is no Mapping.
     if not hasattr(batch, 'keys'):
         raise InvalidInputError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-    return {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    return dict(batch)
 
 
 def _check_rows(batch: Batch, num_samples: int) -> None:
