@@ -37,7 +37,7 @@ def compiled(function: Function) -> Function:
 
 
 class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues]
-    """A cache on disk whose errors stop no run. If a file is damaged or the disk is full, functions are compiled again."""
+    """A cache on disk whose errors stop no run. If it is damaged or full, functions are compiled again."""
 
     def load_overload(self, *arguments: Any) -> Any:
         """Returns the machine code on disk, or None if there is none that can be read."""
