@@ -253,6 +253,7 @@ class LeastPaddedCuts:
         cost_of_widest = self._rows.row_costs[bounds[:-1]]
         padded = float(np.dot(np.diff(bounds), cost_of_widest))
         count = len(bounds) - 1
+        # A cut of as many microbatches may be known, from another price. Rounding may have made it costlier.
         if count not in self._corners or padded < self._corners[count].padded_cost:
             self._corners[count] = _Corner(padded, bounds)
         return count

@@ -351,6 +351,7 @@ class _CutSearch:
             rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
+        # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-best.order_by, kind='stable').tolist():
             ranks[rank_of_microbatch[k]].append(microbatches[k])
         return ranks
@@ -447,7 +448,7 @@ class _CutSearch:
         cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            # The cut may have fewer microbatches than `count`. Then the largest are split.
+            # It may have fewer microbatches than `count`. Then the largest are split, which makes none of them costlier.
             if len(equal) - 1 != count:
                 equal = split_largest(rows.row_costs, equal, count)
             cuts.append(equal)

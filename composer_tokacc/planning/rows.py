@@ -20,8 +20,9 @@ from composer_tokacc.refusals import InvalidInputError
 class OrderedRows:
     """Rows in the order in which they are cut. A microbatch holds neighbours.
 
-    If rows are sorted from the longest to the shortest, that loses nothing: exchanging rows of two microbatches makes
-    neither of them narrower. Then ``widths`` and ``row_costs`` never increase.
+    If rows are sorted from the longest to the shortest, that adds no padding: the microbatch of the longest row is as
+    wide if it holds the next longest ones, and then the others are narrower, or as wide. In this order ``widths`` and
+    ``row_costs`` never increase.
     """
 
     order: np.ndarray
@@ -36,6 +37,7 @@ class OrderedRows:
     """Latest end of a microbatch that starts at the row, int64 (n,). Never decreases."""
 
     def __len__(self) -> int:
+        """Returns the number of rows."""
         return len(self.order)
 
 
