@@ -448,7 +448,7 @@ class _CutSearch:
         cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            # It may have fewer microbatches than `count`. Then the largest are split, which makes none of them costlier.
+            # It may have fewer microbatches than `count`. Then the largest are split, which makes none costlier.
             if len(equal) - 1 != count:
                 equal = split_largest(rows.row_costs, equal, count)
             cuts.append(equal)
