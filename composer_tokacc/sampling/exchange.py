@@ -190,10 +190,9 @@ class ExchangingDataLoader(DataLoader):
         reading: Iterator[list[DatasetSample] | torch.Tensor],
         batch_index: int,
     ) -> tuple[list[DatasetSample], list[list[SampleSize]]]:
-        """Reads this rank's samples of a step. Returns them, and the sizes of the samples of every rank.
+        """Reads this rank's samples of a step, or none if none are left. Returns them, and the sizes of every rank's.
 
-        Both are empty on a rank that has no samples left. If a rank cannot read, it tells the others, which would wait
-        for it otherwise, and all ranks raise.
+        If a rank cannot read, it tells the others, which would wait for it otherwise, and all ranks raise.
         """
         samples: list[DatasetSample] = []
         sizes: list[SampleSize] = []
@@ -250,7 +249,7 @@ class ExchangingDataLoader(DataLoader):
 def _as_reported(failure: Exception) -> Exception:
     """Returns the error that the other ranks raise if this rank cannot read its samples.
 
-    A ValueError is about the data, so all ranks raise one with its text. Not the error itself is sent, because its
+    A ValueError is about the data, so all ranks raise one with its text. The error itself is not sent, because its
     class may not survive pickling.
     """
     if isinstance(failure, ValueError):
@@ -278,7 +277,7 @@ class SampleExchange:
         return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Value) -> list[Value]:
-        """Returns the small values of all ranks, in the order of the ranks."""
+        """Returns the values of all ranks, in the order of the ranks. They are pickled, so they should be small."""
         values = [value] * get_world_size()
         if len(values) > 1:
             torch.distributed.all_gather_object(values, value, group=self._gloo)

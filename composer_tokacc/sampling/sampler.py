@@ -51,9 +51,10 @@ class RegroupingBatchSampler(DistributedSampler):
     difference is that no sample counts twice: without `drop_last` the last global batch holds the samples that are
     left, while torch's sampler repeats samples to fill it up to a multiple of the ranks.
 
-    With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places.
-    These do not depend on the number of ranks, either. With a schedule, epochs have unequal numbers of global batches.
-    Then ``len()`` raises TypeError, and Composer needs a ``max_duration`` in tokens, samples or batches.
+    With `mixture` or ``modality='per_step'`` an epoch has another order. With `global_batch_tokens`, or a schedule of
+    `global_batch_size`, the order is cut at other places. Neither depends on the number of ranks. With a schedule,
+    epochs have unequal numbers of global batches. Then ``len()`` raises TypeError, and Composer needs a
+    ``max_duration`` in tokens, samples or batches.
 
     With ``global_batch_tokens=G``, the first ``b`` global batches of an epoch are the longest start of its order that
     has at most ``b * G`` tokens. So a step has G tokens, give or take less than the longest sample, and the number of
@@ -92,8 +93,9 @@ class RegroupingBatchSampler(DistributedSampler):
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
         mixture: Shares of several datasets, which `dataset` joins as a ``ConcatDataset``. Every global batch has each
             dataset's share.
-        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without.
-        media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of samples of one modality each.
+        media: Number of the modality of each sample for ``'per_step'``, (n,) ints. Default: 1 for samples with
+            `image_tokens`, 0 for all others.
         loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches then have an
             entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
 
