@@ -236,15 +236,15 @@ class GlobalBatches:
         """Returns the samples of each global batch of an epoch."""
         # Kept, because shuffling and cutting take time in proportion to the dataset.
         if epoch != self._kept_epoch:
-            batches_of_orders = []
+            batches_of_modalities = []  # only one list without `media`
             for order in self._orders(epoch):
                 if self._schedule is None:
                     batches = cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last)
                 else:
                     trained = self._trained_before(epoch, self._schedule)
                     batches, _ = self._schedule.cut(order, self._lengths, trained, self._drop_last)
-                batches_of_orders.append(batches)
-            self._kept_batches = merged_evenly(batches_of_orders)
+                batches_of_modalities.append(batches)
+            self._kept_batches = merged_evenly(batches_of_modalities)
             self._kept_epoch = epoch
         return self._kept_batches
 

@@ -275,15 +275,15 @@ def mixed_orders(
     return orders
 
 
-def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Merges the global batches of all modalities, one list for each, evenly into one list."""
-    counts = [len(batches) for batches in batches_of_orders]
+    counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
-    orders, numbers = interleave(begins, counts, quotas)
+    modalities, numbers = interleave(begins, counts, quotas)
     merged = []
-    for order, number in zip(orders, numbers, strict=True):
-        batches = batches_of_orders[order]
+    for modality, number in zip(modalities, numbers, strict=True):
+        batches = batches_of_modalities[modality]
         merged.append(batches[number])
     return merged
 
@@ -360,10 +360,10 @@ def interleave(
     ends: Sequence[int],
     quotas: Sequence[Fraction],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a stretch of the merged sequence: the number of the sequence of each item, and its number in there.
+    """Returns a stretch of the merged sequence: for each item its sequence, and its number in that sequence.
 
-    The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. They are sorted by float marks,
-    because a rounding error only exchanges neighbours inside the stretch.
+    The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. They may be sorted by marks in
+    floats, because a rounding error only exchanges neighbours inside the stretch.
     """
     counts = np.subtract(ends, begins)
     numbers = np.arange(len(quotas))
