@@ -249,6 +249,9 @@ def mixed_orders(
         media: Modality of each sample, int (n,). Each modality then has an endless sequence of its own.
         full_batch_size: Size of a global batch, if the epoch shall only have full ones. The samples that are left begin
             the next epoch.
+
+    Raises:
+        ValueError: If an epoch would have no sample of some modality, so that none of them is ever trained.
     """
     groups = _groups_of_streams(mixture, media)
     # Exact fractions, because rounding errors would add up over the epochs and move samples.
@@ -260,6 +263,11 @@ def mixed_orders(
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)
+        if min(counts) == 0:
+            raise InvalidInputError(
+                "With modality='per_step' an epoch of `mixture` must have a sample of each modality, got: "
+                f'{counts} samples. Raise `epochs`, or leave out the samples of the rare modality.'
+            )
         begins = [epoch * count for count in counts]
         ends = [(epoch + 1) * count for count in counts]
     else:

@@ -191,6 +191,14 @@ def test_bad_mixtures_are_refused(arguments, message):
         Mixture(**arguments)
 
 
+def test_modality_without_a_sample_is_refused():
+    """One image in 100 samples is a tenth of an image in a tenth of an epoch. Rounded, no epoch would ever have it."""
+    media = np.array([1] + [0] * 99)
+    mixture = Mixture([100], epochs=[0.1])
+    with pytest.raises(ValueError, match=r'must have a sample of each modality, got: \[10, 0\]'):
+        batches(mixture, 4, 0, media=media)
+
+
 # Merged sequences, compared with plain merging one by one.
 
 quotas_lists = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=50), min_size=1, max_size=6)
