@@ -35,7 +35,7 @@ from composer_tokacc.layout.found import (
     items_of_rows,
     meaning_has_changed,
     possible_readings,
-    sums_of_runs,
+    sums_of_groups,
 )
 from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.tensors import (
@@ -321,7 +321,7 @@ class BatchLayout:
             )
         parts_per_item = batch[part.grid_key].prod(dim=1).tolist()
         items_per_row = self.units_per_row(batch, part.modality)
-        return sums_of_runs(parts_per_item, items_per_row)
+        return sums_of_groups(parts_per_item, items_per_row)
 
     def _needed_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
         """Returns how many leading slots hold all images of a row; ``is_occupied`` is ``(rows, slots)`` bool."""
