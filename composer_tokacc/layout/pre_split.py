@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, map_tensors, padding_side
+from composer_tokacc.batch import Batch, map_tensors, padding_side, text_of
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -117,12 +117,15 @@ class PreSplitBatch(Mapping[str, Any]):
         if isinstance(value, torch.Tensor):
             # The layout is inferred from a microbatch with the key. Another may have no images, which name the family.
             return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
-        if isinstance(value, (list, tuple)):
-            values: list[Any] = []
-            for microbatch in with_key:
-                values += microbatch[key]
-            return values
-        return value
+        if not isinstance(value, (list, tuple)):
+            return value
+        # A microbatch without media may lack their counts (`num_images`). Its rows have no value in other lists.
+        missing = 0 if key.startswith('num_') else None
+        values: list[Any] = []
+        for microbatch in self.microbatches:
+            num_rows = len(text_of(microbatch))
+            values += microbatch.get(key) or [missing] * num_rows
+        return values
 
     def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
         """Returns the tensor for all rows, without joining the tensors of other keys."""
@@ -164,7 +167,9 @@ class PreSplitBatch(Mapping[str, Any]):
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
     """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch."""
-    return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
+    if isinstance(batch, PreSplitBatch):
+        return batch.microbatches
+    return [batch]
 
 
 def widened(
@@ -246,7 +251,8 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
     for microbatch in packed:
         for key, value in microbatch.items():
             # Subclasses, sparse tensors and tensors on a GPU stay in the microbatch, and torch sends them.
-            if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
+            is_plain = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_plain and value.device.type == 'cpu':
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))
