@@ -93,9 +93,9 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError if packing would drop attention or add tokens that a row does not have.
+    """Raises ValueError if the text of a row would change when it is packed.
 
-    Packed tokens are the real ones: attended or labelled. A hole between them would disappear, and padding with a label
+    Packing keeps the positions with attention or with a label. So a hole would disappear, and padding with a label
     would become a token.
     """
     mask = batch.get('attention_mask')

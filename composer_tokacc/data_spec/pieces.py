@@ -79,7 +79,10 @@ class CutRules:
     packing: str = ''
 
     def policy(self, facts: RowFacts) -> str:
-        """Returns the padding policy of a batch: ``'trim'``, ``'shift'`` or ``'keep'``."""
+        """Returns the padding policy of a batch: ``'trim'``, ``'shift'`` or ``'keep'``.
+
+        It is ``'keep'`` if the batch is wider than the width of its policy, or if its tensors cannot be cut.
+        """
         name = _policy_name(facts)
         if not facts.may_be_trimmed or facts.width > getattr(self, f'{name}_width'):
             return 'keep'
@@ -137,6 +140,7 @@ class CutRules:
 
 
 def _policy_name(facts: RowFacts) -> str:
+    """Returns the field of :class:`CutRules` that holds the padding policy of these rows."""
     return 'right' if facts.side == 'right' else _left_policy_name(facts)
 
 
@@ -446,7 +450,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
 
 
 def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
-    """Cuts off columns of padding, until the rows of a piece have the width of the piece."""
+    """Returns the rows of a piece without the columns of padding that are beyond the width of the piece."""
     facts = piece.facts
     width = piece.width
     if width == facts.width or piece.rules.packing:
