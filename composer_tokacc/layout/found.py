@@ -312,7 +312,7 @@ def entries_per_row(
         products = [num_entries * tokens for tokens in placeholders.tokens]
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
-    # Or each entry has one run of placeholders.
+    # Another way to find them: each entry has one run of placeholders.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
