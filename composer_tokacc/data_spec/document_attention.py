@@ -43,8 +43,7 @@ from composer_tokacc.refusals import NotExactError
 PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
-"""Largest head size that torch's and ``flash_attn``'s kernels for half precision take: see :func:`_half_kernel`. It must
-also be a multiple of 8."""
+"""Largest head size of the kernels for half precision, see :func:`_half_kernel`. They also need a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
 """Arguments that the SDPA attention of Transformers does not ignore, but that :func:`_attend_at_once` lacks. SDPA adds
 the first to the scores and refuses the second. It ignores other arguments such as ``sliding_window``: the mask says

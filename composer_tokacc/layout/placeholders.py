@@ -171,7 +171,7 @@ def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-Audio: a convolution halves the number of frames without padding, and a pooling halves it again."""
+    """Qwen-Audio: a convolution halves the number of real frames, and a pooling halves it again."""
     # Processors up to transformers 4.45 write one token per audio. The model expands it.
     if num_tokens == num_items:
         return [1] * num_items
