@@ -129,8 +129,9 @@ class LossTerms:
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        Composer later multiplies all terms in place by one weight. So the products are new tensors, and the gradient of
-        each product is that weight. The backward calls ``observe`` with the gradient of one of them.
+        Composer adds the products up, and multiplies their sum, or the given total, by its own weight in place. So the
+        products are new tensors, and the gradient of each is Composer's weight. The backward calls ``observe`` with the
+        gradient of one of them.
         """
 
         def times_scale(term: Term) -> Tensor:

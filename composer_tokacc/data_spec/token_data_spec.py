@@ -101,7 +101,7 @@ def token_data_spec(
     check_rule(loss_tokens, allow_auto=True)
     if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
         got = type(dataloader).__name__
-        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
+        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. If it is a DataSpec, pass its `dataloader`.')
     for name in PROVIDED_FUNCTIONS:
         if name in data_spec_kwargs:
             raise InvalidInputError(
