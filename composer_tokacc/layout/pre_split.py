@@ -123,8 +123,7 @@ class PreSplitBatch(Mapping[str, Any]):
         missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
-            num_rows = len(text_of(microbatch))
-            values += microbatch.get(key) or [missing] * num_rows
+            values += microbatch.get(key) or [missing] * len(text_of(microbatch))
         return values
 
     def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
