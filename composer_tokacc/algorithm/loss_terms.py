@@ -263,9 +263,10 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
     for output in tensors_in(outputs):
-        # The outputs of a Hugging Face model contain its losses, too. They are scalars, or the same tensors.
-        is_loss = output.dim() == 0 or any(output is value for value in losses)
-        if output.requires_grad and not is_loss:
+        # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
+        is_loss = any(output is value for value in losses)
+        is_scalar = output.dim() == 0
+        if output.requires_grad and not is_loss and not is_scalar:
             sources.append(output)
     zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
     for source in sources or losses:

@@ -520,7 +520,9 @@ def _attend_at_once(
     head_size = query.shape[-1]
     # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, not for other kernels.
     device_type = query.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    dtype = query.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
     is_half = dtype in (torch.float16, torch.bfloat16)
     # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
     has_one_head_size = value.shape[-1] == head_size

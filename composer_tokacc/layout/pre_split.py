@@ -37,7 +37,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     The model is trained on the microbatches. For callbacks that look at the whole batch, the object is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
-    when it is first read. The model does not see it, so a change has no effect, and items cannot be set. Lists and
+    when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists and
     tuples with one value per row are joined to one list. Any other value is that of the first microbatch.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
