@@ -159,15 +159,21 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+    changes = {}
+    if is_flash:
+        changes['attn_implementation'] = 'sdpa'
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
     # All settings of FSDP share a trace. With `fsdp` the forward has a copy of the weights in half precision. If FSDP
     # gathers them in float32, autocast casts them as under DDP.
     sharding = _sharding(config)
-    gathered_dtype = None if sharding is None else _gathered_dtype(sharding, precision)
-    strategy = 'fsdp' if gathered_dtype in (torch.float16, torch.bfloat16) else 'ddp'
+    gathered_dtype = None
+    if sharding is not None:
+        gathered_dtype = _gathered_dtype(sharding, precision)
+    strategy = 'ddp'
+    if gathered_dtype in (torch.float16, torch.bfloat16):
+        strategy = 'fsdp'
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
@@ -202,8 +208,10 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    meta_model = _on_meta_device(_model_builder(config, processor, **changes))
-    num_weights = sum(parameter.numel() for parameter in meta_model.parameters())
+    build = _model_builder(config, processor, **changes)
+    num_weights = 0
+    for parameter in _on_meta_device(build).parameters():
+        num_weights += parameter.numel()
     return _as_sharded(memory, sharding, gathered_dtype, num_weights)
 
 
@@ -357,7 +365,8 @@ def _to_trace(
     The builder does not load the weights. ``changes`` replace settings of the section ``model``.
     """
     build = _model_builder(config, processor, **changes)
-    return build, _on_meta_device(build), [dataset[index] for index in _probe_samples(table)]
+    samples = [dataset[index] for index in _probe_samples(table)]
+    return build, _on_meta_device(build), samples
 
 
 def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
