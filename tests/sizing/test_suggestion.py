@@ -68,7 +68,7 @@ def memory_model(**changes: Any) -> MemoryModel:
     return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
 
 
-def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
+def table(num_samples: int = 1000, seed: int = 0) -> LengthTable:
     rng = np.random.default_rng(seed)
     has_image = rng.random(num_samples) < 0.6
     images = 64 * has_image.astype(np.int64)
