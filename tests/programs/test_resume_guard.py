@@ -165,6 +165,7 @@ def digits_command(folder, num_steps, *overrides):
     return [
         DIGITS,
         *TINY_DIGITS,
+        'dataset.eval=null',
         'trainer.autoresume=true',
         'trainer.save_interval=1ba',
         f'trainer.save_folder={folder}',
@@ -183,7 +184,7 @@ def test_dataset_without_identity_compares_by_samples(tmp_path, capsys):
 
 
 def adapted_command(folder, num_steps, lora):
-    return digits_command(folder, num_steps, f'model.lora={lora}', 'dataset.eval=null')
+    return digits_command(folder, num_steps, f'model.lora={lora}')
 
 
 @pytest.fixture(scope='module')
