@@ -32,10 +32,10 @@ CAUSAL = 'algorithms.token_accumulation.loss_tokens=causal'
 SMALL = [
     'dataset.num_samples=128',
     'loader.global_batch_size=32',
-    'model.config.text_config.num_hidden_layers=2',
+    'model.config.text_config.num_hidden_layers=1',
     'model.config.vision_config.num_hidden_layers=1',
 ]
-TOO_LITTLE_MEMORY = 'device_memory_gib=0.005'
+TOO_LITTLE_MEMORY = 'device_memory_gib=0.003'
 
 
 @pytest.fixture(autouse=True, scope='module')

@@ -69,7 +69,7 @@ SHAPE = BatchShape(rows=4, width=64)
 # A trace takes time for each layer.
 FEW_LAYERS = {
     'dataset.num_samples': 16,
-    'model.config.text_config.num_hidden_layers': 2,
+    'model.config.text_config.num_hidden_layers': 1,
     'model.config.vision_config.num_hidden_layers': 1,
 }
 
@@ -84,7 +84,7 @@ def traced_data() -> tuple[Any, Any, LengthTable]:
 
 
 def traced_memory(settings: Mapping[str, Any]) -> MemoryModel:
-    config = config_of(**FEW_LAYERS, **settings)
+    config = config_of(**{**FEW_LAYERS, **settings})
     return suggest.memory_of_run(config, *traced_data())
 
 
@@ -107,7 +107,8 @@ def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
 
 def sharded_memory(**settings: Any) -> dict[str, float]:
     """Returns bytes by term on one of four ranks."""
-    options = {'trainer.precision': 'amp_bf16'}
+    # FSDP gathers one layer at a time, so there are two.
+    options = {'trainer.precision': 'amp_bf16', 'model.config.text_config.num_hidden_layers': 2}
     for name, value in settings.items():
         options[f'trainer.parallelism_config.fsdp.{name}'] = value
     return traced_memory(options).terms(SHAPE, num_ranks=4)

@@ -317,7 +317,7 @@ def test_optimizer_step_of_a_small_microbatch() -> None:
 
 def test_optimizer_step_holds_last_logits() -> None:
     """With few tokens and a large vocabulary the optimizer's step is the peak."""
-    config = text_config(8000, 64, 2, intermediate_size=96, num_attention_heads=4)
+    config = text_config(8000, 64, 1, intermediate_size=96, num_attention_heads=4)
 
     def build() -> PreTrainedModel:
         return LlamaForCausalLM(config).train()
