@@ -26,6 +26,7 @@ from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import fit
 
+UNCHECKED = {'loss_tokens': 'causal', 'check_loss': False}
 LOGITS_WITH_TRANSFORMERS = """
 import sys, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -193,7 +194,8 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
         source = {'pretrained': str(folder / 'base')}
     model = build_model(**source, processor=processor, lora={'r': 2, **lora})
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=0.03)
-    fit(model, digits_batch(), digits_batch(), optimizer=optimizer, save_folder=str(folder / 'checkpoints'))
+    save_folder = str(folder / 'checkpoints')
+    fit(model, digits_batch(), digits_batch(), optimizer=optimizer, save_folder=save_folder, **UNCHECKED)
     return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
 
 
@@ -252,7 +254,7 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
     processor = build_digits_processor()
     model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
     optimizer = torch.optim.SGD(trained_parameters(model), lr=0.1)
-    fit(model, digits_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'))
+    fit(model, digits_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'), **UNCHECKED)
     checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
     merge = [] if lora is None else ['merge=true']
     assert export(checkpoint, tmp_path / 'exported', *merge) == 0

@@ -24,7 +24,7 @@ from tests.support.clips import write_media_folder
 from tests.support.families import MEDIA
 from tests.support.launch import ROOT, launch, launch_program
 from tests.support.llava_folder import write_llava_folder
-from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA
+from tests.support.programs import DIGITS, LLAVA, QUIET, TINY_DIGITS, TINY_LLAVA, UNCHECKED
 
 MIXTURE = str(ROOT / 'yamls' / 'llava_mixture.yaml')
 
@@ -132,6 +132,7 @@ def test_finished_run_writes_result_again(tmp_path):
     command = [
         DIGITS,
         *TINY_DIGITS,
+        UNCHECKED,
         'trainer.max_duration=2ba',
         'trainer.eval_interval=1ba',
         'trainer.autoresume=true',
@@ -229,7 +230,7 @@ def test_text_only_run_resumes_bitwise(tmp_path):
 
 def test_picture_is_drawn(tmp_path):
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('report.picture')]
-    train(DIGITS, *arguments, 'trainer.max_duration=1ba', 'report.picture=true', folder=tmp_path)
+    train(DIGITS, *arguments, UNCHECKED, 'trainer.max_duration=1ba', 'report.picture=true', folder=tmp_path)
     with Image.open(tmp_path / 'result.png') as picture:
         small_picture = picture.convert('L').resize((64, 64))
     assert len(set(small_picture.getdata())) > 10, 'an empty picture has one level of gray'
@@ -279,7 +280,7 @@ def test_two_ranks_with_unmixed_steps(tmp_path):
 def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     path = write_llava_folder(tmp_path / 'data', num_samples=12)
     (path.parent / 'images' / '0_0.png').write_bytes(b'not an image')
-    command = tiny_llava(tmp_path, path)
+    command = [*tiny_llava(tmp_path, path), UNCHECKED]
     assert main([*command, 'dataset.on_error=raise']) == 2
     (error,) = re.findall('^error: .*', capsys.readouterr().err, re.MULTILINE)
     assert 'sample "s0"' in error
