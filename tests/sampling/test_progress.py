@@ -67,7 +67,9 @@ def steps_after(loop, state):
 
 
 def places_to_look(loop):
-    return AROUND_END_OF_EPOCH if loop in NUM_WORKERS else range(NUM_EPOCHS * BATCHES)
+    if loop in NUM_WORKERS:
+        return AROUND_END_OF_EPOCH
+    return range(NUM_EPOCHS * BATCHES)
 
 
 @pytest.fixture(scope='module')
