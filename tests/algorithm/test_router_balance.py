@@ -46,8 +46,8 @@ from tests.support.training import (
         ('qwen3_moe', False, 2),
         ('qwen3_5_moe_text', True, 2),
         ('qwen3_next', False, 2),
-        ('olmoe', False, 2),
-        ('gpt_oss', False, 2),
+        pytest.param('olmoe', False, 2, marks=pytest.mark.slow),
+        pytest.param('gpt_oss', False, 2, marks=pytest.mark.slow),
     ],
 )
 def test_gradient_is_that_of_one_forward(model_type, packing, microbatch_size):
