@@ -31,7 +31,7 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
 
 
 def pytest_collection_finish():
-    """All that is loaded by now stays until the end, so garbage collection need not look through it again and again."""
+    """Leaves imported modules out of garbage collection, which would look at them for half a second each time."""
     gc.freeze()
 
 
@@ -84,11 +84,6 @@ def _short_lookups():
 def _short_waits_of_workers():
     """Torch waits five seconds for each worker of a loader that only the garbage collector ends, and then kills it."""
     _utils.MP_STATUS_CHECK_INTERVAL = 0.5
-
-
-def pytest_collection_finish():
-    """Leaves imported modules out of garbage collection, which would look at them for half a second each time."""
-    gc.freeze()
 
 
 def pytest_sessionfinish():
