@@ -333,6 +333,7 @@ class ChatTemplate:
         """
         try:
             conversation = example_conversation() + example_conversation()
+            # The text after the second question, `_`, is like that after the first.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
         except ValueError:  # the template refuses a second question
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
@@ -406,7 +407,7 @@ def _find_endings(
         return (''.join(shared),)
     if tokens_after_last:
         # The last answer has its own ending. The token after an earlier answer may end it, or begin the next question.
-        # It counts as an ending only if it also follows questions, and begins no turn.
+        # It counts as an ending only if it also follows questions, and does not stand before the first question.
         ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
         ends_of_turns -= set(_first_tokens(before, tokens))
         return tokens_after_last[0], *ends_of_turns.intersection(tokens_after_answer[:1])

@@ -100,6 +100,7 @@ ROLES = {
 }
 """The role that ``Turn.role`` gets, by the name that a project writes."""
 ROLES_WITH_MEDIA = ('user', 'tool')
+"""Roles whose turns may hold media. Those of the assistant are its answers, which are text."""
 FOLLOWS = {
     '': ('user',),
     'user': ('assistant',),
@@ -133,7 +134,8 @@ KEYS_OF_EVERY_FORMAT = {
     *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. Refused ones are among them, because they are checked before."""
+"""Keys that a record of any format may have. The refused ones are among them, because they are refused before this set
+is used."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""

@@ -126,7 +126,8 @@ def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
 
     Args:
         image: The image. PIL's mode F holds floats, and modes that begin with I hold integers of 16 or 32 bits.
-        has_32_bits: Whether its file has integers of 32 bits. Such an image is refused, because it is not known which value means white.
+        has_32_bits: Whether its file has integers of 32 bits. Such an image is refused, because it is not known which
+            value means white.
     """
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
