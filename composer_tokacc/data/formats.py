@@ -397,6 +397,7 @@ FORMATS = (
     RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
     RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
 )
+"""All formats that are read. A record must have the keys of exactly one."""
 
 
 def _format_of(data: JsonObject) -> RecordFormat:

@@ -37,7 +37,7 @@ def identify_data(dataset: Any) -> str:
         return fingerprint(identity_method())
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
-    for index in np.unique(indices).tolist():
+    for index in np.unique(indices).tolist():  # a dataset of fewer samples repeats indices
         try:
             sample = dataset[index]
             check_sample(sample, 'input_ids')

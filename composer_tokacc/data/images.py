@@ -131,8 +131,8 @@ def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
     """
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
-        is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT
-        if has_32_bits or image.mode == 'F' or not is_16_bit:
+        fits_16_bits = np.all((values >= 0) & (values <= MAX_16_BIT))
+        if has_32_bits or image.mode == 'F' or not fits_16_bits:
             raise InvalidInputError(
                 f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel'
             )

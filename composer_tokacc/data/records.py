@@ -25,6 +25,7 @@ PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
 """The path of a file, or an open one."""
 JsonObject = Mapping[str, Any]
+"""A decoded object of a JSON file, or a row of a table."""
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
@@ -42,7 +43,10 @@ MAX_REASON = 1000
 
 
 class BadSampleError(InvalidInputError):
-    """A sample that cannot be used. The message names its id, its file and its line."""
+    """A sample that cannot be used. The message names its id, its file and its line.
+
+    ``on_error=skip`` leaves out the samples that raise this error. Any other error ends the run.
+    """
 
 
 class RawRecord(NamedTuple):
