@@ -21,8 +21,8 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""``warn``: encode them as control tokens, and name the first sample that has one. ``text``: encode the characters that
-they are written with. ``refuse``: refuse the sample."""
+"""What to do with a control token in a text. ``warn``: encode it as the control token, and name the first sample that has
+one. ``text``: encode the characters that it is written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
 """Stands for a control token, with a number between two private-use characters, as in ``chat_template.MARKER``."""
 
@@ -47,7 +47,7 @@ class ControlTokenPolicy:
         self.option = option
         self.processor = processor
         if option == 'text':
-            self.processor = deepcopy(processor)  # the tokenizer of the run must not know the stand-ins
+            self.processor = deepcopy(processor)  # the caller's tokenizer must not get the stand-ins as tokens
         self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
         self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False

@@ -69,7 +69,8 @@ class LlavaDataset(Dataset):
         train_on: ``'all'`` answers of a conversation, or only the ``'last'``; see :class:`.ConversationEncoder`.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
         on_error: ``'raise'`` or ``'skip'``.
-        num_workers: Processes that read the samples (``skip`` and ``fit`` only). ``None``: all cores.
+        num_workers: Processes on each rank that read the samples (``skip`` and ``fit`` only). ``None``: the cores of the
+            node, divided among its ranks.
         lengths_folder: Folder of the length table, which keeps the result (``skip`` and ``fit`` only), see
             :func:`.length_table`.
         patch_size: Side of the vision encoder's patches in pixels, for the same table. ``None``: the processor's.
@@ -159,7 +160,7 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Yields the text of every turn, without placeholders, to train a tokenizer on."""
+        """Yields the text of every turn, without placeholders, to train a tokenizer on. Leaves out bad records."""
         return read_texts(path)
 
     def __len__(self) -> int:
@@ -340,7 +341,7 @@ def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
 
 
 def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
-    """Returns the name and the bytes of a file. For an embedded file, no name and the checksum of its content."""
+    """Returns name and size in bytes of a file. For an embedded file, no name and the checksum of its content."""
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size

@@ -46,8 +46,8 @@ class LlavaStreamingDataset(StreamingDataset):
         train_on: The same.
         add_end_token: The same.
         streams: Several sources: a list of :class:`streaming.Stream`, or, as in a YAML file, a mapping from the name of
-            each stream to its arguments (``local``, ``remote``, ``proportion``, ...). With a mapping, each sample
-            carries the name of its stream as ``source``.
+            each stream to its arguments (``local``, ``remote``, ``proportion``, ...). If the mapping has several, each
+            sample carries the name of its stream as ``source``.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
             ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
 
