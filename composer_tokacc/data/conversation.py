@@ -204,6 +204,7 @@ class ConversationEncoder:
 
         Raises:
             BadSampleError: If the record or one of its files cannot be used.
+            ValueError: If it needs PyAV, which cannot be imported.
             RuntimeError: If the processor, or this package, fails with any other error than a ValueError.
         """
         self.check_takes_media(record)

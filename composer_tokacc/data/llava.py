@@ -69,8 +69,8 @@ class LlavaDataset(Dataset):
         train_on: ``'all'`` answers of a conversation, or only the ``'last'``; see :class:`.ConversationEncoder`.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
         on_error: ``'raise'`` or ``'skip'``.
-        num_workers: Processes on each rank that read the samples (``skip`` and ``fit`` only). ``None``: the cores of the
-            node, divided among its ranks.
+        num_workers: Processes on each rank that read the samples (``skip`` and ``fit`` only). ``None``: the CPU cores
+            of the node, divided among its ranks.
         lengths_folder: Folder of the length table, which keeps the result (``skip`` and ``fit`` only), see
             :func:`.length_table`.
         patch_size: Side of the vision encoder's patches in pixels, for the same table. ``None``: the processor's.
