@@ -40,12 +40,12 @@ class LabelledPositions:
 
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
-        of_predictions: Indices of the positions whose logits predict them, int64 ``(labels,)``.
+        of_logits: Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
     of_labels: torch.Tensor
-    of_predictions: torch.Tensor
+    of_logits: torch.Tensor
     shifts_labels: bool
 
     @classmethod
@@ -58,23 +58,21 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         ordinals = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        of_labels = places_of(ordinals, range(1, num_labels + 1))
         if rule == 'unshifted':
+            of_labels = places_of(ordinals, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
-        # The position before is in the same row, because labels in column 0 do not count.
-        return cls(of_labels, of_labels - 1, shifts_labels=True)
+        # There is no label after the last one, so the place of the next one is the end of the batch. The added position
+        # is the one before: the last position, which predicts no label. The model drops its logits.
+        places = _first_places(ordinals, range(1, num_labels + 2))
+        # The position before a label is in the same row, because labels in column 0 do not count.
+        of_logits = places - 1
+        of_labels = places[:-1].clamp(max=len(ordinals) - 1)  # see places_of()
+        return cls(of_labels, of_logits, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and width of the logits."""
-        return 1, len(self.of_labels) + int(self.shifts_labels)
-
-    @property
-    def of_logits(self) -> torch.Tensor:
-        """Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``."""
-        if not self.shifts_labels:
-            return self.of_predictions
-        return F.pad(self.of_predictions, (0, 1))  # position 0, but any would do: the model drops its logits
+        return 1, len(self.of_logits)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
@@ -90,14 +88,16 @@ class LabelledPositions:
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values of shape ``(rows, width, ...)``, 0 at positions not selected."""
-        values = selected[0, : len(self.of_predictions)]
+        num_labels = len(self.of_labels)
+        values = selected[0, :num_labels]
+        of_predictions = self.of_logits[:num_labels]
         placed = values.new_zeros(rows * width, *values.shape[1:])
-        placed.index_copy_(0, self.of_predictions.to(values.device), values)
+        placed.index_copy_(0, of_predictions.to(values.device), values)
         return placed.unflatten(0, (rows, width))
 
 
 def batch_at_logits(
-    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
+    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int, positions: LabelledPositions | None = None
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch with its labels and weights in the shape of its logits.
 
@@ -107,6 +107,8 @@ def batch_at_logits(
             them only at labels.
         rule: Which labels count.
         num_labels: The number of labels that count.
+        positions: Where logits were computed, if the caller knows it: see :attr:`LabelSelector.positions_of_logits`.
+            None: they are looked up in the labels.
 
     Returns:
         The batch itself and None for logits at all positions. A batch of the selected labels, and their positions, for
@@ -119,7 +121,8 @@ def batch_at_logits(
     added_labels = 0 if rule == 'unshifted' else 1
     if shape != (1, num_labels + added_labels):
         return None
-    positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    if positions is None:
+        positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     if LOSS_WEIGHTS in batch:
         selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
@@ -137,10 +140,13 @@ def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
         ordinals: Running sum of the mask, int64 ``(n,)``.
         numbers: The values of k, from 1.
     """
-    last = len(ordinals) - 1
+    return _first_places(ordinals, numbers).clamp_(max=len(ordinals) - 1)
+
+
+def _first_places(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
+    """Returns for each k the first index at which a running sum reaches k; ``len(ordinals)`` if it does not."""
     ks = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    positions = torch.searchsorted(ordinals, ks)
-    return positions.clamp_(max=last)
+    return torch.searchsorted(ordinals, ks)
 
 
 class LabelSelector:
@@ -165,6 +171,8 @@ class LabelSelector:
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
+        self.positions_of_logits: LabelledPositions | None = None
+        """Where the last forward computed logits; None: at every position."""
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits. It must be 1 before :meth:`arm`.
 
@@ -242,9 +250,9 @@ class LabelSelector:
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Hook after the model: raises RuntimeError unless the output embedding was called once."""
-        has_selected = self._positions is not None
+        self.positions_of_logits = self._positions
         self._positions = None
-        if not has_selected:
+        if self.positions_of_logits is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
             raise NotExactError(

@@ -198,19 +198,19 @@ class MicrobatchRecord:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
-        # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the last
-        # position has the number of the last token, which is how many there are.
-        ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-        # If logits were computed only at labels, their number was an input, so counting them would show nothing.
         if self.positions_of_logits is None:
+            # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the
+            # last position has the number of the last token, which is how many there are.
+            ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
             self.count = ordinals[-1]
-        if not is_whole:
-            # Every n-th token is measured, from a random first one on. The host knows how many tokens there are, so it
-            # can choose their numbers without waiting for the device.
-            stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
-            first_number = 1 + CHOICE.randrange(stride)
-            numbers = range(first_number, self.counts.loss_tokens + 1, stride)
-            self.positions = places_of(ordinals, numbers)
+            if not is_whole:
+                self.positions = places_of(ordinals, self._sampled_numbers())
+        elif not is_whole:
+            # The logits are those of the tokens, in their order. Their number was an input, so it is not counted here:
+            # that would show nothing.
+            numbers = self._sampled_numbers()
+            self.positions = torch.arange(numbers.start - 1, numbers.stop - 1, numbers.step, device=logits.device)
+        if self.positions is not None:
             logits = _at(self.positions, logits)
             gradient = _at(self.positions, gradient)
             targets = _at(self.positions, targets)
@@ -218,6 +218,15 @@ class MicrobatchRecord:
                 weights = _at(self.positions, weights)
         measured = measure(logits, gradient, targets)
         self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
+
+    def _sampled_numbers(self) -> range:
+        """Returns the numbers of the tokens to measure, from 1: every n-th token, from a random first one on.
+
+        The host knows how many tokens there are, so it can choose their numbers without waiting for the device.
+        """
+        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
+        first_number = 1 + CHOICE.randrange(stride)
+        return range(first_number, self.counts.loss_tokens + 1, stride)
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""
