@@ -67,9 +67,11 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     Returns None if no row is packed. A packed row has ``position_ids`` that restart at 0 after its first attended token
     and rise above 0 somewhere. Each row is looked at by itself, so the result does not depend on the other rows.
     """
-    labels = labels_of(batch)
     positions = batch.get('position_ids')
-    if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
+    if positions is None:
+        return None
+    labels = labels_of(batch)
+    if positions.dim() != 2 or positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input

@@ -60,7 +60,7 @@ class TokenChoice:
 
     def __init__(self) -> None:
         self.step = 0  # number of steps that have ended
-        self._is_known = torch.zeros(0, dtype=torch.bool)  # by token id: whether a batch had it as a label
+        self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
@@ -77,15 +77,18 @@ class TokenChoice:
         for microbatch in microbatches_of(batch):
             # -100 is looked up as 0. It does not count.
             labels = labels_of(microbatch).clamp(min=0)
-            # The table of known labels grows with the largest label.
-            num_missing = int(labels.max()) + 1 - len(self._is_known)
+            # The table grows with the largest label.
+            num_missing = int(labels.max()) + 1 - len(self._is_unknown)
             if num_missing > 0:
-                self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-            is_new = loss_mask(microbatch, rule) & ~self._is_known[labels]
-            has_new_label += is_new.any(dim=1).tolist()
-            new_labels.append(labels[is_new])
+                self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
+            is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
+            has_new_label_here = is_new.any(dim=1).tolist()
+            has_new_label += has_new_label_here
+            if any(has_new_label_here):
+                new_labels.append(labels[is_new])
         # All rows of the batch that have a new label are named, so it becomes known only now.
-        self._is_known[torch.cat(new_labels)] = True
+        for labels in new_labels:
+            self._is_unknown[labels] = False
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts) -> bool:

@@ -16,13 +16,11 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    Reach,
     attended_positions,
     labels_at_text,
-    lengths_of,
-    num_runs,
     real_positions,
     sample_name,
-    side_of,
     text_of,
 )
 from composer_tokacc.layout.found import (
@@ -59,6 +57,8 @@ class RowFacts:
         width: Padded width of the rows.
         is_padded: Whether some position is padding.
         real: Which positions are attended or labelled, ``(rows, width)`` bool.
+        num_real: How many these are in each row.
+        reach: How far they reach.
     """
 
     batch: Batch = field(repr=False)
@@ -67,6 +67,8 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
+    num_real: list[int] = field(repr=False)
+    reach: Reach = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
         """Returns whether these facts hold for a batch: same layout, and no entry was replaced since."""
@@ -77,7 +79,7 @@ class RowFacts:
     @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
-        return lengths_of(self.real, self.side)
+        return self.reach.lengths(self.side)
 
     @property
     def has_ids(self) -> bool:
@@ -158,7 +160,12 @@ class RowFacts:
     @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models count such positions."""
-        return (num_runs(attended_positions(self.batch)) > 1).tolist()
+        attended = attended_positions(self.batch)
+        num_attended = attended.sum(dim=1).tolist()
+        reach = self.reach
+        if num_attended != self.num_real:  # some labels are on padding
+            reach = Reach.of(attended)
+        return [number < span for number, span in zip(num_attended, reach.spans, strict=True)]
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -210,8 +217,9 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         ValueError: If ``mm_token_type_ids`` or ``loss_mask`` are padded on another side than the ids.
     """
     real = real_positions(batch)
-    side = side_of(real)
-    is_padded = not bool(real.all())
+    reach = Reach.of(real)
+    num_real = real.sum(dim=1).tolist()
+    is_padded = min(num_real) < reach.width
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape_of(batch, key, real):
@@ -221,10 +229,12 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     return RowFacts(
         batch=dict(batch),
         layout=layout,
-        side=side,
-        width=layout.width(batch),
+        side=reach.side,
+        width=reach.width,
         is_padded=is_padded,
         real=real,
+        num_real=num_real,
+        reach=reach,
     )
 
 

@@ -237,18 +237,14 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
 
 def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     """Returns the length of each run of placeholders without a gap, by row; the argument is ``(rows, width)`` bool."""
-    numbers = is_placeholder.int()
-    padded = torch.nn.functional.pad(numbers, (1, 1))
-    changes = padded.diff(dim=1)
-    is_start = changes == 1
-    is_end = changes == -1
-    # `nonzero` goes row by row, so each start meets the end of its run.
-    _, starts = is_start.nonzero(as_tuple=True)
-    _, ends = is_end.nonzero(as_tuple=True)
-    lengths = ends - starts
-    runs_per_row = is_start.sum(dim=1).tolist()
-    lengths_of_rows = lengths.split(runs_per_row)
-    return [lengths_of_row.tolist() for lengths_of_row in lengths_of_rows]
+    lengths_of_rows: list[list[int]] = [[] for _ in range(len(is_placeholder))]
+    padded = torch.nn.functional.pad(is_placeholder, (1, 1))
+    is_change = padded[:, 1:] != padded[:, :-1]
+    # `nonzero` goes row by row, so the start of a run is followed by its end.
+    changes = is_change.nonzero().tolist()
+    for (row, start), (_, end) in zip(changes[::2], changes[1::2], strict=True):
+        lengths_of_rows[row].append(end - start)
+    return lengths_of_rows
 
 
 class _Placeholders(NamedTuple):

@@ -17,10 +17,8 @@ import torch
 from composer_tokacc.batch import (
     MODALITIES,
     Batch,
-    lengths_of,
-    reach_of,
+    Reach,
     real_positions,
-    side_of,
     text_of,
 )
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
@@ -214,11 +212,12 @@ class BatchLayout:
                 the tensor has no dimension for its rows or images.
         """
         value: torch.Tensor = batch[key]
+        num_rows, width = text_of(batch).shape[:2]
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
         elif key not in self.extra:  # an entry of the user holds for every shape
-            entry = _entry_by_shape(batch, key, entry)
+            entry = _entry_by_shape(key, value, entry, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
@@ -231,7 +230,7 @@ class BatchLayout:
         # `loss_weights` may have one weight per row.
         lies_along_text = True
         for dim in entry.seq_dims:
-            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == self.width(batch)
+            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
@@ -331,7 +330,7 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        return reach_of(is_occupied, side='right').tolist()
+        return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
@@ -528,9 +527,9 @@ class BatchLayout:
         # Frames of an audio that lies along the text would have to be trimmed with it.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
-        real = real_positions(batch)
-        side = side_of(real)
-        longest = max(lengths_of(real, side))
+        reach = Reach.of(real_positions(batch))
+        side = reach.side
+        longest = max(reach.lengths(side))
         width = self.width(batch)
         num_multiples = -(-longest // width_multiple)  # rounded up
         trimmed_width = min(num_multiples * width_multiple, width)
@@ -692,10 +691,11 @@ class BatchLayout:
         return values
 
 
-def _entry_by_shape(batch: Batch, key: str, entry: Entry) -> Entry:
-    """Returns the entry of a known key. Masks and positions have another one in some shapes."""
-    value: torch.Tensor = batch[key]
-    num_rows, width = text_of(batch).shape[:2]
+def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
+    """Returns the entry of a known key. Masks and positions have another one in some shapes.
+
+    ``num_rows`` and ``width`` are those of the text.
+    """
     is_shared = num_rows > 1 and value.shape[:1] == (1,)
     unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
