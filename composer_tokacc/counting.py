@@ -119,7 +119,7 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     counted = labels != IGNORE_INDEX
     if loss_tokens == 'unshifted':
         return counted
-    counted[:, :1] = False
+    counted[:, :1].fill_(False)
     mask = batch.get('attention_mask')
     if loss_tokens == 'causal_attended' and mask is not None and mask.shape == labels.shape:
         counted &= mask != 0

@@ -249,7 +249,7 @@ class MicrobatchRecord:
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:
     """Returns values ``(rows, width, ...)`` at some positions, as one row."""
-    return whole_vocabulary(values).flatten(0, 1)[positions][None]
+    return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
 class StepTotals(NamedTuple):
@@ -390,8 +390,10 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # nothing required a gradient
     expected = [record.composers_weight for record in records]
-    has_all = len(factors) == len(expected)
-    if not has_all or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+    are_right = len(factors) == len(expected)
+    for factor, expected_factor in zip(factors, expected, strict=False):
+        are_right &= math.isclose(factor, expected_factor, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+    if not are_right:
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
             f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '

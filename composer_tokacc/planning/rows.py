@@ -122,8 +122,8 @@ class Rows:
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        num_caps = len(self.caps)
-        sums = np.zeros((num_caps, len(order) + 1), dtype=np.int64)
+        caps = self.caps
+        sums = np.zeros((len(caps), len(order) + 1), dtype=np.int64)
         ordered_sizes = self.capped_sizes[:, order]
         sums[:, 1:] = np.cumsum(ordered_sizes, axis=1)
         vision_of_rows = np.cumsum(self.vision_cost[order])
@@ -132,7 +132,7 @@ class Rows:
             widths=widths,
             row_costs=options.cost.rows(widths),
             vision=np.concatenate([[0.0], vision_of_rows]),
-            reach=_reach(widths, sums, self.caps),
+            reach=_reach(widths, sums, caps),
         )
 
 
