@@ -166,10 +166,10 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
-    is_hidden_row = ~attended_positions(batch).any(dim=1)
-    if not bool(is_hidden_row.any()):
+    has_attention = attended_positions(batch).any(dim=1)
+    if bool(has_attention.all()):
         return
-    loses_labels = is_hidden_row & (labels != IGNORE_INDEX).any(dim=1)
+    loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
         raise InvalidInputError(

@@ -415,8 +415,10 @@ def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit |
     counts: list[int] = []
     sizes: list[float] = []
     for facts in facts_of_batches:
-        counts += [count for count in facts.counts.get(modality, ()) if count]
-        sizes += [size for size in facts.media_sizes(modality) if size is not None]
+        items_per_row = facts.counts.get(modality, ())
+        if any(items_per_row):
+            counts += [num_items for num_items in items_per_row if num_items]
+            sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
     smallest, largest = min(sizes), max(sizes)

@@ -335,13 +335,14 @@ class BatchLayout:
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
-        unit = self._unit_of_items(batch, unit)
+        entries = media_entries(self, batch)
+        unit = _unit_of_items(entries, unit)
         modality, _, num_inferred = unit.partition('/')  # the unit may be 'image/12', see _unit_of_items()
         carried = carried_counts(batch, modality)
         # The numbers are optional. If they cannot be those of these rows, the placeholders must tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
+        num_items = int(num_inferred) if num_inferred else _num_items(batch, entries, unit)
         if num_items is None:
             # No tensor is cut by these numbers.
             return [0] * num_rows if carried is None else carried
@@ -356,29 +357,6 @@ class BatchLayout:
         if num_inferred:
             return entries_per_row(batch, self.config, modality, num_items)
         return self._items_by_placeholders(batch, unit, num_items)
-
-    def _num_items(self, batch: Batch, unit: str) -> int | None:
-        """Returns how many items the registered tensors of a unit have; None without a tensor."""
-        num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not num_entries:
-            return None
-        distinct_nums = set(num_entries.values())
-        if len(distinct_nums) > 1:
-            raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-        (num_items,) = distinct_nums
-        return num_items
-
-    def _unit_of_items(self, batch: Batch, unit: str) -> str:
-        """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
-
-        Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one
-        per item, the others have one per tile or patch.
-        """
-        units = {entry.unit for entry in media_entries(self, batch).values()}
-        inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
-        if unit in units or not inferred_units:
-            return unit
-        return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
 
     def _items_by_placeholders(
         self,
@@ -744,6 +722,38 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
             if entry.is_media:
                 entries[key] = entry
     return entries
+
+
+def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
+    """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
+
+    Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one per
+    item, the others have one per tile or patch.
+
+    Args:
+        entries: The entries of all media of the batch: see :func:`media_entries`.
+        unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered.
+    """
+    units = {entry.unit for entry in entries.values()}
+    inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
+    if unit in units or not inferred_units:
+        return unit
+    return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
+
+
+def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
+    """Returns how many items the registered tensors of a unit have; None without a tensor.
+
+    ``entries`` are those of all media of the batch: see :func:`media_entries`.
+    """
+    num_entries = {key: batch[key].shape[0] for key, entry in entries.items() if entry.unit == unit}
+    if not num_entries:
+        return None
+    distinct_nums = set(num_entries.values())
+    if len(distinct_nums) > 1:
+        raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+    (num_items,) = distinct_nums
+    return num_items
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
