@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -90,7 +91,7 @@ def test_facts_hold_until_an_entry_changes():
 
 
 def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns random masks and labels of a few narrow rows, with padding on either side, holes and labels on padding."""
+    """Returns random masks and labels of a few narrow rows. They have padding, holes and labels on padding."""
     num_rows, width = rng.randint(1, 3), rng.randint(1, 5)
     masks = [[rng.choice([0, 1, 1]) for _ in range(width)] for _ in range(num_rows)]
     labels = [[rng.choice([-100, -100, 7]) for _ in range(width)] for _ in range(num_rows)]
@@ -113,7 +114,7 @@ def test_facts_of_random_rows(seed):
     for mask, row_labels in zip(masks, labels, strict=True):
         attended = [column for column in range(width) if mask[column]]
         real_columns.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
-        has_hole.append(any(later - column > 1 for column, later in zip(attended, attended[1:], strict=False)))
+        has_hole.append(any(later - column > 1 for column, later in pairwise(attended)))
     end_last = all(width - 1 in columns for columns in real_columns)
     begin_first = all(0 in columns for columns in real_columns)
     side = 'left' if end_last and not begin_first else 'right'
