@@ -341,7 +341,7 @@ def _read(step: Step) -> None:
         else:
             # With token weights the mask is needed anyway, for the sum of the weights.
             counted = loss_mask(record.batch, record.counts.rule)
-            values['tokens'] = counted.sum()
+            values['tokens'] = counted.sum(dtype=torch.float64)
             if step.is_weighted:
                 values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
         if record.factor is not None:
