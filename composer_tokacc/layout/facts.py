@@ -57,8 +57,6 @@ class RowFacts:
         width: Padded width of the rows.
         is_padded: Whether some position is padding.
         real: Which positions are attended or labelled, ``(rows, width)`` bool.
-        num_real: How many these are in each row.
-        reach: How far they reach.
     """
 
     batch: Batch = field(repr=False)
@@ -67,8 +65,6 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
-    num_real: list[int] = field(repr=False)
-    reach: Reach = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
         """Returns whether these facts hold for a batch: same layout, and no entry was replaced since."""
@@ -77,9 +73,19 @@ class RowFacts:
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
+    def _num_real(self) -> list[int]:
+        """Number of real positions of each row."""
+        return self.real.sum(dim=1).tolist()
+
+    @cached_property
+    def _reach(self) -> Reach:
+        """How far the real positions of each row reach."""
+        return Reach.of(self.real)
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
-        return self.reach.lengths(self.side)
+        return self._reach.lengths(self.side)
 
     @property
     def has_ids(self) -> bool:
@@ -162,8 +168,8 @@ class RowFacts:
         """Which rows have a position without attention between attended ones. Some models count such positions."""
         attended = attended_positions(self.batch)
         num_attended = attended.sum(dim=1).tolist()
-        reach = self.reach
-        if num_attended != self.num_real:  # some labels are on padding
+        reach = self._reach
+        if num_attended != self._num_real:  # some labels are on padding
             reach = Reach.of(attended)
         return [number < span for number, span in zip(num_attended, reach.spans, strict=True)]
 
@@ -226,16 +232,17 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
                 _check_zero_on_padding(batch, key, real)
         if _has_shape_of(batch, 'mm_token_type_ids', real) and batch.get('input_ids') is not None:
             _check_types_of_images(layout, batch)
-    return RowFacts(
+    facts = RowFacts(
         batch=dict(batch),
         layout=layout,
         side=reach.side,
         width=reach.width,
         is_padded=is_padded,
         real=real,
-        num_real=num_real,
-        reach=reach,
     )
+    # They were needed above, so their cached properties need not compute them again.
+    vars(facts).update(_num_real=num_real, _reach=reach)
+    return facts
 
 
 def _has_shape_of(batch: Batch, key: str, text: torch.Tensor) -> bool:
