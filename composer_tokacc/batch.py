@@ -199,7 +199,8 @@ def check_vocabulary(
     if ids.numel() == 0:
         return
     # In nearly all batches the extremes show that no id is bad.
-    smallest, largest = torch.stack(ids.aminmax()).tolist()
+    extremes = torch.stack(ids.aminmax())
+    smallest, largest = extremes.tolist()
     if smallest >= 0 and (size is None or largest < size):
         return
     is_bad = ids < 0
@@ -300,7 +301,8 @@ class Reach:
         width = positions.shape[1]
         from_first = torch.arange(1, width + 1, device=positions.device)
         distances = torch.stack([from_first, from_first.flip(0)])
-        farthest = (positions * distances[:, None]).amax(dim=2)  # (2, rows)
+        distances_of_positions = positions * distances[:, None]  # (2, rows, width)
+        farthest = distances_of_positions.amax(dim=2)
         reach_from_first, reach_from_last = farthest.tolist()
         return cls(width, reach_from_first, reach_from_last)
 
@@ -314,13 +316,18 @@ class Reach:
     @property
     def spans(self) -> list[int]:
         """For each row, the number of columns from its first position to its last one, both included; 0: none."""
-        pairs = zip(self.from_first, self.from_last, strict=True)
-        return [max(first + last - self.width, 0) for first, last in pairs]
+        spans = []
+        for from_first, from_last in zip(self.from_first, self.from_last, strict=True):
+            span = from_first + from_last - self.width
+            spans.append(max(span, 0))
+        return spans
 
     def lengths(self, side: str) -> list[int]:
         """Returns the width of each row without its padding on a side, at least 1, if these are its real positions.
 
         The farthest real position tells the length, so positions without attention between real ones count, too.
         """
-        reach = self.from_last if side == 'left' else self.from_first
-        return [max(columns, 1) for columns in reach]
+        reach = self.from_first
+        if side == 'left':
+            reach = self.from_last
+        return [max(num_columns, 1) for num_columns in reach]

@@ -63,10 +63,12 @@ class LabelledPositions:
             return cls(of_labels, of_labels, shifts_labels=False)
         # There is no label after the last one, so the place of the next one is the end of the batch. The added position
         # is the one before: the last position, which predicts no label. The model drops its logits.
-        places = _first_places(ordinals, range(1, num_labels + 2))
+        numbers = range(1, num_labels + 2)
+        places = _first_places(ordinals, numbers)
         # The position before a label is in the same row, because labels in column 0 do not count.
         of_logits = places - 1
-        of_labels = places[:-1].clamp(max=len(ordinals) - 1)  # see places_of()
+        last = len(ordinals) - 1
+        of_labels = places[:-1].clamp(max=last)  # see places_of()
         return cls(of_labels, of_logits, shifts_labels=True)
 
     @property
@@ -97,7 +99,11 @@ class LabelledPositions:
 
 
 def batch_at_logits(
-    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int, positions: LabelledPositions | None = None
+    batch: Batch,
+    logits: torch.Tensor,
+    rule: str,
+    num_labels: int,
+    positions: LabelledPositions | None = None,
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch with its labels and weights in the shape of its logits.
 
@@ -140,7 +146,9 @@ def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
         ordinals: Running sum of the mask, int64 ``(n,)``.
         numbers: The values of k, from 1.
     """
-    return _first_places(ordinals, numbers).clamp_(max=len(ordinals) - 1)
+    last = len(ordinals) - 1
+    places = _first_places(ordinals, numbers)
+    return places.clamp_(max=last)
 
 
 def _first_places(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:

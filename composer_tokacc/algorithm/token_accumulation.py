@@ -567,7 +567,9 @@ class TokenAccumulation(Algorithm):
         rule = record.counts.rule
         num_tokens = record.counts.loss_tokens
         selector = run.selector
-        positions = None if selector is None else selector.positions_of_logits
+        positions = None
+        if selector is not None:
+            positions = selector.positions_of_logits
         at_logits = batch_at_logits(record.batch, logits, rule, num_tokens, positions)
         if at_logits is None:
             return

@@ -212,7 +212,12 @@ class MicrobatchRecord:
             # The logits are those of the tokens, in their order. Their number was an input, so it is not counted here:
             # that would show nothing.
             numbers = self._sampled_numbers()
-            self.positions = torch.arange(numbers.start - 1, numbers.stop - 1, numbers.step, device=logits.device)
+            self.positions = torch.arange(
+                numbers.start - 1,
+                numbers.stop - 1,
+                numbers.step,
+                device=logits.device,
+            )
         if self.positions is not None:
             logits = _at(self.positions, logits)
             gradient = _at(self.positions, gradient)
@@ -392,7 +397,12 @@ def _check_factors(step: Step) -> None:
     expected = [record.composers_weight for record in records]
     are_right = len(factors) == len(expected)
     for factor, expected_factor in zip(factors, expected, strict=False):
-        are_right &= math.isclose(factor, expected_factor, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+        are_right &= math.isclose(
+            factor,
+            expected_factor,
+            rel_tol=RELATIVE_TOLERANCE,
+            abs_tol=1e-9,
+        )
     if not are_right:
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '

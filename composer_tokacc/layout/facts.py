@@ -171,7 +171,10 @@ class RowFacts:
         reach = self._reach
         if num_attended != self._num_real:  # some labels are on padding
             reach = Reach.of(attended)
-        return [number < span for number, span in zip(num_attended, reach.spans, strict=True)]
+        has_hole = []
+        for number, span in zip(num_attended, reach.spans, strict=True):
+            has_hole.append(number < span)
+        return has_hole
 
     @cached_property
     def has_first_label(self) -> list[bool]:

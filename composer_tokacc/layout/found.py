@@ -237,13 +237,21 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
 
 def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     """Returns the length of each run of placeholders without a gap, by row; the argument is ``(rows, width)`` bool."""
-    lengths_of_rows: list[list[int]] = [[] for _ in range(len(is_placeholder))]
+    num_rows = len(is_placeholder)
+    lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
     padded = torch.nn.functional.pad(is_placeholder, (1, 1))
-    is_change = padded[:, 1:] != padded[:, :-1]
+    left = padded[:, :-1]
+    right = padded[:, 1:]
+    is_change = left != right
     # `nonzero` goes row by row, so the start of a run is followed by its end.
     changes = is_change.nonzero().tolist()
-    for (row, start), (_, end) in zip(changes[::2], changes[1::2], strict=True):
-        lengths_of_rows[row].append(end - start)
+    starts = changes[::2]
+    ends = changes[1::2]
+    for start, end in zip(starts, ends, strict=True):
+        row, first_column = start
+        _, end_column = end
+        length = end_column - first_column
+        lengths_of_rows[row].append(length)
     return lengths_of_rows
 
 

@@ -746,7 +746,10 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
 
     ``entries`` are those of all media of the batch: see :func:`media_entries`.
     """
-    num_entries = {key: batch[key].shape[0] for key, entry in entries.items() if entry.unit == unit}
+    num_entries = {}
+    for key, entry in entries.items():
+        if entry.unit == unit:
+            num_entries[key] = len(batch[key])
     if not num_entries:
         return None
     distinct_nums = set(num_entries.values())
