@@ -43,12 +43,12 @@ class LabelledPositions:
 
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
-        of_predictions: Indices of the positions whose logits predict them, int64 ``(labels,)``.
+        of_logits: Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
     of_labels: torch.Tensor
-    of_predictions: torch.Tensor
+    of_logits: torch.Tensor
     shifts_labels: bool
 
     @classmethod
@@ -61,24 +61,23 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        of_labels = places_of(running_count, range(1, num_labels + 1))
         if rule == 'unshifted':
+            of_labels = places_of(running_count, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
+        # There is no label after the last one, so the place of the next one is the end of the batch. The added position
+        # is the one before: the last position, which predicts no label. The model drops its logits.
+        ordinals = range(1, num_labels + 2)
+        places = _first_places(running_count, ordinals)
         # The position before a label is in the same row, because these rules count no label at position 0.
-        return cls(of_labels, of_labels - 1, shifts_labels=True)
+        of_logits = places - 1
+        last = len(running_count) - 1
+        of_labels = places[:-1].clamp(max=last)  # see places_of()
+        return cls(of_labels, of_logits, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and width of the logits, the added position included."""
-        return 1, len(self.of_labels) + int(self.shifts_labels)
-
-    @property
-    def of_logits(self) -> torch.Tensor:
-        """Indices of the positions of the logits, the added position included, int64 ``(labels (+ 1),)``."""
-        if not self.shifts_labels:
-            return self.of_predictions
-        # The added index is 0. Any other would do as well, because the model drops its logits.
-        return F.pad(self.of_predictions, (0, 1))
+        return 1, len(self.of_logits)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
@@ -95,14 +94,20 @@ class LabelledPositions:
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values of shape ``(rows, width, ...)``, 0 at positions not selected."""
         # Without the added position.
-        values = selected[0, : len(self.of_predictions)]
+        num_labels = len(self.of_labels)
+        values = selected[0, :num_labels]
+        of_predictions = self.of_logits[:num_labels]
         placed = values.new_zeros(rows * width, *values.shape[1:])
-        placed.index_copy_(0, self.of_predictions.to(values.device), values)
+        placed.index_copy_(0, of_predictions.to(values.device), values)
         return placed.unflatten(0, (rows, width))
 
 
 def batch_at_logits(
-    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
+    batch: Batch,
+    logits: torch.Tensor,
+    rule: str,
+    num_labels: int,
+    positions: LabelledPositions | None = None,
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch whose labels and weights have the shape of its logits.
 
@@ -112,6 +117,8 @@ def batch_at_logits(
             them only at labels.
         rule: Which labels count, see :func:`.loss_mask`.
         num_labels: The number of labels that count.
+        positions: Where logits were computed, if the caller knows it: see :attr:`LabelSelector.positions_of_logits`.
+            None: they are looked up in the labels.
 
     Returns:
         For logits at all positions: the batch itself, and None. For logits at labels only: a batch of the selected
@@ -124,7 +131,8 @@ def batch_at_logits(
     added_labels = 0 if rule == 'unshifted' else 1  # see LabelledPositions
     if shape != (1, num_labels + added_labels):
         return None
-    positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    if positions is None:
+        positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     if LOSS_WEIGHTS in batch:
         selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
@@ -143,9 +151,14 @@ def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
         ordinals: The values of k. The first True has the number 1.
     """
     last = len(running_count) - 1
+    places = _first_places(running_count, ordinals)
+    return places.clamp_(max=last)
+
+
+def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
+    """Returns for each k the first index at which the running count reaches k; ``len(running_count)`` if none does."""
     ks = torch.arange(ordinals.start, ordinals.stop, ordinals.step, device=running_count.device)
-    positions = torch.searchsorted(running_count, ks)
-    return positions.clamp_(max=last)
+    return torch.searchsorted(running_count, ks)
 
 
 class LabelSelector:
@@ -171,6 +184,8 @@ class LabelSelector:
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
+        self.positions_of_logits: LabelledPositions | None = None
+        """Where the last forward computed logits; None: at every position."""
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
@@ -251,9 +266,9 @@ class LabelSelector:
 
         If it computed all logits, records the number of calls.
         """
-        has_selected = self._positions is not None
+        self.positions_of_logits = self._positions
         self._positions = None
-        if not has_selected:
+        if self.positions_of_logits is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
             raise NotExactError(

@@ -11,7 +11,7 @@ a mean over tokens. A dict may also have a ``'total'``: if it has one, Composer 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -268,23 +268,27 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
         is_scalar = output.dim() == 0
         if output.requires_grad and not is_loss and not is_scalar:
             sources.append(output)
-    zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
+    first_loss = tensors_in(loss)[0]
+    zero = first_loss.new_zeros((), dtype=torch.float32)
     for source in sources or losses:
         no_elements = torch.atleast_1d(source)[:0]
         zero = zero + no_elements.sum().to(zero)
     return zero
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors in a value, which may be a tensor or nested mappings and sequences of tensors."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns all tensors in a value, which may be a tensor or nested mappings and sequences of tensors."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from tensors_in(item)
+        items = value
+    tensors = []
+    for item in items:
+        tensors += tensors_in(item)
+    return tensors
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:

@@ -374,12 +374,13 @@ class Piece:
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
         # `packing='auto'` is decided by now.
-        options = replace(self.options, packing=bool(self.rules.packing))
-        widths = self.widths
-        if not options.packing:
+        if self.rules.packing:
+            widths = self.widths
+            options = replace(self.options, packing=True)
+        else:
             widths = self._padded_widths() + self.facts.decoder_width
-            # The widths are rounded up already, and the text of a decoder must not be.
-            options = replace(options, width_multiple=1)
+            # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
+            options = replace(self.options, packing=False, width_multiple=1)
         groups = cut_rows(
             widths,
             options,

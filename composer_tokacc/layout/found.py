@@ -247,18 +247,22 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
 
     ``is_placeholder`` is ``(rows, width)`` bool.
     """
-    numbers = is_placeholder.int()
-    padded = torch.nn.functional.pad(numbers, (1, 1))
-    changes = padded.diff(dim=1)
-    is_start = changes == 1
-    is_end = changes == -1
-    # `nonzero` goes row by row, so starts and ends of the same run have the same index.
-    _, starts = is_start.nonzero(as_tuple=True)
-    _, ends = is_end.nonzero(as_tuple=True)
-    lengths = ends - starts
-    runs_per_row = is_start.sum(dim=1).tolist()
-    lengths_of_rows = lengths.split(runs_per_row)
-    return [lengths_of_row.tolist() for lengths_of_row in lengths_of_rows]
+    num_rows = len(is_placeholder)
+    lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    padded = torch.nn.functional.pad(is_placeholder, (1, 1))
+    left = padded[:, :-1]
+    right = padded[:, 1:]
+    is_change = left != right
+    # `nonzero` goes row by row, so the start of a run is followed by its end.
+    changes = is_change.nonzero().tolist()
+    starts = changes[::2]
+    ends = changes[1::2]
+    for start, end in zip(starts, ends, strict=True):
+        row, first_column = start
+        _, end_column = end
+        length = end_column - first_column
+        lengths_of_rows[row].append(length)
+    return lengths_of_rows
 
 
 class _Placeholders(NamedTuple):

@@ -125,8 +125,8 @@ class Rows:
         # Widths are not rounded up beyond the token budget, nor beyond the collated width.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        num_caps = len(self.caps)
-        running_sums = np.zeros((num_caps, len(order) + 1), dtype=np.int64)
+        caps = self.caps
+        running_sums = np.zeros((len(caps), len(order) + 1), dtype=np.int64)
         ordered_sizes = self.capped_sizes[:, order]
         running_sums[:, 1:] = np.cumsum(ordered_sizes, axis=1)
         running_vision = np.cumsum(self.vision_cost[order])
@@ -135,7 +135,7 @@ class Rows:
             widths=widths,
             row_costs=options.cost.rows(widths),
             vision=np.concatenate([[0.0], running_vision]),
-            reach=_reach(widths, running_sums, self.caps),
+            reach=_reach(widths, running_sums, caps),
         )
 
 
