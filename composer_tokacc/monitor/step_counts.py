@@ -39,7 +39,7 @@ class StepCounts(NamedTuple):
     device_flops: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float
     peak_memory: float  # bytes of the device
-    gradient_square: float  # NaN without a gradient
+    gradient_square: float  # this rank's share of the squared norm of the gradient
     weighting_distance: float  # of the previous step; the metric `sample_weighting_error`
 
 

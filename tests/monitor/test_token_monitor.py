@@ -202,10 +202,11 @@ def test_gradient_norm_of_sparse_gradients(batch):
 
 @pytest.mark.slow
 def test_gradient_norm_under_fsdp1():
-    """Its gradients are plain tensors, which hold a part of the gradient on each rank."""
+    """Its gradients are plain tensors. They hold a part of the gradient on each rank, or nothing if it is frozen."""
     result = launch_json('tests/ranks/fsdp1_norm.py', ranks=2)
     for strategy, norm in result['measured'].items():
         assert norm == pytest.approx(result['expected'], rel=1e-5), strategy
+    assert result['measured_part_frozen'] == pytest.approx(result['expected_part_frozen'], rel=1e-5)
 
 
 # Where users look.
