@@ -51,7 +51,7 @@ class Flops(Protocol):
 
 
 class _PreviousStep(NamedTuple):
-    """Counts of the previous step. ``sample_weighting_error`` needs sums over all ranks, which exist only afterwards."""
+    """Counts of the previous step, for ``sample_weighting_error``: it needs sums that exist only after a step."""
 
     microbatches: Sequence[BatchCounts]  # of this rank
     samples: float  # sum over all ranks
