@@ -175,7 +175,7 @@ def suggest_microbatching(
         device_memory_gib: Memory of one device, for one rank.
         cost: The cost model with which the run cuts. Default: the planner's own.
         measured_cost: A cost model that was fitted to times on the machine. With it the report is in seconds. Default:
-            steps are priced by `cost`, and the report is in multiples of a step of stock Composer.
+            `cost`. If neither was measured, the report is in multiples of a step of stock Composer.
         seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging. For the report in
             seconds.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
