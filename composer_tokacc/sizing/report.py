@@ -151,12 +151,13 @@ class SizingReport:
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file. Options that have their default are left out."""
+        """Returns the lines to paste into a run's YAML file."""
         section: dict[str, Any] = {
             'device_train_microbatch_size': self.device_train_microbatch_size,
             'slot_tokens': self.slot_tokens,
             'regroup': self.regroup,
         }
+        # Further options are left out if they have the default of the run.
         defaults = {
             'width_multiple': 1,
             'max_image_tokens': None,
