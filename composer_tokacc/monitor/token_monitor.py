@@ -19,12 +19,17 @@ from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_tokacc.batch import text_of
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
-from composer_tokacc.monitor.step_counts import BatchCounts, StepCounts, count_device_batch, count_microbatch
+from composer_tokacc.monitor.step_counts import (
+    BatchCounts,
+    StepCounts,
+    count_device_batch,
+    count_microbatch,
+    rows_by_width,
+)
 from composer_tokacc.refusals import InvalidInputError
 
 NUM_TIMED_STEPS = 200
@@ -186,8 +191,8 @@ class TokenMonitor(Callback):
         counts = count_microbatch(state.batch, self.loss_tokens)
         self._microbatches.append(counts)
         if self.flops is not None:
-            rows, width = text_of(state.batch).shape[:2]
-            self._text_flops += self.flops.text(rows, width)
+            for width, rows in rows_by_width(state.batch).items():
+                self._text_flops += self.flops.text(rows, width)
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
