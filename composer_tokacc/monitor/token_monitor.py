@@ -66,7 +66,7 @@ class _PreviousStep(NamedTuple):
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    It takes one small all-gather per step, and does not wait for the device in a microbatch.
+    It takes one small all-gather per step, and waits for the device only at the end of a step.
 
     The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
     that is not padding.

@@ -30,7 +30,8 @@ from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
-"""If the residual is larger, a report warns that its figures are rough."""
+"""If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
+of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
@@ -144,6 +145,7 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Returns the number of weights in the parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -182,7 +184,7 @@ class ActivationFit:
 
 
 def _size(shape: BatchShape, name: str, area: str) -> float:
-    """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``."""
+    """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``. For `area` see ``ActivationFit``."""
     if name == 'constant':
         return 1.0
     holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
@@ -287,7 +289,8 @@ class MemoryModel:
 
     Args:
         static: The part that does not depend on the microbatch.
-        phases: Fits of the activations at the peak of each phase of a step. The highest phase counts.
+        phases: Fits of the activations at the peak of each phase of a step, by its name in ``MicrobatchPeaks``. The
+            highest phase counts.
         strategy: ``'ddp'`` or ``'fsdp'``.
         logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
             ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).
@@ -302,7 +305,7 @@ class MemoryModel:
     pixel_bytes_per_image_token: float = 0.0
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
-        """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
+        """Returns bytes by term at the peak of a microbatch of this shape, in the phase with the highest peak."""
         parts_of_phases = [phase.predict(shape) for phase in self.phases.values()]
         parts = max(parts_of_phases, key=lambda parts_of_phase: sum(parts_of_phase.values()))
         terms = self.static.terms(self.strategy, num_ranks)
@@ -323,8 +326,8 @@ class MemoryModel:
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
         if 'forward' in self.phases:
-            # The Trainer holds the logits of a microbatch until those of the next one exist. So they are in memory in
-            # the optimizer's step. They are also the only logits in the phase `forward`, whose fit predicts them.
+            # The Trainer holds the logits of a microbatch until those of the next one exist. So the last ones are in
+            # memory in the optimizer's step. The phase `forward` holds only such logits, so its fit predicts them.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 

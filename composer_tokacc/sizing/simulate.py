@@ -33,7 +33,8 @@ class StepFigures:
 
     cost: float
     """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
-    at every microbatch, so it is the sum over the microbatches, see ``planning.plan.time_in_slots``."""
+    in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
+    ``planning.plan.time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
     microbatches: float
@@ -63,7 +64,7 @@ def draw_batches(
     There are no more than in the first epoch. If the dataset has fewer samples than a batch, there is one batch of all.
     """
     size = min(global_batch_size, num_samples)
-    lengths = np.ones(num_samples, dtype=np.int64)  # any lengths give the same order
+    lengths = np.ones(num_samples, dtype=np.int64)  # not used, because the batch has a number of samples
     global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
     return global_batches.of_epoch(0)[:num_batches]
 
@@ -149,7 +150,7 @@ def _microbatches_of_ranks(
         if options.packing is not True:
             # The plan itself has dummies for ranks without samples. Equal counts may need more of them.
             return _with_dummy_rows(table, batch, _as_planned(plan, batch), options)
-        # With packing the plan only decides which rank reads which samples. The split then packs them.
+        # With packing the plan only decides which rank reads which samples. Then each rank packs its samples.
         samples_of_ranks = []
         for planned in plan.ranks:
             assignment = RankAssignment.from_plan(planned, batch)

@@ -226,8 +226,8 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
-    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. The smallest size below is 1,
-    # so a sample that is within the caps of this size never goes alone.
+    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. A sample that is within the
+    # caps of the smallest size, which is 1, never goes alone.
     smallest_budget = token_budget(1, slot)
     may_go_alone = _is_over_a_cap(table, replace(options, max_tokens=smallest_budget))
     peaks_alone = _peaks_alone(capacity, may_go_alone)

@@ -77,6 +77,7 @@ class RealInputs(TorchDispatchMode):
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not has_fake_input:
+            # The result depends only on the batch.
             input_storages = {storage_key(tensor) for tensor in tensors}
             without_memory = partial(self._without_memory, input_storages=input_storages)
             result = func(*args, **kwargs)
@@ -94,6 +95,7 @@ class RealInputs(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor of the same size, with plain numbers as its shape."""
         if isinstance(tensor, FakeTensor):
             return tensor
         return self.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -156,6 +158,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Casts tensors in half precision to float32. Leaves others as they are."""
     is_half = tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if is_half else tensor
 
