@@ -74,7 +74,7 @@ class SizingReport:
     logits: str
     """Where the run computes logits: at ``all`` positions, or only at ``labels``."""
     most_logits: int
-    """The most positions of a microbatch of the suggested size at which logits are computed."""
+    """At how many positions a microbatch of the suggested size computes logits, at most."""
     stock_microbatch_size: int
     """Largest microbatch size of stock Composer at the same memory, in rows."""
     regroup: bool
@@ -129,9 +129,9 @@ class SizingReport:
 
     def speedup(self, method: str = 'split') -> float:
         """Returns how many times as fast as stock Composer a step of a method is."""
-        stock_seconds = self.time_of(self.figures['stock'].cost)
-        seconds = self.time_of(self.figures[method].cost)
-        return stock_seconds / seconds
+        stock_time = self.time_of(self.figures['stock'].cost)
+        method_time = self.time_of(self.figures[method].cost)
+        return stock_time / method_time
 
     def share_of_bound(self, method: str = 'split') -> float:
         """Returns the lower bound of the cost, divided by the cost of a method. With 1 no plan can be better."""

@@ -360,16 +360,16 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    ratios = []
+    pixel_ratios = []  # bytes of pixels for one image token
     for peaks in measured:
         image_tokens = max(peaks.shape.image_tokens, 1)
-        ratios.append(peaks.shape.pixel_bytes / image_tokens)
+        pixel_ratios.append(peaks.shape.pixel_bytes / image_tokens)
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
         strategy=step.strategy,
         logits=logits,
-        pixel_bytes_per_image_token=max(ratios),
+        pixel_bytes_per_image_token=max(pixel_ratios),
     )
 
 
@@ -380,12 +380,12 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     """
     shapes = [peaks.shape for peaks in measured]
     bytes_of_phases = {}
-    activations = []
+    totals_of_phases = []  # for each phase, the bytes of each microbatch
     for name in measured[0].phases:
         bytes_of_phase = [peaks.phases[name] for peaks in measured]
         bytes_of_phases[name] = bytes_of_phase
-        activations.append(activation_bytes(bytes_of_phase))
-    highest = np.max(activations, axis=0)  # over the phases of each microbatch
+        totals_of_phases.append(activation_bytes(bytes_of_phase))
+    highest = np.max(totals_of_phases, axis=0)
     fits = {}
     for name, bytes_of_phase in bytes_of_phases.items():
         fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
@@ -400,10 +400,10 @@ class FlopModel:
     """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it."""
     layout: BatchLayout
     residual: float
-    """Largest relative error over the traced microbatches."""
+    """Largest relative error among the traced microbatches."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns the operations of the language model."""
+        """Returns the operations of the language model for this many rows of this padded width."""
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
