@@ -47,7 +47,8 @@ __all__ = [
     'weighted_microbatches',
 ]
 
-# Loaded on first use, so that the planner can be imported without torch or Composer.
+# The module of each public name. It is imported on first use, so that the planner can be imported without torch or
+# Composer.
 _ROOMS = {
     'BatchLayout': 'layout',
     'LogitsAtLabels': 'algorithm.logits_at_labels',

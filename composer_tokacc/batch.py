@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,10 +166,10 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
-    is_hidden_row = ~attended_positions(batch).any(dim=1)
-    if not bool(is_hidden_row.any()):
+    has_attention = attended_positions(batch).any(dim=1)
+    if bool(has_attention.all()):
         return
-    loses_labels = is_hidden_row & (labels != IGNORE_INDEX).any(dim=1)
+    loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
         raise InvalidInputError(
@@ -181,22 +182,30 @@ def check_vocabulary(
     batch: Batch,
     key: str,
     size: int | None,
-    further_ids: Callable[[], Iterable[int]],
+    further_ids: Callable[[], Iterable[int]] = tuple,
 ) -> None:
     """Raises ValueError, naming the sample, if an id is out of the vocabulary; a GPU would only stop.
 
     Args:
         batch: The batch.
-        key: The entry with the ids.
+        key: The entry with the ids. In ``'labels'`` -100 is no id.
         size: Ids of the vocabulary; None: not known.
-        further_ids: Returns further ids that are allowed. It is only called if an id is out of the vocabulary.
+        further_ids: Returns further ids that are allowed. It is only called if an id is out of the vocabulary. By
+            default there are none.
     """
     ids = batch[key]
+    if key == 'labels':
+        ids = ids.masked_fill(ids == IGNORE_INDEX, 0)
+    if ids.numel() == 0:
+        return
+    # In nearly all batches the extremes show that no id is bad.
+    extremes = torch.stack(ids.aminmax())
+    smallest, largest = extremes.tolist()
+    if smallest >= 0 and (size is None or largest < size):
+        return
     is_bad = ids < 0
     if size is not None:
         is_bad |= ids >= size
-    if not bool(is_bad.any()):
-        return
     for further_id in further_ids():
         is_bad &= ids != further_id
     if not bool(is_bad.any()):
@@ -273,28 +282,52 @@ def num_runs(positions: Tensor) -> Tensor:
 
 def padding_side(batch: Batch) -> str:
     """Returns ``'left'`` if all rows end in the last column, and not all begin in the first. Otherwise ``'right'``."""
-    return side_of(real_positions(batch))
+    return Reach.of(real_positions(batch)).side
 
 
-def side_of(real: Tensor) -> str:
-    """Returns the padding side of rows with these real positions, see :func:`padding_side`."""
-    all_end_last = bool(real[:, -1].all())
-    all_begin_first = bool(real[:, 0].all())
-    return 'left' if all_end_last and not all_begin_first else 'right'
+@dataclass(frozen=True)
+class Reach:
+    """How far some positions of each row reach, from either end of the row."""
 
+    width: int
+    from_first: list[int]
+    """For each row, the number of columns from the first one to the last of its positions; 0: it has none."""
+    from_last: list[int]
+    """For each row, the number of columns from the first of its positions to the last column; 0: it has none."""
 
-def lengths_of(real: Tensor, side: str) -> list[int]:
-    """Returns the width of each row without its padding, at least 1, from its real positions and padding side.
+    @classmethod
+    def of(cls, positions: Tensor) -> Reach:
+        """Returns the reach of the positions, bool ``(rows, width)``."""
+        width = positions.shape[1]
+        from_first = torch.arange(1, width + 1, device=positions.device)
+        distances = torch.stack([from_first, from_first.flip(0)])
+        distances_of_positions = positions * distances[:, None]  # (2, rows, width)
+        farthest = distances_of_positions.amax(dim=2)
+        reach_from_first, reach_from_last = farthest.tolist()
+        return cls(width, reach_from_first, reach_from_last)
 
-    The farthest real position tells the length of a row, so positions without attention between real ones count, too.
-    """
-    return reach_of(real, side).clamp(min=1).tolist()
+    @property
+    def side(self) -> str:
+        """The padding side of rows with these real positions, see :func:`padding_side`."""
+        all_end_last = min(self.from_first) == self.width
+        all_begin_first = min(self.from_last) == self.width
+        return 'left' if all_end_last and not all_begin_first else 'right'
 
+    @property
+    def spans(self) -> list[int]:
+        """For each row, the number of columns from its first position to its last one, both included; 0: none."""
+        spans = []
+        for from_first, from_last in zip(self.from_first, self.from_last, strict=True):
+            span = from_first + from_last - self.width
+            spans.append(max(span, 0))
+        return spans
 
-def reach_of(positions: Tensor, side: str) -> Tensor:
-    """Returns how far the positions of each row reach from the side without padding, int ``(rows,)``; 0: none."""
-    width = positions.shape[1]
-    distance = torch.arange(1, width + 1, device=positions.device)
-    if side == 'left':
-        distance = distance.flip(0)
-    return (positions * distance).amax(dim=1)
+    def lengths(self, side: str) -> list[int]:
+        """Returns the width of each row without its padding on a side, at least 1, if these are its real positions.
+
+        The farthest real position tells the length, so positions without attention between real ones count, too.
+        """
+        reach = self.from_first
+        if side == 'left':
+            reach = self.from_last
+        return [max(num_columns, 1) for num_columns in reach]

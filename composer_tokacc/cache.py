@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Files on disk that one run writes and the next one reads: their names, their folder, writing and reading."""
+"""Files that one run writes and later runs read: their names, their folder, writing and reading."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ CachedValue = TypeVar('CachedValue')
 
 
 def fingerprint(value: object, *, length: int = 32) -> str:
-    """Returns hex digits that change with a value: an iterator of bytes, or anything else, which is written as JSON."""
+    """Returns hex digits that change with a value.
+
+    Args:
+        value: An iterator of bytes, or any other value, which is written as JSON.
+        length: Number of digits.
+    """
     digest = hashlib.sha256()
     if isinstance(value, Iterator):
         for piece in value:
             digest.update(piece)
     else:
-        text = json.dumps(value, sort_keys=True, default=str)
+        text = json.dumps(value, sort_keys=True, default=str)  # `str` for objects that JSON does not know
         digest.update(text.encode())
     return digest.hexdigest()[:length]
 
 
 def cache_folder(name: str) -> Path:
-    """Returns one of this package's folders in the user's cache folder. It may not exist."""
+    """Returns the path of one of this package's folders in the user's cache folder. It may not exist."""
     user_cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(user_cache) / 'composer_tokacc' / name
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to. At the end this file replaces ``path``: nobody reads a file that is half written."""
+    """Yields a path to write to. At the end this file replaces ``path``, so that nobody reads a half-written file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a file can be replaced at once only within one file system.
+    # In the same folder, because a file can be replaced in one operation only within one file system.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         unfinished = Path(folder) / path.name
         yield unfinished
@@ -50,7 +55,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def load_kept(path: Path, load: Callable[[Path], CachedValue]) -> CachedValue | None:
-    """Returns the value in a file of the cache: None if there is no file, or, with a warning, if it is damaged."""
+    """Returns the value in a file of the cache, or None if there is no file. Logs a warning if it is damaged.
+
+    Args:
+        path: The file.
+        load: Reads the file.
+    """
     try:
         return load(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +71,13 @@ def load_kept(path: Path, load: Callable[[Path], CachedValue]) -> CachedValue | 
 
 
 def keep(path: Path, save: Callable[[Path], None], *, hint: str = '') -> None:
-    """Saves a file for the next run. If the folder cannot be written, logs a warning with a hint."""
+    """Saves a file for the next run. If it cannot be written, logs a warning.
+
+    Args:
+        path: The file.
+        save: Writes the value to the file.
+        hint: What the user can do, at the end of the warning.
+    """
     try:
         save(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collectives over all ranks. On a single rank they need no process group."""
+"""Collectives over all ranks: functions that every rank must call. On a single rank they need no process group."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ T = TypeVar('T')
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks: of the process group, or if there is none yet, as launched."""
+    """Returns the number of ranks. Without a process group it is the number that the launcher set, or 1."""
     if _has_group():
         return torch.distributed.get_world_size()
     return int(os.environ.get('WORLD_SIZE', 1))
 
 
 def get_global_rank() -> int:
-    """Returns the number of this rank, from the same source as :func:`get_world_size`."""
+    """Returns the number of this rank. Without a process group it is the one that the launcher set, or 0."""
     if _has_group():
         return torch.distributed.get_rank()
     return int(os.environ.get('RANK', 0))
 
 
 def _has_group() -> bool:
+    """Returns whether the default process group exists."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -56,8 +57,8 @@ def all_gather_object(value: T) -> list[T]:
 def values_of_ranks(value: T) -> list[T]:
     """Returns the values of all ranks; a collective. Without a process group it returns the value of this rank only.
 
-    Unlike :func:`all_gather_object` it does not refuse several ranks without a group, because a measurement of a loop
-    that has none still holds for this rank.
+    It is for measurements of any training loop. Some loops have several ranks and no process group. Then the
+    measurement is that of this rank, while :func:`all_gather_object` raises.
     """
     return all_gather_object(value) if _has_group() else [value]
 
@@ -71,7 +72,7 @@ class Gather(Protocol):
 
 
 def only_of_this_rank(value: T) -> list[T]:
-    """Gathers nothing. For what every rank does by itself."""
+    """Returns the value of this rank only. Replaces a gather in code that a rank runs without the others."""
     return [value]
 
 
@@ -79,6 +80,7 @@ def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()
     candidate = num_ranks if value is None else get_global_rank()
+    # The smallest candidate. It is `num_ranks` if no rank has a value.
     (largest_negative,) = max_over_ranks([-candidate])
     first_rank = -largest_negative
     values = [value]
@@ -89,11 +91,12 @@ def from_any_rank(value: T | None) -> T | None:
 
 
 def max_over_ranks(values: Sequence[int]) -> list[int]:
-    """Returns the maximum over the ranks of each integer: one all-reduce, on the GPU only if the backend is NCCL."""
+    """Returns the maximum over the ranks of each integer, in one all-reduce."""
     integers = [int(value) for value in values]
     if not _can_communicate():
         return integers
     device = torch.device('cpu')
+    # NCCL reduces only tensors on a GPU.
     if torch.distributed.get_backend() == 'nccl':
         device = torch.device('cuda', torch.cuda.current_device())
     tensor = torch.tensor(integers, device=device)
@@ -102,18 +105,23 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
 
 
 def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) -> bool:
-    """Returns whether a number is the same on all ranks, from the sums over the ranks of the number and of its square.
+    """Returns whether a number is the same on all ranks.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). Both
-    sums must be exact, so the numbers are integers, and the sums below 2**53.
+    sums must be exact, so the numbers must be integers, and the sums below 2**53.
+
+    Args:
+        total: Sum over the ranks of the number.
+        total_of_squares: Sum over the ranks of its square.
+        num_ranks: Number of ranks.
     """
     return num_ranks * total_of_squares == total**2
 
 
 class RankSum:
-    """Starts one all-reduce of numbers, equally many on all ranks. :meth:`read` waits for it the first time.
+    """Starts one all-reduce that sums numbers, equally many on all ranks. :meth:`read` waits for it.
 
-    Composer's own ``dist.all_reduce`` waits at once for the slowest rank. Here the host goes on, and waits only when it
+    Composer's own ``dist.all_reduce`` waits at once for the slowest rank. Here the CPU goes on, and waits only when it
     needs the sums.
 
     Args:
@@ -128,7 +136,7 @@ class RankSum:
         self._sums: tuple[float, ...] | None = None
 
     def read(self) -> tuple[float, ...]:
-        """Returns the sums over all ranks."""
+        """Returns the sums over all ranks, one for each number."""
         if self._sums is None:
             if self._work is not None:
                 self._work.wait()

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Private names of the hosts. If a release of a host changes one, this is the only module that breaks.
+"""Uses of private names of the hosts: torch, Transformers and Composer.
 
-All of them exist in torch 2.7, transformers 5.23 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``,
-which does not import torch.
+If a release of a host changes one, this is the only module that breaks. All of them exist in torch 2.7, transformers
+5.23 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``, which does not import torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-# The common bases of the layers for one, two and three dimensions; for BatchNorm also of SyncBatchNorm.
+# The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.torch_version import TorchVersion
 
-# Sees every operation. Private, although torch documents it for extensions.
+# A mode that is called for every operation. Private, although torch documents it for extensions.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Nested lists and dicts of tensors. The public `torch.utils.pytree` is newer than torch 2.7.
@@ -74,14 +74,14 @@ _PUBLIC_MODULES = {
     'torch.distributed._tensor': 'torch.distributed.tensor',
     'torch.distributed._tensor.device_mesh': 'torch.distributed.device_mesh',
 }
-"""Public modules that have the names of a private one."""
+"""Public modules with the names of a private one."""
 
 
 def put_back_torch_names() -> None:
-    """Adds private names that a newer torch has dropped, so that Composer can still be imported. Call it before.
+    """Adds private names that a newer torch has dropped, so that Composer can be imported afterwards.
 
-    If the name is public somewhere else, that object is added. Otherwise, for names of FSDP1 and of a profiler, it is a
-    class that raises when it is used.
+    If the name is public in another module, it refers to the public object. Otherwise, for names of FSDP1 and of a
+    profiler, it is a class that raises when it is used.
     """
     for module_name, names in _NEEDED_BY_COMPOSER.items():
         try:
@@ -101,7 +101,7 @@ def put_back_torch_names() -> None:
 
 
 def _missing_class(module_name: str, name: str) -> type:
-    """Returns a class that raises when it is used."""
+    """Returns a class that raises when an object of it is made."""
 
     def use(*_: object, **__: object) -> None:
         raise NotImplementedError(
@@ -112,8 +112,9 @@ def _missing_class(module_name: str, name: str) -> type:
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model without the wrappers of DDP and torch.compile, whose only child it is."""
+    """Returns the model without the wrappers of DDP and torch.compile."""
     while True:
+        # Both wrappers have one child, with one of these names.
         children = dict(model.named_children())
         if list(children) not in (['module'], ['_orig_mod']):
             return model
@@ -133,7 +134,10 @@ def is_compiled(model: torch.nn.Module) -> bool:
 
 
 def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Returns whether DDP has reduced every gradient. DDP itself checks this only at the start of its next forward."""
+    """Returns whether DDP has reduced every gradient of the last backward.
+
+    DDP itself checks this only at the start of its next forward.
+    """
     try:
         model._check_reducer_finalized()
     except RuntimeError:
@@ -142,7 +146,10 @@ def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
 
 
 def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
-    """Returns the number of parameters whose gradients DDP reduces: those that were trained when DDP was made."""
+    """Returns the number of parameters whose gradients DDP reduces.
+
+    These are the parameters that required a gradient when DDP was made.
+    """
     return model._get_ddp_logging_data()['num_parameter_tensors']
 
 
@@ -162,18 +169,18 @@ def when_backward_ends(function: Callable[[], None]) -> None:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Returns a number that grows with each write into a tensor: autograd counts them."""
+    """Returns the number of writes into a tensor. Autograd counts them."""
     return tensor._version
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the dicts in which a module itself keeps its parameters and its buffers, so that they can be replaced."""
-    attributes = vars(module)  # some wrappers have no such dict
+    attributes = vars(module)  # not `module._buffers`, because some wrappers have no such attribute
     return attributes.get('_parameters', {}), attributes.get('_buffers', {})
 
 
 def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
-    """Returns a pair of numbers for each buffer, which changes if the buffer is replaced or written."""
+    """Returns a pair of numbers for each buffer. The pair changes if the buffer is replaced or written."""
     versions = {}
     for name, buffer in module.named_buffers(recurse=recurse):
         versions[name] = (id(buffer), buffer._version)
@@ -181,7 +188,7 @@ def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[st
 
 
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns a pair of numbers that changes if a backward adds to the gradient of a parameter."""
+    """Returns a pair of numbers that changes if the gradient of a parameter is replaced or written, even with 0."""
     gradient = parameter.grad
     if gradient is None:
         return 0, 0
@@ -189,12 +196,15 @@ def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Returns the hooks that may change the gradient of a parameter, except those of FSDP."""
+    """Returns the hooks that may change the gradient of a parameter, except those of torch itself, such as FSDP's."""
     return _hooks_of_others(parameter._backward_hooks)
 
 
 def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
-    """Returns the hooks that run as soon as a parameter has its gradient, such as optimizers within the backward."""
+    """Returns the hooks that run as soon as a parameter has its gradient, except those of torch itself.
+
+    An example is an optimizer that makes its step within the backward.
+    """
     return _hooks_of_others(getattr(parameter, '_post_accumulate_grad_hooks', None))
 
 
@@ -209,25 +219,28 @@ def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:
 
 
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
-    """Returns memory that is sent to other processes without a copy. ``default_collate`` uses it in workers."""
+    """Returns memory that can be sent to other processes without a copy, as ``default_collate`` uses it in workers."""
     return torch.UntypedStorage._new_shared(num_bytes)
 
 
 @contextmanager
 def separate_iterator(loader: DataLoader) -> Iterator[None]:
-    """Lets ``iter(loader)`` start new workers. A DataLoader with persistent workers would restart its only iterator."""
-    only_iterator = loader._iterator
+    """Lets ``iter(loader)`` make a second iterator, with workers of its own, inside of the context.
+
+    A DataLoader with persistent workers would restart the iterator that it has.
+    """
+    kept_iterator = loader._iterator
     loader._iterator = None
     try:
         yield
     finally:
-        loader._iterator = only_iterator
+        loader._iterator = kept_iterator
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns a number for the memory of a tensor, the same for all its views, as long as one of them exists.
+    """Returns a number for the memory of a tensor, which is the same for all its views. It is unique while one exists.
 
-    Fake tensors have no address that could be used instead.
+    The address could be used instead, but fake tensors have none.
     """
     return tensor.untyped_storage()._cdata
 
@@ -235,8 +248,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
     """Hides weak references to fake weights inside of the context.
 
-    New versions of ``Module.to`` swap fake weights. They refuse if something refers to the weights, as the cache of the
-    fake mode does.
+    ``Module.to`` of a newer torch swaps the data of fake weights. It refuses that if a weak reference to a weight
+    exists, and the cache of the fake mode holds such references.
     """
     return patch('weakref.getweakrefs', lambda _: [])
 
@@ -247,12 +260,18 @@ def attention_of(config: Any) -> str:
 
 
 def composer_state_types() -> list[Any]:
-    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states and times."""
-    rebuild = np.zeros(1).__reduce__()[0]  # private, with different names in numpy 1 and 2
-    return [rebuild, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
+    """Returns what ``torch.load(weights_only=True)`` must be allowed for checkpoints of Composer.
+
+    They hold random states of numpy, times, and the version of torch.
+    """
+    rebuild_array = np.zeros(1).__reduce__()[0]  # private, with different names in numpy 1 and 2
+    return [rebuild_array, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
 
 
 def skip_embedding_resize(model_class: type) -> type:
-    """Switches off Composer's check of embeddings. It fails if only the text part of a config has ``vocab_size``."""
+    """Switches off Composer's check of the embedding size, and returns the class.
+
+    The check fails if only the text part of a config has ``vocab_size``.
+    """
     model_class._check_tokenizer_and_maybe_resize_embeddings = lambda self, allow_embedding_resizing: None
     return model_class

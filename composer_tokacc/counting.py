@@ -67,9 +67,11 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     Returns None if no row is packed. A packed row has ``position_ids`` that restart at 0 after its first attended token
     and rise above 0 somewhere. Each row is looked at by itself, so the result does not depend on the other rows.
     """
-    labels = labels_of(batch)
     positions = batch.get('position_ids')
-    if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
+    if positions is None:
+        return None
+    labels = labels_of(batch)
+    if positions.dim() != 2 or positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input
@@ -117,7 +119,7 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
     counted = labels != IGNORE_INDEX
     if loss_tokens == 'unshifted':
         return counted
-    counted[:, :1] = False
+    counted[:, :1].fill_(False)
     mask = batch.get('attention_mask')
     if loss_tokens == 'causal_attended' and mask is not None and mask.shape == labels.shape:
         counted &= mask != 0

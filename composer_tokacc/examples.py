@@ -5,8 +5,8 @@
 
     python -m composer_tokacc.examples [FOLDER]
 
-Writes `yamls/`, `examples/` and `overrides.txt` (default: into the current folder). A file that is there with another
-content stays as it is, and is named.
+Writes `yamls/`, `examples/` and `overrides.txt` (default: into the current folder). If a file exists with another
+content, it stays as it is, and the program names it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 __all__ = ['copy_examples', 'main']
 
 INSTALLED = ('share', 'composer_tokacc')
-"""Where setup.cfg installs them, below the prefix of the environment."""
+"""The folder, below the prefix of the environment, into which setup.cfg installs the files."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program. Status 1: something else was in the way of a file; status 2: nothing can be copied."""
+    """Runs the program. Returns status 1 if a file exists with another content, 2 if files cannot be copied."""
     parser = argparse.ArgumentParser(
         'python -m composer_tokacc.examples',
         description=__doc__,
@@ -47,7 +47,7 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
     """Copies the files that come with the package.
 
     Returns:
-        Paths that were written, and paths that were left because they hold something else; both below ``folder``.
+        Paths that were written, and paths that were left because they have another content; both below ``folder``.
 
     Raises:
         FileNotFoundError: The package was installed without them.
@@ -64,14 +64,17 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             written.append(path)
-        # Reading a pipe would wait for somebody to write to it.
+        # A folder or a pipe is not read. To read a pipe would wait for somebody to write to it.
         elif not path.is_file() or path.read_bytes() != content:
             different.append(path)
     return written, different
 
 
 def _sources() -> dict[Path, Path]:
-    """Returns the file to copy for each path below the target folder, from a checkout or from an installed wheel."""
+    """Returns the file to copy for each path below the target folder, from a checkout or from an installed wheel.
+
+    Empty if the package was installed without them.
+    """
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / 'yamls' / 'llava_json.yaml').exists():
         return _sources_of_checkout(checkout)
@@ -91,6 +94,7 @@ def _sources() -> dict[Path, Path]:
 
 
 def _sources_of_checkout(checkout: Path) -> dict[Path, Path]:
+    """Returns the same for a checkout of the repository."""
     yaml_files = checkout.glob('yamls/*.yaml')
     example_files = checkout.glob('examples/**/*.*')
     paths = [checkout / 'overrides.txt', *yaml_files, *example_files]

@@ -3,9 +3,9 @@
 
 """Writes the model of a Composer checkpoint as a Hugging Face folder: weights or LoRA adapter, configs, processor.
 
-python -m composer_tokacc.export runs/x/checkpoints/latest-rank0.pt exported/ [merge=true]
+    python -m composer_tokacc.export runs/x/checkpoints/latest-rank0.pt exported/ [merge=true]
 
-`merge=true` adds a LoRA adapter to its base, for servers that load only complete models.
+`merge=true` adds a LoRA adapter to the weights of its base model, for servers that load only complete models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ USAGE = 'usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program. A mistake of the user ends it with one line and status 2."""
+    """Runs the program and returns its exit status: 2, with one line, for a mistake of the user.
+
+    Args:
+        arguments: As in the module's docstring; None takes them from the command line.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (['-h'], ['--help']):
         print(__doc__)
@@ -33,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     silence_harmless_warnings()  # of torch, Composer and Transformers
-    # Imported here, because it takes seconds.
+    # Imported here, because the import takes seconds and the usage errors above should not wait for it.
     from composer_tokacc.programs.export_folder import export_checkpoint
 
     checkpoint, folder = arguments[:2]

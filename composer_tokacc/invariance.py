@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compares the gradient of the same rows in many cuts, that is, in different microbatches.
+"""Compares the gradient of the same rows in many cuts.
 
-``compare_cuts`` is the common part. ``verify_invariance`` calls it with the user's own step, in any trainer. The
-program ``composer_tokacc.verify`` calls it with runs of Composer's Trainer.
+A cut is a way to divide the rows of a step into microbatches. ``compare_cuts`` is the common part.
+``verify_invariance`` calls it with the user's own step, in any trainer. The program ``composer_tokacc.verify`` calls it
+with runs of Composer's Trainer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_rows
 from composer_tokacc.step_watch import written_buffers
 
+# `IsolationReport` and `verify_isolation` are here because both checks are public names of this module.
 __all__ = [
     'Gradients',
     'InvarianceCase',
@@ -40,14 +42,15 @@ __all__ = [
 ]
 
 Gradients = Mapping[str, torch.Tensor]
+"""The gradient of each parameter, by its name."""
 SingleRows = list[BatchDict]
 """Batches of one row each."""
 
 RULES_TO_COUNT = ('unshifted', 'causal')
-"""The loss rule of the user's model is not known, so labels are counted by both of these. They differ only if a first
-token has a label."""
+"""The loss rule of the user's model is not known, so labels are counted by both of these. They differ only if a row has
+a label at its first token."""
 DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
-"""Rows of a microbatch. The last one means all rows."""
+"""Rows of a microbatch in the compared cuts. The last one means all rows."""
 STATE_NOTE = 'Forwards write {}, and the gradient of a later forward may depend on it. Freeze this state.'
 
 
@@ -64,9 +67,9 @@ class InvarianceCase:
     microbatch_size: int
     """Rows of a microbatch on each rank."""
     error: float
-    """Norm of the difference over norm of the reference, over all parameters."""
+    """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
-    """Length of the gradient along the reference: 2.0 if it is right except for a factor of 2."""
+    """The multiple of the reference that is nearest to the gradient: 2.0 if every gradient is twice the right one."""
     reason: str
     """The parameter that is furthest off, and how."""
     is_held: bool = True
@@ -85,15 +88,15 @@ class InvarianceCase:
     ) -> InvarianceCase:
         """Compares gradients on every rank, and returns the case of the rank with the largest error; a collective."""
         error, reason = relative_error(found, expected)
-        along_reference = 0.0
+        product = 0.0
         for name in found.keys() & expected.keys():
-            along_reference += _product(found[name], expected[name])
+            product += _inner_product(found[name], expected[name])
         case = cls(
             cut=cut,
             padding=padding,
             microbatch_size=microbatch_size,
             error=error,
-            factor=along_reference / _squared_norm(expected),
+            factor=product / _squared_norm(expected),
             reason=reason,
             is_held=is_held,
         )
@@ -106,6 +109,7 @@ class InvarianceReport:
 
     cases: tuple[InvarianceCase, ...]
     tolerance: float
+    """Largest relative error that is taken for round-off."""
     note: str = ''
     """Printed between the cases and the verdict."""
 
@@ -140,13 +144,14 @@ class InvarianceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCut:
-    """A way to cut and pad the rows of a step. :class:`InvarianceCase` explains the fields."""
+    """A way to cut and pad the rows of a step, before it is computed. :class:`InvarianceCase` explains the fields."""
 
     name: str
+    """``cut`` of the case."""
     padding: str
     microbatch_size: int
     gradients: Callable[[], Gradients]
-    """Computes the step in this cut."""
+    """Computes the step in this cut, and returns its gradients on this rank."""
     is_held: bool = True
 
 
@@ -161,16 +166,16 @@ def compare_cuts(
 
     Args:
         padding_sides: ``'right'``, ``'left'`` or both.
-        reference: Computes the gradient of one forward over the rows of all ranks, padded on this side.
-        cuts: Returns the cuts of the rows padded on this side, as many on every rank.
+        reference: Computes the gradient of one forward over the rows of all ranks, padded on the given side.
+        cuts: Returns the cuts of the rows padded on the given side, equally many on every rank.
         tolerance: Largest relative error that is taken for round-off.
     """
     cases = []
-    written: set[str] = set()
+    written_here: set[str] = set()
     for padding in padding_sides:
         with written_buffers() as names:
             expected = reference(padding)
-        written |= names
+        written_here |= names
         for cut in cuts(padding):
             case = InvarianceCase.from_gradients(
                 cut.gradients(),
@@ -182,19 +187,19 @@ def compare_cuts(
             )
             cases.append(case)
     report = InvarianceReport(cases=tuple(cases), tolerance=tolerance)
-    written = set().union(*all_gather_object(written))
+    written = set().union(*all_gather_object(written_here))
+    # To write a buffer is no fault by itself: it may be a counter that nothing reads.
     if written and not report.is_exact:
-        # A counter that nothing reads is written as well, so this is no fault by itself.
         names = '`, `'.join(sorted(written))
         report = replace(report, note=STATE_NOTE.format(f'`{names}`'))
     return report
 
 
 def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
-    """Returns ``|found - expected| / |expected|`` over all parameters, and a line that names the worst parameter.
+    """Returns ``|found - expected| / |expected|`` over all parameters, and a text that names the worst parameter.
 
-    An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere, or not
-    finite.
+    An absent gradient counts as zero. The error is infinite if a gradient has a NaN. Raises ValueError if the reference
+    is zero everywhere, or not finite.
     """
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
@@ -203,7 +208,7 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
         reference = expected.get(name, zero).cpu().double()
         difference = gradient - reference
         square = float(difference.square().sum())
-        squares[name] = math.inf if math.isnan(square) else square  # NaN cannot be compared
+        squares[name] = math.inf if math.isnan(square) else square  # `max` cannot compare NaN
     squared_norm = _squared_norm(expected)
     if not 0.0 < squared_norm < math.inf:
         raise InvalidInputError(
@@ -221,10 +226,10 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
 
 
 def _squared_norm(gradients: Gradients) -> float:
-    return sum(_product(gradient, gradient) for gradient in gradients.values())
+    return sum(_inner_product(gradient, gradient) for gradient in gradients.values())
 
 
-def _product(first: torch.Tensor, second: torch.Tensor) -> float:
+def _inner_product(first: torch.Tensor, second: torch.Tensor) -> float:
     product = first.cpu().double() * second.cpu().double()
     return float(product.sum())
 
@@ -239,24 +244,24 @@ def verify_invariance(
     padding_sides: Sequence[str] = ('right', 'left'),
     tolerance: float = 1e-6,
 ) -> InvarianceReport:
-    """Has a trainer compute the gradient of the same rows in many cuts, and compares.
+    """Has a trainer compute the gradient of the same rows in many cuts, and compares it with that of one forward.
 
     Dropout must be off, and the learning rate 0 or the weights restored. Use float32, on a GPU without TF32: the
     round-off of shorter types hides an error. On several ranks every rank calls it, with its own rows.
 
     Args:
-        gradients: Computes one optimizer step. Gets this rank's microbatches in order, and returns the gradient of each
-            parameter by name, as the optimizer would see it, and not sharded.
+        gradients: Computes one optimizer step. Gets this rank's microbatches in order. Returns the gradient of each
+            parameter by name, as the optimizer would see it: reduced over the ranks, and not sharded.
         rows: This rank's rows, at least two, equally many on every rank: one-row batches, or a batch of all of them, as
             a processor or collator makes them, with ``input_ids`` and ``labels``.
-        layout: How tensors belong to rows. By default the keys of the batch tell. ``BatchLayout.for_model(model)``
-            knows more.
+        layout: How tensors belong to rows. By default it is inferred from the keys of the batch.
+            ``BatchLayout.for_model(model)`` knows more.
         reference: Computes the gradients of one forward over the rows of all ranks. By default ``gradients`` computes
             them, as a step of one microbatch, the same on every rank. This shows whether the cut matters, but not
             whether the gradient of one microbatch is right.
-        microbatch_sizes: Rows of a microbatch; by default 1, 2, 3 and all.
-        padding_sides: The sides on which rows are padded. A model that counts positions from the first column computes
-            something else if rows are padded on the left.
+        microbatch_sizes: Rows of a microbatch in the compared cuts; by default 1, 2, 3 and all.
+        padding_sides: The sides on which rows are padded in turn. Leave out ``'left'`` for a model that counts
+            positions from the first column, because padding on the left changes its result.
         tolerance: Largest relative error that is taken for round-off.
 
     Returns:
@@ -297,25 +302,26 @@ def verify_invariance(
         padding_sides = [padding_sides]
     rows_of_rank = rows_by_rank[get_global_rank()]
 
-    def copied(batch: Batch) -> BatchDict:
-        # Copies, because a trainer may write into its batches, and cuts share their tensors. Some models need an image,
-        # so a batch without one gets a dummy image.
+    def prepared(batch: Batch) -> BatchDict:
+        # Copies, because a trainer may write into its batches, and cuts share their tensors. `with_media` adds a dummy
+        # image if the model needs an image and the batch has none.
         return dict(layout.with_media(with_copied_tensors(batch)))
 
     def all_rows(padding: str) -> BatchDict:
         return layout.concat(_joined(rows_by_rank), padding_side=padding)
 
     def reference_gradients(padding: str) -> Gradients:
-        batch = copied(all_rows(padding))
+        batch = prepared(all_rows(padding))
         if reference is None:
             return _cloned(gradients([batch]))
         return _cloned(reference(batch))
 
     def gradients_of(microbatches: Sequence[Batch]) -> Gradients:
-        return gradients([copied(microbatch) for microbatch in microbatches])
+        return gradients([prepared(microbatch) for microbatch in microbatches])
 
     def cuts(padding: str) -> Iterator[StepCut]:
         sizes = microbatch_sizes or DEFAULT_SIZES
+        # One microbatch of all rows on every rank, as for the reference. It shows whether a repeated step is the same.
         once_again = ('again', len(rows_of_rank), [all_rows(padding)])
         for name, size, microbatches in chain([once_again], _cuts(layout, rows_of_rank, padding, sizes)):
             yield StepCut(
@@ -337,41 +343,61 @@ def _cloned(gradients: Gradients) -> Gradients:
 
 
 def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
-    """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective."""
+    """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective.
+
+    Args:
+        layout: The layout of the batches. None infers it.
+        batches: The batches of this rank, of one row or several.
+    """
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
         raise InvalidInputError(
             f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.'
         )
+    # Without the counts of this package, because they belong to another cut.
+    plain_batches = [without_rows(batch) for batch in batches]
+    batches_by_rank = all_gather_object(plain_batches)
     if layout is None:
-        # Batches with media have the most keys, and tell the layout.
-        most_keys = max(batches, key=len)
+        # A batch with media has the most keys. The layout of text alone would not know the keys of media. Perhaps only
+        # one rank has media, but all ranks need the same layout.
+        all_batches = chain.from_iterable(batches_by_rank)
+        most_keys = max(all_batches, key=len)
         layout = BatchLayout.infer(most_keys)
     check_kind('layout', layout, BatchLayout)
-    rows: SingleRows = []
-    for batch in batches:
-        plain = without_rows(batch)
-        for row in range(layout.num_rows(plain)):
-            single = layout.select(plain, [row])
-            rows.append(layout.trim(single))
-    rows_by_rank = all_gather_object(rows)
+    rows_by_rank = []
+    for batches_of_rank in batches_by_rank:
+        rows = _single_rows(layout, batches_of_rank)
+        rows_by_rank.append(rows)
     return layout, _with_unequal_ranks(rows_by_rank)
 
 
-def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
-    """Moves rows between ranks if all ranks have equally many labels. A mean over ranks would not be wrong then.
+def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
+    """Returns the rows of some batches, each without its padding."""
+    rows = []
+    for batch in batches:
+        num_rows = layout.num_rows(batch)
+        for index in range(num_rows):
+            row = layout.select(batch, [index])
+            row = layout.trim(row)
+            rows.append(row)
+    return rows
 
-    Raises ValueError if all rows have equally many labels. No mean of means would be wrong then.
+
+def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
+    """Returns the rows, moved between ranks if all ranks have equally many labels.
+
+    With equal ranks the mean over the ranks is the mean over all tokens, so a trainer that averages over ranks would
+    not be found. With equal rows no trainer that averages means would be found: then it raises ValueError.
     """
     ranks_are_equal = False
     for rule in RULES_TO_COUNT:
         labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
-        different_counts = set().union(*labels_by_rank)
-        if len(different_counts) == 1:
+        distinct_counts = set().union(*labels_by_rank)
+        if len(distinct_counts) == 1:
             num_rows = sum(len(labels) for labels in labels_by_rank)
             raise InvalidInputError(
-                f'`rows` must differ in their numbers of labels, got: {different_counts.pop()} in each of {num_rows} '
+                f'`rows` must differ in their numbers of labels, got: {distinct_counts.pop()} in each of {num_rows} '
                 f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
                 'proven.'
             )
@@ -386,10 +412,12 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
 
 
 def _labels_per_row(rows: SingleRows, rule: str) -> list[int]:
+    """Returns the number of labels of each row, counted by one rule."""
     return [int(loss_mask(row, rule).sum()) for row in rows]
 
 
 def _labels_by_rule(row: Batch) -> list[int]:
+    """Returns the number of labels of one row, counted by each rule."""
     return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
 
 
@@ -403,7 +431,10 @@ def _cuts(
     padding: str,
     sizes: Iterable[int],
 ) -> Iterator[tuple[str, int, list[BatchDict]]]:
-    """Yields cuts of the rows: the name, the rows of a microbatch, and the microbatches."""
+    """Yields cuts of the rows: the name, the size of a microbatch in rows, and the microbatches.
+
+    The last microbatch of a cut may be smaller.
+    """
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)
     widths = [labels_of(row).shape[1] for row in rows]
@@ -415,8 +446,9 @@ def _cuts(
             end = min(start + size, num_rows)
             in_order.append(layout.select(batch, range(start, end)))
             microbatch = layout.select(batch, longest_first[start:end])
+            # Padding on the left stays. Its last position may predict the first label of a row, and without it the
+            # positions of the tokens would change.
             if padding == 'right':
-                # Padding on the left may predict a first label, and trimming it would move positions.
                 microbatch = layout.trim(microbatch)
             by_length.append(microbatch)
         yield 'in order', size, in_order

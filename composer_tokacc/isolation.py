@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tells whether documents of packed rows see each other, in any model."""
+"""Tells whether documents of packed rows see each other, in any model.
+
+A document sees another one if its logits depend on the tokens of the other one. Such a dependence is called a leak.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
 
 NUM_CONSTANTS = 3
-"""A document is overwritten with a single id, this many times with different ids. Then all its tokens choose the same
-experts. If these have a capacity, they drop tokens of other documents, which would have had room otherwise. Which
-experts they are depends on the id, so one id is not enough."""
+"""So many times a document is overwritten with a single id. Then all its tokens choose the same experts. If these have
+a capacity, they overflow, and drop tokens of other documents. Which experts overflow depends on the id, so several ids
+are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,8 @@ class IsolationReport:
     """The result of :func:`.verify_isolation`; printed as a line for each leak."""
 
     leaks: tuple[tuple[int, int, int, float], ...]
-    """Row, document, the document that it sees, and the size of the leak: the norm of the gradient, or if the gradient
-    is 0, the relative change of the logits when the ids of the seen document change."""
+    """Row, document, the document that it sees, and the size of the leak. The size is the norm of the gradient. If the
+    gradient is 0, it is the relative change of the logits when the seen document gets other ids."""
 
     @property
     def is_isolated(self) -> bool:
@@ -56,17 +59,17 @@ class _Document:
     row: int
     number: int
     positions: torch.Tensor
-    """Bool ``(width,)``."""
+    """Whether each position of the row belongs to the document, bool ``(width,)``."""
 
 
-class _EmbedsIds(Protocol):
-    """A Hugging Face model."""
+class _HuggingFaceModel(Protocol):
+    """The method of a Hugging Face model that is called here."""
 
     def get_input_embeddings(self) -> torch.nn.Embedding: ...
 
 
 Leaks = dict[tuple[int, int, int], float]
-"""Sizes of leaks by row, document, and the document that it sees."""
+"""The size of each leak, by row, document, and the document that it sees."""
 
 
 def verify_isolation(
@@ -78,12 +81,12 @@ def verify_isolation(
 
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
     makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
-    experts with a capacity. So the ids of one document at a time are changed as well. The logits of the others must
-    stay the same, except for round-off. Without ``input_ids``, or if there are fewer than two ids to swap, only the
-    gradient is checked.
+    experts with a capacity. So each document gets other ids in turn, and the logits of the others must stay the same,
+    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if there are fewer than two
+    ids to choose from.
 
     Args:
-        model: A Hugging Face model, or a module around one, in the mode (training or evaluation) to look at.
+        model: A Hugging Face model, or a module around one. It is checked in its present mode, training or evaluation.
         packed: A batch in the form that the model accepts, on its device. Labels are left out.
         documents: int ``(rows, width)``, the number of the document at each position. Negative: no document.
 
@@ -110,44 +113,49 @@ def verify_isolation(
     models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
     if not models:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    inner_model = models[0]
-    embedding = cast(_EmbedsIds, inner_model).get_input_embeddings()
-    listed = _listed_documents(torch.as_tensor(documents), text_of(packed))
+    outermost = models[0]  # its parts have the method too
+    embedding = cast(_HuggingFaceModel, outermost).get_input_embeddings()
+    documents_of_rows = _documents_of_rows(torch.as_tensor(documents), text_of(packed))
     inputs = dict(packed)
     inputs.pop('labels', None)
-    leaks = _leaks_of_gradient(model, embedding, inputs, listed)
+    leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
     ids = inputs.get('input_ids')
     if isinstance(ids, torch.Tensor):
-        reserved = _reserved_ids(getattr(inner_model, 'config', None))
+        reserved = _reserved_ids(getattr(outermost, 'config', None))
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
-        replacements = _with_other_ids(ids, listed, reserved, num_embeddings)
-        # A leak that both find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, listed, replacements) | leaks
+        changed_batches = _with_other_ids(ids, documents_of_rows, reserved, num_embeddings)
+        # A leak that both functions find keeps the size of the gradient.
+        leaks = _leaks_of_ids(model, inputs, documents_of_rows, changed_batches) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
 
-def _listed_documents(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
-    """Returns the documents of all rows. Raises ValueError if no row has two."""
+def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Document]:
+    """Returns the documents of all rows. Raises ValueError if no row has two, or if the shapes do not match.
+
+    Args:
+        documents: The number of the document at each position, ``(rows, width)``.
+        text: A tensor of the same shape, see :func:`.text_of`.
+    """
     numbers_by_row = []
     for row in documents:
         numbers = row.unique().tolist()
         numbers_by_row.append([number for number in numbers if number >= 0])
     most_documents = max(map(len, numbers_by_row), default=0)
-    if documents.is_floating_point() or documents.shape != ids.shape or most_documents < 2:
+    if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
-            f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
+            f'`documents` must number those of a packed row, of shape {tuple(text.shape)} as `input_ids`, got: '
             f'{numbers_by_row} of shape {tuple(documents.shape)}.'
         )
-    listed = []
+    documents_of_rows = []
     for row, numbers in enumerate(numbers_by_row):
         for number in numbers:
-            listed.append(_Document(row, number, positions=documents[row] == number))
-    return listed
+            documents_of_rows.append(_Document(row, number, positions=documents[row] == number))
+    return documents_of_rows
 
 
 def _others(document: _Document, documents: Sequence[_Document]) -> Iterator[_Document]:
-    """Yields the other documents of the same row."""
+    """Yields the other documents in the row of a document."""
     for other in documents:
         if other.row == document.row and other.number != document.number:
             yield other
@@ -159,8 +167,9 @@ def _leaks_of_gradient(
     inputs: Batch,
     documents: Sequence[_Document],
 ) -> Leaks:
-    """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
+    """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
     embedded: list[torch.Tensor] = []
+    """Outputs of the embedding, from which the graph starts."""
 
     def start_graph(
         module: torch.nn.Module,
@@ -171,23 +180,25 @@ def _leaks_of_gradient(
         return embedded[-1]
 
     embeds = inputs.get('inputs_embeds')
-    if isinstance(embeds, torch.Tensor):  # the model embeds no ids
+    if isinstance(embeds, torch.Tensor):
+        # The model does not call its embedding, so the hook would not run.
         inputs = {**inputs, 'inputs_embeds': start_graph(embedding, (), embeds)}
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
-    # The gradient is that of a sum of logits. With random factors no two parts of this sum cancel.
+    # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
+    # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)
     factors = torch.randn(logits.shape, generator=generator).to(logits)
     products = logits * factors
     leaks: Leaks = {}
-    for document in documents:
-        total = products[document.row][document.positions].sum()
+    for reader in documents:
+        total = products[reader.row][reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
-        for other in _others(document, documents):
-            gradient_of_other = gradient[other.row][other.positions]
-            size = float(gradient_of_other.float().norm())
+        for seen in _others(reader, documents):
+            gradient_by_seen = gradient[seen.row][seen.positions]
+            size = float(gradient_by_seen.float().norm())
             if size != 0.0:
-                leaks[document.row, document.number, other.number] = size
+                leaks[reader.row, reader.number, seen.number] = size
     return leaks
 
 
@@ -196,15 +207,21 @@ def _leaks_of_ids(
     model: torch.nn.Module,
     inputs: Batch,
     documents: Sequence[_Document],
-    replacements: Iterator[tuple[_Document, torch.Tensor]],
+    changed_batches: Iterator[tuple[_Document, torch.Tensor]],
 ) -> Leaks:
     """Returns the largest relative change of each document's logits if another document gets other ids.
 
     Changes within round-off are left out.
+
+    Args:
+        model: The model.
+        inputs: The batch as it is.
+        documents: The documents of all rows.
+        changed_batches: What :func:`_with_other_ids` yields: a document, and ids of the batch in which it has changed.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
-    # If the logits change by themselves, a change proves nothing.
+    # If the logits change without other ids, a change proves nothing. `not <=`, because a change may be NaN.
     change = relative_difference(expected, _logits(model, inputs))
     if not change <= tolerance:
         raise InvalidInputError(
@@ -212,25 +229,25 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for document, ids in replacements:
+    for seen, ids in changed_batches:
         logits = _logits(model, {**inputs, 'input_ids': ids})
-        for other in _others(document, documents):
-            before = expected[other.row][other.positions]
-            after = logits[other.row][other.positions]
+        for reader in _others(seen, documents):
+            before = expected[reader.row][reader.positions]
+            after = logits[reader.row][reader.positions]
             change = relative_difference(before, after)
             if not change <= tolerance:
-                place = (other.row, other.number, document.number)
+                place = (reader.row, reader.number, seen.number)
                 leaks[place] = max(change, leaks.get(place, 0.0))
     return leaks
 
 
 def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-    """Returns the logits of a forward with the same random numbers, and the same state of the model, each time."""
+    """Returns the logits of a forward. Random numbers and the state of the model are the same in every call."""
     try:
         with undisturbed(model), same_random_numbers():
-            # Models of Composer take the batch as one argument.
+            # Only models of Composer have `eval_forward`. They take the batch as one argument.
             outputs = model(dict(inputs)) if hasattr(model, 'eval_forward') else model(**inputs)
-    except IndexError as error:  # torch's word on a CPU for an id that the embedding does not have
+    except IndexError as error:  # raised on a CPU for an id that the embedding does not have
         raise InvalidInputError(f'`packed` must hold what the model takes, got: {error}.') from error
     logits = logits_of(outputs)
     if logits is None:
@@ -246,9 +263,15 @@ def _with_other_ids(
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
     """Yields a document, and a copy of ``ids`` in which only this document has other ids.
 
-    Reserved ids are neither replaced nor put in. A model may read from them where a document or its padding ends, and
-    needs as many placeholders as there are image features. So with other reserved ids the other documents could change,
+    Reserved ids are neither replaced nor inserted. They may tell the model where documents and padding end, and there
+    must be one placeholder for each image feature. So a change of reserved ids could change the other documents,
     although they do not see the text of this one.
+
+    Args:
+        ids: ``input_ids`` of the batch, ``(rows, width)``.
+        documents: The documents of all rows.
+        reserved: Ids with a special meaning.
+        num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
     reserved = reserved | _separators(texts)
@@ -268,7 +291,7 @@ def _with_other_ids(
 def _separators(texts: Sequence[list[int]]) -> set[int]:
     """Returns the id with which all documents begin, and the id with which all end, if there are such ids.
 
-    They may separate the documents, although the config does not name them.
+    They may separate the documents, even if the config does not name them.
     """
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
@@ -280,9 +303,9 @@ def _separators(texts: Sequence[list[int]]) -> set[int]:
 
 
 def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
-    """Returns the ids that may be put in, sorted: those of the documents, without the reserved ones.
+    """Returns the ids that may be inserted, in ascending order: those of the documents, without the reserved ones.
 
-    If there are fewer than two, other ids of the vocabulary are added.
+    If these are fewer than two, the first ids of the vocabulary are added.
     """
     ordinary = set().union(*texts) - reserved
     for token in range(num_embeddings):
@@ -294,13 +317,16 @@ def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings
 
 
 def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
-    """Returns several other versions of a row, for models that leak in different ways.
+    """Returns several versions of a row with other ids, because models leak in different ways.
 
-    In the first each id becomes the next ordinary one, so every token differs. In the others all ids are the same; see
-    :data:`NUM_CONSTANTS`.
+    In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
+    same, see :data:`NUM_CONSTANTS`. Reserved ids are replaced as well, but the caller puts them back.
+
+    Args:
+        row: Ids, ``(width,)``.
+        ordinary: The ids that may be inserted, at least two, in ascending order.
     """
     last = len(ordinary) - 1
-    # Reserved ids get a place as well. The caller keeps them.
     places = torch.searchsorted(ordinary, row).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
@@ -311,7 +337,7 @@ def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tenso
 
 
 def _reserved_ids(config: object) -> set[int]:
-    """Returns the ids with a special meaning: placeholders of media, begin, end and padding."""
+    """Returns the ids to which a config gives a special meaning: placeholders of media, begin, end and padding."""
     if config is None:
         return set()
     reserved = set(all_placeholders(config))

@@ -3,13 +3,15 @@
 
 """The positions of a batch that predict a label, and a model that computes logits only there.
 
-Only these positions get a loss. A model that computes logits only there returns them as one row, which holds the
-positions of the first row of the batch, then those of the second row, and so on. :class:`LabelledPositions` selects
-hidden states, labels and weights into such a row. :class:`LabelSelector` makes a model do so: one hook takes ``labels``
-out of the model's arguments and gives it only those that count, another hook selects the hidden states of the positions
-that predict them, just before the output embedding. Everything between head and loss (soft cap, logit scale, router
-loss) is the model's own code, which runs as it is. :func:`batch_at_logits` tells from the shape of the logits whether a
-model has computed them like this.
+The loss needs only the logits of these positions. They are selected into one row: the positions of the first row of
+the batch, then those of the second row, and so on. :class:`LabelledPositions` selects hidden states, labels and weights
+into such a row.
+
+:class:`LabelSelector` lets a model compute its logits in this form. One hook replaces the model's ``labels`` by those
+that count. Another hook selects hidden states just before the output embedding. Everything between the output embedding
+and the loss (soft cap, logit scale, router loss) is the model's own code, which runs as it is.
+
+:func:`batch_at_logits` tells from the shape of logits whether they are in this form.
 """
 
 from __future__ import annotations
@@ -27,25 +29,26 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 DENSE = 0.9
-"""Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
+"""From this share of labelled positions on all logits are computed, because selecting copies hidden states, and gains
+little."""
 
 
 @dataclass(frozen=True, eq=False)
 class LabelledPositions:
     """The positions of the labels of a batch, and the positions that predict them.
 
-    A model that shifts labels compares ``logits[:, :-1]`` with ``labels[:, 1:]``. So a position is added after the
-    selected positions, and an ignored label before the selected labels. After the model's own shift each position meets
-    its label.
+    A model that shifts labels compares ``logits[:, :-1]`` with ``labels[:, 1:]``. So one position is added behind the
+    selected positions, and one ignored label before the selected labels. The model's shift removes both, and each
+    position meets the label that it predicts. ``(labels + 1)`` stands for a shape with this addition.
 
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
-        of_predictions: Indices of the positions whose logits predict them, int64 ``(labels,)``.
+        of_logits: Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
     of_labels: torch.Tensor
-    of_predictions: torch.Tensor
+    of_logits: torch.Tensor
     shifts_labels: bool
 
     @classmethod
@@ -57,32 +60,32 @@ class LabelledPositions:
             rule: Which labels count, see :func:`.loss_mask`.
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
-        ordinals = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        of_labels = places_of(ordinals, range(1, num_labels + 1))
+        running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
         if rule == 'unshifted':
+            of_labels = places_of(running_count, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
-        # The position before is in the same row, because labels in column 0 do not count.
-        return cls(of_labels, of_labels - 1, shifts_labels=True)
+        # There is no label after the last one, so the place of the next one is the end of the batch. The added position
+        # is the one before: the last position, which predicts no label. The model drops its logits.
+        ordinals = range(1, num_labels + 2)
+        places = _first_places(running_count, ordinals)
+        # The position before a label is in the same row, because these rules count no label at position 0.
+        of_logits = places - 1
+        last = len(running_count) - 1
+        of_labels = places[:-1].clamp(max=last)  # see places_of()
+        return cls(of_labels, of_logits, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and width of the logits."""
-        return 1, len(self.of_labels) + int(self.shifts_labels)
-
-    @property
-    def of_logits(self) -> torch.Tensor:
-        """Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``."""
-        if not self.shifts_labels:
-            return self.of_predictions
-        return F.pad(self.of_predictions, (0, 1))  # position 0, but any would do: the model drops its logits
+        """Rows and width of the logits, the added position included."""
+        return 1, len(self.of_logits)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
-        # With a mask the CPU would have to wait for the number of positions.
+        # To select with a mask, the CPU would have to wait for the number of positions.
         return values.flatten(0, 1).index_select(0, self.of_logits)[None]
 
     def select_labels(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Selects the values at the labels, from ``(rows, width)`` to ``(1, (1 +) labels)``; ``fill`` is added."""
+        """Selects the values at the labels, from ``(rows, width)`` to ``(1, labels (+ 1))``; adds ``fill`` in front."""
         selected = values.flatten().index_select(0, self.of_labels)
         if self.shifts_labels:
             selected = F.pad(selected, (1, 0), value=fill)
@@ -90,57 +93,72 @@ class LabelledPositions:
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values of shape ``(rows, width, ...)``, 0 at positions not selected."""
-        values = selected[0, : len(self.of_predictions)]
+        # Without the added position.
+        num_labels = len(self.of_labels)
+        values = selected[0, :num_labels]
+        of_predictions = self.of_logits[:num_labels]
         placed = values.new_zeros(rows * width, *values.shape[1:])
-        placed.index_copy_(0, self.of_predictions.to(values.device), values)
+        placed.index_copy_(0, of_predictions.to(values.device), values)
         return placed.unflatten(0, (rows, width))
 
 
 def batch_at_logits(
-    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
+    batch: Batch,
+    logits: torch.Tensor,
+    rule: str,
+    num_labels: int,
+    positions: LabelledPositions | None = None,
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
-    """Returns a batch with its labels and weights in the shape of its logits.
+    """Returns a batch whose labels and weights have the shape of its logits.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
         logits: Its logits, ``(rows, width, vocabulary)``, or ``(1, labels (+ 1), vocabulary)`` if the model computed
             them only at labels.
-        rule: Which labels count.
+        rule: Which labels count, see :func:`.loss_mask`.
         num_labels: The number of labels that count.
+        positions: Where logits were computed, if the caller knows it: see :attr:`LabelSelector.positions_of_logits`.
+            None: they are looked up in the labels.
 
     Returns:
-        The batch itself and None for logits at all positions. A batch of the selected labels, and their positions, for
-        logits at labels only. None if the logits have another shape, so that they cannot be compared with labels.
+        For logits at all positions: the batch itself, and None. For logits at labels only: a batch of the selected
+        labels and weights, and the positions. For logits of another shape, which belong to no labels: only None.
     """
     labels = labels_of(batch)
     shape = logits.shape[:2]
     if shape == labels.shape:
         return batch, None
-    added_labels = 0 if rule == 'unshifted' else 1
+    added_labels = 0 if rule == 'unshifted' else 1  # see LabelledPositions
     if shape != (1, num_labels + added_labels):
         return None
-    positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    if positions is None:
+        positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     if LOSS_WEIGHTS in batch:
         selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
     return selected, positions
 
 
-def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
-    """Returns the index of the k-th True of a mask, for each k in ``numbers``.
+def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
+    """Returns the index of the k-th True of a mask, for each k in ``ordinals``.
 
-    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has fewer than k, the
+    Uses the running count of the Trues, because ``nonzero()`` would wait for the GPU. If the mask has fewer than k, the
     index is that of its last entry. Callers know the number of Trues from the CPU, so this happens only if the mask has
-    changed since, which :func:`.check_step` refuses.
+    changed since. :func:`.check_step` refuses that.
 
     Args:
-        ordinals: Running sum of the mask, int64 ``(n,)``.
-        numbers: The values of k, from 1.
+        running_count: Number of Trues up to each entry of the mask, int64 ``(n,)``.
+        ordinals: The values of k. The first True has the number 1.
     """
-    last = len(ordinals) - 1
-    ks = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    positions = torch.searchsorted(ordinals, ks)
-    return positions.clamp_(max=last)
+    last = len(running_count) - 1
+    places = _first_places(running_count, ordinals)
+    return places.clamp_(max=last)
+
+
+def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
+    """Returns for each k the first index at which the running count reaches k; ``len(running_count)`` if none does."""
+    ks = torch.arange(ordinals.start, ordinals.stop, ordinals.step, device=running_count.device)
+    return torch.searchsorted(running_count, ks)
 
 
 class LabelSelector:
@@ -159,17 +177,20 @@ class LabelSelector:
             raise InvalidInputError(
                 f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.'
             )
-        self._rule = 'causal'
-        self._num_labels: int | None = None  # of the next forward; None: it computes all logits
+        # Of the next forward, see `arm`.
+        self._rule = ''
+        self._num_labels: int | None = None  # None: it computes all logits
         # Of the forward that runs now.
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
+        self.positions_of_logits: LabelledPositions | None = None
+        """Where the last forward computed logits; None: at every position."""
         self.num_head_calls = 0
-        """Calls of the output embedding in the last forward that computed all logits. It must be 1 before :meth:`arm`.
+        """Calls of the output embedding in the last forward that computed all logits.
 
-        A model with a fused loss does not call it. Its labels must not be selected, because the kernel would read
-        beyond the end of them.
+        Unless it is 1, do not call :meth:`arm`. A model with a fused loss does not call its output embedding, so its
+        hidden states would not be selected, and the kernel of the loss would read beyond the end of the labels.
         """
         self._handles = [
             model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
@@ -204,7 +225,7 @@ class LabelSelector:
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Hook before the model: keeps the labels that count. A forward without ``labels=`` computes all logits."""
-        # An earlier forward may have ended with an error before its last hook.
+        # An earlier forward may have ended in an error, before the hook that resets these.
         self._positions = None
         self._num_calls = 0
         num_labels = self._num_labels
@@ -219,7 +240,7 @@ class LabelSelector:
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
         if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
-            # The model would make them from its labels, but it only gets some of the labels.
+            # The model would make them from its labels, but it gets only some of these.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
         self._positions = positions
@@ -241,10 +262,13 @@ class LabelSelector:
         return (self._positions.select(hidden_states), *args[1:])
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: raises RuntimeError unless the output embedding was called once."""
-        has_selected = self._positions is not None
+        """Hook after the model: raises RuntimeError if it selected, and did not call the output embedding once.
+
+        If it computed all logits, records the number of calls.
+        """
+        self.positions_of_logits = self._positions
         self._positions = None
-        if not has_selected:
+        if self.positions_of_logits is None:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
             raise NotExactError(
@@ -267,5 +291,5 @@ def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def is_worth_selecting(num_labels: int, num_positions: int) -> bool:
-    """Returns whether so few positions have a label that selecting their hidden states gains more than it costs."""
+    """Returns whether so few positions have a label that it is faster to select their hidden states."""
     return num_labels < DENSE * num_positions

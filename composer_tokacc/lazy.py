@@ -3,7 +3,7 @@
 
 """Imports the public names of a package on first use.
 
-So a user of one name does not wait for the modules of the other names, and does not need their dependencies.
+A user of one name does not wait for the modules of the other names, and does not need their dependencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 
 def on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a ``__getattr__`` for a package, which imports a name. Sets ``__dir__``, so that it lists all names.
+    """Returns the ``__getattr__`` of a package, which Python calls for a name that the package does not have yet.
+
+    It imports the name. Also gives the package a ``__dir__`` that lists all names.
 
     Args:
         package: Name of the package.

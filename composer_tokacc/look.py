@@ -5,12 +5,12 @@
 
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 
-Tokens that carry loss stand between >> and <<. A run of one placeholder is written once, with its number. Besides the
-config's keys:
+Tokens that carry loss stand between >> and <<. A long run of one token, such as a placeholder, is written once, with
+its number. The program's own keys, besides those of the config:
 
-    samples=12              number of samples: one of each kind of media, the ones with the most and the fewest tokens,
-                            and others spread over the dataset
-    eval=true               of the eval set; false
+    samples=12              number of samples, 12 by default: one of each combination of modalities, the ones with the
+                            most and the fewest tokens, and others spread over the dataset
+    eval=true               shows the eval set instead of the training set
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ MAX_WRITTEN_OUT = 4
 MAX_INTEGERS = 12
 """Most integers of a tensor that are written out, such as the sizes of images."""
 MAX_FLOATS = 6
-"""Most floats of a tensor that are written out. A larger tensor holds pixels. Only their range is shown."""
-MAX_READ_FOR_KINDS = 64
-"""Most samples that are read to find one of each combination of modalities, if the dataset does not know these."""
+"""A tensor of more floats is not written out. It holds pixels or audio, and only their range is shown."""
+MAX_READ_FOR_MODALITIES = 64
+"""Most samples that are read to find one of each combination of modalities, if the dataset does not tell them."""
 
 
 @dataclass(kw_only=True)
@@ -83,67 +83,75 @@ def look(options: LookOptions, config: TrainConfig) -> None:
 
 
 def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
-    """Returns the indices of the samples to show, in order.
+    """Returns the indices of the samples to show, in ascending order.
 
     Args:
-        dataset: The samples by index.
+        dataset: All samples; ``dataset[index]`` is a batch of one row.
         lengths: Tokens of each sample, ``(n,)``.
         count: Number of samples to show.
     """
     num_samples = len(lengths)
-    spread = []
-    for step in range(count):
-        spread.append(step * (num_samples - 1) // max(count - 1, 1))
+    evenly_spread = []
+    for number in range(count):
+        evenly_spread.append(number * (num_samples - 1) // max(count - 1, 1))
     by_priority = [
-        *_one_of_each_kind(dataset, num_samples),
+        *_one_of_each_combination(dataset, num_samples),
         int(lengths.argmin()),
         int(lengths.argmax()),
-        *spread,
+        *evenly_spread,
     ]
-    by_priority.extend(range(num_samples))  # used if there are repetitions among the others
+    # An index may be in the list twice. Then samples from the start of the dataset fill up the number.
+    by_priority.extend(range(num_samples))
     distinct = list(dict.fromkeys(by_priority))
     return sorted(distinct[:count])
 
 
-def _one_of_each_kind(dataset: Any, num_samples: int) -> list[int]:
-    """Returns the first sample of each combination of modalities, those with the most modalities first."""
+def _one_of_each_combination(dataset: Any, num_samples: int) -> list[int]:
+    """Returns the index of one sample of each combination of modalities. Those with the most modalities come first."""
     indices: Sequence[int] = range(num_samples)
     if not _knows_modalities(dataset):
-        spread = np.linspace(0, num_samples - 1, min(num_samples, MAX_READ_FOR_KINDS))
-        indices = spread.astype(int).tolist()
-    first_of_kind: dict[frozenset[str], int] = {}
+        evenly_spread = np.linspace(0, num_samples - 1, min(num_samples, MAX_READ_FOR_MODALITIES))
+        indices = evenly_spread.astype(int).tolist()
+    first_indices: dict[frozenset[str], int] = {}
     for index in indices:
-        first_of_kind.setdefault(_modalities_of(dataset, index), index)
-    kinds = sorted(first_of_kind, key=len, reverse=True)
-    return [first_of_kind[kind] for kind in kinds]
+        first_indices.setdefault(_modalities_of(dataset, index), index)
+    combinations = sorted(first_indices, key=len, reverse=True)
+    return [first_indices[combination] for combination in combinations]
 
 
 def _knows_modalities(dataset: Any) -> bool:
-    """Tells whether the dataset gives the modalities of a sample without reading it."""
+    """Returns whether the dataset tells the modalities of a sample without reading it."""
     if isinstance(dataset, ConcatDataset):
         return all(_knows_modalities(part) for part in dataset.datasets)
     return hasattr(dataset, 'modalities')
 
 
 def _modalities_of(dataset: Any, index: int) -> frozenset[str]:
-    """Returns the modalities of a sample's media. Reads the sample if its dataset does not know them."""
+    """Returns the modalities of a sample's media. Reads the sample if its dataset does not tell them."""
     if isinstance(dataset, ConcatDataset):
+        # `cumulative_sizes` are the ends of the parts.
         part = bisect_right(dataset.cumulative_sizes, index)
         start = dataset.cumulative_sizes[part - 1] if part > 0 else 0
         return _modalities_of(dataset.datasets[part], index - start)
     if hasattr(dataset, 'modalities'):
         return dataset.modalities(index)
     sample = dataset[index]
-    present = set()
+    modalities = set()
     for modality in MODALITIES:
         items_per_row = sample.get(f'num_{modality}s', [0])
         if items_per_row[0]:
-            present.add(modality)
-    return frozenset(present)
+            modalities.add(modality)
+    return frozenset(modalities)
 
 
 def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
-    """Returns a sample as text: its number of tokens, the shapes and values of its tensors, and its decoded tokens."""
+    """Returns a sample as text: its number of tokens, the shapes and values of its tensors, and its decoded tokens.
+
+    Args:
+        sample: A batch of one row.
+        tokenizer: The tokenizer that made its ids.
+        index: Names the sample if it has no ``sample_ids``.
+    """
     ids = sample['input_ids'][0].tolist()
     has_loss = (sample['labels'][0] != IGNORE_INDEX).tolist()
     sample_ids = sample.get('sample_ids') or [index]
@@ -153,7 +161,7 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     lines = [f'== sample {name}: {len(ids)} tokens, {sum(has_loss)} of them learned']
     text_shape = sample['input_ids'].shape
     for key, value in sample.items():
-        # A tensor with an entry for each token, such as the attention mask, says nothing that the text does not say.
+        # Tensors with an entry for each token, such as the attention mask, are left out. The text shows the tokens.
         if isinstance(value, torch.Tensor) and value.shape[:2] != text_shape:
             data_type = str(value.dtype).removeprefix('torch.')
             lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
@@ -179,9 +187,9 @@ def _marked_pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any)
 
 
 def _decode(ids: Sequence[int], tokenizer: Any) -> str:
-    """Decodes tokens, and writes a long repetition as ``[<image> x 576]``."""
+    """Decodes tokens, and writes a long run of one token as ``[<image> x 576]``."""
     text = ''
-    pending: list[int] = []  # decoded together, because a character may have several tokens
+    pending: list[int] = []  # not decoded yet; all at once, because a character may have several tokens
     for token, repetitions in groupby(ids):
         count = len(list(repetitions))
         if count <= MAX_WRITTEN_OUT:

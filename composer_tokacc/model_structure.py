@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parts of a Transformers model, recognised by its modules."""
+"""Finds parts of a Transformers model by the names and types of its modules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ VISION_MODULES = {
     'multi_modal_projector',
     'connector',
 }
-"""Transformers' names of modules that turn pixels and sounds into embeddings of the language model."""
+"""Transformers' names of the modules that turn images, videos or audio into embeddings of the language model."""
 
 
 def vision_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns vision encoders and projectors. Some of them may be inside others."""
+    """Returns vision and audio encoders and projectors. Some of them may be inside others."""
     modules = []
     for name, module in model.named_modules():
-        last_name = name.rpartition('.')[2]
+        last_name = name.rpartition('.')[2]  # the name of the attribute
         if last_name in VISION_MODULES:
             modules.append(module)
     return modules
@@ -35,7 +35,8 @@ def vision_modules(model: nn.Module) -> list[nn.Module]:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of the language model and of encoders.
 
-    These are the members of the outermost module lists. Lists within a block, such as its experts, do not count.
+    These are the members with parameters of the outermost module lists. Lists within a block, such as its experts, do
+    not count.
     """
     blocks: list[nn.Module] = []
     for child in model.children():
@@ -50,7 +51,10 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped_block(block: nn.Module) -> nn.Module:
-    """Returns the block inside of torch's wrappers, such as that of activation checkpointing."""
+    """Returns the block inside of torch's wrappers, such as that of activation checkpointing.
+
+    A wrapper is a module of torch with a single child.
+    """
     children = list(block.children())
     while type(block).__module__.startswith('torch.') and len(children) == 1:
         [block] = children

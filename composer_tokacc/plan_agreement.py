@@ -28,13 +28,14 @@ from composer_tokacc.refusals import NotExactError
 from composer_tokacc.repeated_samples import has_torchs_order, sampler_of
 
 Facts = dict[str, str]
-"""Arguments of a plan by name, written as text. The first one that differs is reported."""
+"""Arguments of a plan by name, written as text. An error reports the first one that differs between ranks."""
 
 CHECKSUM_BITS = 20
-"""Squares of checksums are summed over the ranks. With 20 bits that is exact in float64 on up to 8,192 ranks."""
+"""Squares of checksums, below 2**40, are summed over the ranks. The sum is exact in float64 up to 2**53, so on up to
+8,192 ranks."""
 
-SHOWN_NUMBERS = 4
-"""An error shows no more numbers of a table, no more ranks with the same value, and no more values."""
+MOST_SHOWN = 4
+"""An error shows at most so many numbers of a table, different values, and ranks with the same value."""
 
 STREAMING_OPTIONS = (
     'batch_size',
@@ -50,7 +51,7 @@ STREAMING_OPTIONS = (
     'sampling_method',
     'sampling_granularity',
 )
-"""Arguments of a StreamingDataset that decide which rank reads what. It keeps each as an attribute."""
+"""Arguments of a StreamingDataset that decide which rank reads which sample. It keeps each as an attribute."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,10 @@ class PlanRecord:
     num_ranks: int
     """Number of ranks that the batch was planned for."""
     witness: str = ''
-    """Digest of a few samples that every rank reads with its first batch; empty if it is not known."""
+    """Digest of a few samples that every rank reads with its first batch, to see that the datasets are the same. Empty
+    if the rank has not read them, or if it has read one of them twice with different results."""
     facts: Callable[[], Facts] = dict
-    """Returns the arguments of the plan. Only called if the ranks differ."""
+    """Returns the arguments of the plan. It is only called if the ranks differ, because a large table takes time."""
 
     @property
     def checksum(self) -> int:
@@ -85,11 +87,14 @@ class RecordsPlans(Protocol):
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
-    """Returns the record of the plan behind a batch; None for loaders that have none.
+    """Returns the record of the plan by which a batch was read; None for loaders that have no plan.
+
+    A :class:`.PreSplitBatch` has its own record, and some batch samplers make one. Otherwise the plan is that of a
+    DistributedSampler or a StreamingDataset.
 
     Args:
-        batch: A :class:`.PreSplitBatch` brings its own record.
-        dataloader: Otherwise its sampler, or its StreamingDataset, has the arguments that must be equal.
+        batch: This rank's batch.
+        dataloader: The loader of the batch.
         batch_index: Counts the batches of the epoch from 0.
     """
     record = getattr(batch, 'plan', None)
@@ -113,7 +118,8 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
     """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
-    if record is None:  # if no rank has a record, the plans count as equal
+    if record is None:
+        # If all ranks return this, the plans count as equal.
         return [0, 0, get_global_rank() ** 2]
     return [record.checksum, record.checksum**2, record.rank**2]
 
@@ -128,12 +134,12 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # Two samplers for the same rank, and none for another, show in this sum.
-    all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
-    # The checksum covers the number of ranks. So if this differs on some rank only, the checksums are unequal, too, and
-    # all ranks compare their plans.
-    is_for_all = record is None or record.num_ranks == world_size
-    if not (are_equal and all_ranks_are_there and is_for_all):
+    # If two processes have the sampler of one rank, and none has that of another rank, the sum is another one.
+    has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
+    # If this value differs between ranks, the checksums are unequal too, because they cover the number of ranks. So all
+    # ranks compare their plans, or none does.
+    is_for_all_ranks = record is None or record.num_ranks == world_size
+    if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
 
 
@@ -145,7 +151,7 @@ def compare_plans(record: PlanRecord | None) -> None:
             rank=get_global_rank(),
             num_ranks=get_world_size(),
         )
-    # The function may need the sampler, which is not sent to the other ranks.
+    # `facts` may be a method of the sampler, which would be sent too. A function that only returns the facts is small.
     record_to_send = replace(record, facts=partial(dict, record.facts()))
     difference = find_difference(all_gather_object(record_to_send))
     if difference is not None:
@@ -163,15 +169,23 @@ def extended_checksum(checksum: int, data: bytes) -> int:
 
 
 def table_facts(name: str, values: np.ndarray) -> Facts:
-    """Returns two facts of a table: its numbers, and their order. If only the order differs, an error says so."""
+    """Returns two facts of a table: its numbers, and their order. If only the order differs, an error says so.
+
+    Args:
+        name: Name of the table in an error.
+        values: The table, such as the length of each sample, ``(n,)``.
+    """
     numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
-    first_numbers = [str(value) for value in values[:SHOWN_NUMBERS].tolist()]
+    first_numbers = [str(value) for value in values[:MOST_SHOWN].tolist()]
     first = ', '.join(first_numbers)
     return {name: numbers, f'order of {name}': f'{first}, ... ({_digest(values)})'}
 
 
 def reading_facts(dataloader: DataLoader) -> Facts:
-    """Returns the arguments of a DistributedSampler or a StreamingDataset that decide which rank reads each sample."""
+    """Returns the arguments of a DistributedSampler or a StreamingDataset that decide which rank reads which sample.
+
+    Empty for other samplers and datasets.
+    """
     sampler, _ = sampler_of(dataloader)
     dataset = dataloader.dataset
     facts: Facts = {}
@@ -180,6 +194,7 @@ def reading_facts(dataloader: DataLoader) -> Facts:
         facts['number of samples'] = str(len(sampler.dataset))  # pyright: ignore[reportArgumentType]
         for name in ('shuffle', 'drop_last', 'seed', 'epoch'):
             facts[name] = str(getattr(sampler, name))
+    # Only a StreamingDataset has this attribute. The package `streaming` may not be installed.
     if hasattr(dataset, 'num_canonical_nodes'):
         for name in STREAMING_OPTIONS:
             facts[name] = str(getattr(dataset, name, None))
@@ -187,6 +202,7 @@ def reading_facts(dataloader: DataLoader) -> Facts:
 
 
 def _digest(values: np.ndarray) -> str:
+    """Returns eight hex digits that change with the values or their order."""
     return f'{zlib.crc32(np.ascontiguousarray(values).tobytes()):08x}'
 
 
@@ -206,12 +222,12 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
             more = f' Also different: {", ".join(more_names)}.'
         values_of_ranks = [facts.get(name, 'none') for facts in facts_of_ranks]
         return _unequal(name, values_of_ranks) + more
-    # A rank has no witness if it could not read the samples, or if it has read a sample twice with different results.
+    # An empty witness says nothing.
     witnesses = {record.witness for record in records if record.witness}
     if len(witnesses) > 1:
         witnesses_of_ranks = [record.witness or 'unknown' for record in records]
         return _unequal('first samples', witnesses_of_ranks)
-    # Every rank must have a sampler for itself, and for all ranks.
+    # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     planned_ranks = sorted(record.rank for record in records)
     num_ranks = len(records)
     has_all_ranks = planned_ranks == list(range(num_ranks))
@@ -230,7 +246,7 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
 
 
 def _unequal(name: str, values: Sequence[str]) -> str:
-    """Returns the error if ranks have different values under a name."""
+    """Returns the error for an argument that differs between ranks. ``values`` has one for each rank."""
     return (
         f'`{name}` must be the same on all ranks, got: {_by_rank(values)}. {_remedy(name)}, or some samples are '
         'trained twice and others never.'
@@ -238,21 +254,22 @@ def _unequal(name: str, values: Sequence[str]) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Returns each value with the ranks that have it, as text."""
+    """Returns each value with the ranks that have it, as text. ``values`` has one for each rank."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)
     parts = []
     for value, ranks in ranks_of.items():
-        listed = ', '.join(str(rank) for rank in ranks[:SHOWN_NUMBERS])
+        listed = ', '.join(str(rank) for rank in ranks[:MOST_SHOWN])
         more = ''
-        if len(ranks) > SHOWN_NUMBERS:
-            more = f' and {len(ranks) - SHOWN_NUMBERS} more'
+        if len(ranks) > MOST_SHOWN:
+            more = f' and {len(ranks) - MOST_SHOWN} more'
         parts.append(f'{value} on rank {listed}{more}')
-    return ', '.join(parts[:SHOWN_NUMBERS])
+    return ', '.join(parts[:MOST_SHOWN])
 
 
 def _remedy(name: str) -> str:
+    """Returns what to do if the argument of this name differs between ranks."""
     if name.startswith('order of ') or name == 'first samples':
         return 'Sort what the dataset lists, because a glob or a set has another order in each process'
     if name in ('epoch', 'global batch'):

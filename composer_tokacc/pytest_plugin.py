@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
 
-    It also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between two
-    backwards, and if a forward writes state on which the next one depends. Evaluate under ``torch.no_grad()`` inside.
+    The test also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between
+    two backwards, and if a forward writes state on which the next one depends. An evaluation inside of the context must
+    run under ``torch.no_grad()``, so that it does not count as such a forward.
 
     Example:
         .. code-block:: python
@@ -31,34 +32,36 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
                 with token_exact(model):
                     train_one_step(model, microbatches)
     """
-    return _weighs_the_same
+    return _exact_step
 
 
 @contextmanager
-def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
-    # Imported here, because pytest loads this module in every run.
+def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
+    """Measures the step inside of the context. Fails the test on every rank if the step of any rank has a fault."""
+    # Imported here, because pytest loads this module in every run, also in those that do not need torch.
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.collectives import values_of_ranks
     from composer_tokacc.step_watch import StepWatch
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    # These are collectives, so no rank may fail before them.
+    # `spread` and `values_of_ranks` are collectives, so no rank may fail before them.
     spread = report.spread
-    is_negative = [bool((weights < 0).any()) for weights in report.weights]
-    is_not_negative = [bool((weights >= 0).any()) for weights in report.weights]
-    has_negative = any(values_of_ranks(any(is_negative)))
-    has_others = any(values_of_ranks(any(is_not_negative)))
+    have_negative = [bool((weights < 0).any()) for weights in report.weights]
+    have_others = [bool((weights >= 0).any()) for weights in report.weights]
+    any_negative = any(values_of_ranks(any(have_negative)))
+    any_others = any(values_of_ranks(any(have_others)))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
-    # Not written with `>`: a comparison with NaN is always False.
+    # Not written with `>`, which would be False for NaN.
     if not spread <= 1 + report.known_to:
         faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.'
         )
-    if has_negative and has_others:
+    # The spread compares only the sizes of the weights.
+    if any_negative and any_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     for rank, sentences in enumerate(faults_by_rank):
         prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Fixed random numbers for a piece of code, without a change of those that the run draws."""
+"""Fixed random numbers for a piece of code. Those that the run draws before and after it stay the same."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch with `seed`, and Python and numpy always with 0."""
-    random.seed(0)
-    np.random.seed(0)
+    """Seeds the random numbers of Python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
@@ -24,7 +24,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restores the random numbers of Python, numpy and torch after the context."""
+    """Restores the states of the random generators of Python, numpy and torch after the context."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     devices: list[int] = []
@@ -40,7 +40,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Draws the same random numbers each time. Two forwards then have the same dropout."""
+    """Seeds the random numbers inside of the context, so that two forwards have the same dropout."""
     with kept_random_state():
         seed_everything(0)
         yield

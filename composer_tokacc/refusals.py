@@ -3,8 +3,8 @@
 
 """The errors by which this package refuses an input, a model or a step.
 
-The programs print them in one line. Any other error of this package is a bug and keeps its traceback. They are also a
-``ValueError`` or a ``RuntimeError``, so that callers need not know these classes.
+The programs print such an error in one line. Any other error that this package raises is a bug and keeps its traceback.
+Each class is also a ``ValueError`` or a ``RuntimeError``, so that callers need not know it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds samples that a sampler repeats, so that every rank has equally many. They must weigh nothing."""
+"""Finds the samples that a sampler repeats so that every rank has equally many. They must weigh nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class KnowsCopies(Protocol):
-    """A batch sampler that repeats a sample if a rank would have none, such as RegroupingBatchSampler."""
+    """A batch sampler that gives a rank without samples a repeated one, such as RegroupingBatchSampler."""
 
     def has_only_copies(self, batch: int) -> bool:
         """Returns whether this rank has only a repeated sample in a global batch of the epoch."""
@@ -25,11 +25,12 @@ class KnowsCopies(Protocol):
 def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
 
-    Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many, and a
-    RegroupingBatchSampler repeats one for a rank that would have none. Other ranks have the same samples. If they
-    counted twice, the last step of an epoch would depend on the number of ranks.
+    Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many. A
+    RegroupingBatchSampler repeats one for a rank that would have none. Another rank has the same sample. If it counted
+    twice, the last step of an epoch would depend on the number of ranks.
 
-    Other samplers and iterable datasets repeat none. Loaders with ``marks_added_rows`` mark such rows themselves.
+    Other samplers and iterable datasets repeat none. Loaders with ``marks_added_rows`` mark repeated samples
+    themselves.
 
     Args:
         dataloader: The DataLoader that Composer iterates.
@@ -44,7 +45,10 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     if batch_size is None:
         return 0
     num_copies = num_repeated_by(sampler, batch_size, batch_index)
-    if num_copies and num_rows != sampler.num_samples - batch_index * batch_size:
+    if num_copies == 0:
+        return 0
+    samples_left = sampler.num_samples - batch_index * batch_size  # all of them are in this batch, the last one
+    if num_rows != samples_left:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
             '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
@@ -55,9 +59,10 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
 
 
 def sampler_of(dataloader: DataLoader) -> tuple[Any, int | None]:
-    """Returns the sampler that decides the order of a loader, and its samples a batch; None if this is not known."""
+    """Returns the sampler that decides the order of a loader, and the samples per batch, None if not known."""
     batch_sampler = dataloader.batch_sampler
-    # If it was given as `batch_sampler`, the loader's own attributes say nothing. A subclass may make other batches.
+    # With `DataLoader(batch_sampler=...)` the loader's own `sampler` and `batch_size` say nothing. A subclass with
+    # another `__iter__` may make other batches.
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
         return batch_sampler.sampler, batch_sampler.batch_size
     return dataloader.sampler, dataloader.batch_size
@@ -67,7 +72,8 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
     """Returns how many rows at the end of a batch torch's DistributedSampler repeats; 0 for other samplers."""
     if not has_torchs_order(sampler):
         return 0
-    # The sampler repeats fewer samples than there are ranks. So a rank has at most one, as its last sample.
+    # The sampler adds fewer samples than there are ranks to the end of its order, and deals the order out like cards.
+    # So a rank has at most one of them, as its last sample.
     last_on_rank = sampler.num_samples - 1
     place_in_order = last_on_rank * sampler.num_replicas + sampler.rank
     is_repeated = place_in_order >= len(sampler.dataset)  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from typing import Any, overload
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, text_of
-from composer_tokacc.counting import count_tokens, mask_document_starts
+from composer_tokacc.counting import counted_tokens, mask_document_starts, real_tokens
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
@@ -61,13 +61,24 @@ class RowCounts:
 
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
     """Returns the counts of several rows together. These rows, which keep their sources, become its documents."""
+    samples = 0
+    real_tokens = 0
+    loss_tokens = 0
+    loss_weight = 0.0
+    has_new_label = False
+    for row in rows:
+        samples += row.samples
+        real_tokens += row.real_tokens
+        loss_tokens += row.loss_tokens
+        loss_weight += row.loss_weight
+        has_new_label |= row.has_new_label
     return RowCounts(
-        samples=sum(row.samples for row in rows),
-        real_tokens=sum(row.real_tokens for row in rows),
-        loss_tokens=sum(row.loss_tokens for row in rows),
-        loss_weight=sum(row.loss_weight for row in rows),
+        samples=samples,
+        real_tokens=real_tokens,
+        loss_tokens=loss_tokens,
+        loss_weight=loss_weight,
         rule=rows[0].rule,
-        has_new_label=any(row.has_new_label for row in rows),
+        has_new_label=has_new_label,
         documents=tuple(rows),
     )
 
@@ -116,8 +127,9 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
         loss_tokens: The loss rule, see :func:`.loss_mask`.
         weights: Weights of the tokens, ``(rows, width)``; None: all are 1.
     """
-    counts = count_tokens(batch, loss_tokens)
-    loss_weights: Sequence[float] = counts.loss_generating
+    loss_counts = counted_tokens(batch, loss_tokens).sum(dim=1).tolist()
+    real_counts = real_tokens(batch)
+    loss_weights: Sequence[float] = loss_counts
     if weights is not None:
         loss_weights = weights.sum(dim=1, dtype=torch.float64).tolist()
     sources = sources_of(batch)
@@ -129,8 +141,8 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
         counted.append(
             RowCounts(
                 samples=row.samples,
-                real_tokens=counts.real[number],
-                loss_tokens=counts.loss_generating[number],
+                real_tokens=real_counts[number],
+                loss_tokens=loss_counts[number],
                 loss_weight=loss_weights[number],
                 rule=loss_tokens,
                 source=None if sources is None else sources[number],

@@ -5,22 +5,23 @@
 
     python -m composer_tokacc.size yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
 
-Reads every sample once with the run's own processor (kept for the next time), traces the run's own model without its
-memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Its own keys:
+Measures every sample once with the run's own processor (the lengths are kept for the next time), and traces the run's
+own model without allocating its memory. Prints a table, YAML lines to paste, and the paths of `size.json` and
+`size.png`. The program's own keys, besides those of the config:
 
-    lengths=table.csv       instead of the data: a line a sample, `tokens` and perhaps `image_tokens`, `loss_tokens`,
-                            `vision_patches`
+    lengths=table.csv       instead of the data: a line for each sample, with a column `tokens` and perhaps
+                            `image_tokens`, `loss_tokens` and `vision_patches`
     lengths.mean=150        instead of a table: lognormal lengths of the text, with `lengths.variation=0.7` (deviation
                             over mean), and `lengths.image_tokens=576` for a share `lengths.with_images=0.8` of samples
-    num_ranks=8             ranks of the run; 1
-    device_memory_gib=80    memory of a device; default: that of this machine
-    safety=0.92             share of it that the plan may use
-    time_steps=true         time a few real steps here: the report then has seconds, and the cost of a microbatch and
-                            its vision encoder (`microbatching.cost`); false
-    folder=runs/size        folder of the files
+    num_ranks=8             ranks of the run (default: 1)
+    device_memory_gib=80    memory of a device (default: that of this machine)
+    safety=0.92             share of this memory that the plan may use (default: 0.92)
+    time_steps=true         times a few real steps on this machine: the report then has seconds, and the cost of a
+                            microbatch and its vision encoder (`microbatching.cost`)
+    folder=runs/size        folder of the files (default: runs/size)
 
-With `lengths` the hub is not needed if `model.pretrained` is a folder with the config and the processor, or if
-`model.pretrained=null model.config.model_type=llava` names a fresh model.
+With `lengths` the Hugging Face hub is not needed if `model.pretrained` is a folder with the config and the processor,
+or if `model.pretrained=null model.config.model_type=llava` names a fresh model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
 if __name__ == '__main__':
-    prepare(__doc__)
+    prepare(__doc__)  # before the imports that take seconds
 
 import torch
 from composer.loggers import InMemoryLogger
@@ -60,11 +61,12 @@ from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, f
 __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_shapes', 'time_steps']
 
 TIMED_STEPS = 6
-"""Steps that are timed of each size and width."""
+"""Steps that are trained with each size and width. The first two are not timed."""
 KEPT_SETTINGS = ('precision', 'device', 'parallelism_config', 'dist_timeout')
-"""Arguments of the Trainer that timed steps keep."""
-TIMED_FRACTIONS = (1, 4, 12)
-"""The microbatch size is divided by these: the cost of starting a microbatch shows in the small ones."""
+"""Arguments of the Trainer that change the time of a step. Timed steps keep only these."""
+SIZE_DIVISORS = (1, 4, 12)
+"""Microbatches of the planned size, divided by these, are timed. The small ones show the cost of starting a
+microbatch."""
 
 
 @dataclass(kw_only=True)
@@ -76,22 +78,27 @@ class SizeOptions:
     time_steps: bool = False
     folder: str = 'runs/size'
     lengths: Any = None
+    """Path of a table, or a mapping of figures, see :func:`.lengths_of`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; see ``run_program`` for the exit status."""
+    """Runs the program; see ``run_program`` for the exit status.
+
+    Args:
+        arguments: The YAML file, then ``key=value`` overrides; None takes them from the command line.
+    """
     parsed, overrides = command_line(__doc__).parse_known_args(arguments)
     # This program has the short name `device_memory_gib` for a key of the config.
     overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
         options, config_overrides = read_options(SizeOptions, overrides)
-        # `lengths=` without a value is refused, because the program would read the data instead.
+        # `lengths=` has no value, which reads as None. It is refused, because the program would measure the data.
         if options.lengths is None and 'lengths=' in overrides:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     if options.lengths is not None and not any(key.startswith('dataset.path=') for key in config_overrides):
-        config_overrides.append('dataset.path=lengths')  # any value, because the data are not read
+        config_overrides.append('dataset.path=lengths')  # the config needs any path, but the data are not read
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
 
@@ -99,11 +106,11 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, if matplotlib is installed, `size.png`."""
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
-    # A folder that cannot be written is refused now, and not after minutes of work.
+    # Refuses a folder that cannot be written now, and not after minutes of work.
     check_folder('folder', folder, ('size.json', 'size.png'))
     folder.mkdir(parents=True, exist_ok=True)
     overwrites = (folder / 'size.json').exists()
-    with without_warnings():  # they would stand between the lines of the report
+    with without_warnings():  # they would be mixed with the report
         report = size(config, options)
     print(report.text())
     report.save(folder / 'size.json')
@@ -127,6 +134,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
             raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
+        # A fresh model without data needs no processor.
         processor = None if config.model.pretrained is None else source.build_processor()
         model_config = read_config(config.model.pretrained, config.model.config, processor)
         dataset = StandIns(table, processor, model_config)
@@ -138,6 +146,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     memory_gib = config.microbatching.device_memory_gib
     if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
         raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
+    # Called once more when the costs are measured.
     suggest = partial(
         suggest_for_run,
         config,
@@ -170,11 +179,11 @@ def time_steps(
 
     Args:
         config: The run.
-        size: Rows of ``slot_tokens`` in a microbatch.
-        slot_tokens: Width of such a row.
+        size: A microbatch has the memory of so many rows of ``slot_tokens``.
+        slot_tokens: Width of such a row in tokens.
         num_steps: Steps to train.
-        width_multiple: Widths are rounded up to a multiple of it. A multiple of ``slot_tokens`` keeps every row at its
-            full width. None takes the one of the config.
+        width_multiple: Widths are rounded up to a multiple of it. With ``slot_tokens`` every row has the full width.
+            None takes the one of the config.
     """
     microbatching = replace(
         config.microbatching,
@@ -210,10 +219,11 @@ def time_shapes(
 ) -> tuple[CostModel, float]:
     """Returns the cost model of a microbatch, and the seconds of a step outside of its microbatches.
 
-    Microbatches of several sizes are timed, with and without trimming.
+    Microbatches of several sizes are timed, with and without trimming. ``size`` is the largest one, see
+    :func:`time_steps`.
     """
     timers = []
-    for timed_size in sorted({max(size // fraction, 1) for fraction in TIMED_FRACTIONS}):
+    for timed_size in sorted({max(size // divisor, 1) for divisor in SIZE_DIVISORS}):
         for width_multiple in (None, slot_tokens):  # trimmed, and at full width
             timer = time_steps(
                 config,
@@ -223,7 +233,7 @@ def time_shapes(
                 width_multiple=width_multiple,
             )
             timers.append(timer)
-    # At six times the hidden size, attention costs as much as the dense layers; see fit_cost().
+    # At a width of six times the hidden size, attention costs as much as the dense layers; see fit_cost().
     return fit_cost(timers, quadratic=6.0 * timers[0].hidden_size)
 
 

@@ -3,8 +3,9 @@
 
 """Finds changes of parameters, gradients and buffers while a step accumulates its gradient.
 
-Weights of tokens are measured at the logits. They do not show a later change of the gradient. A loop that calls
-``zero_grad`` after each microbatch has equal weights at the logits, and loses all microbatches except the last one.
+:func:`.measure_token_weights` measures the weight of each token at the logits. It does not see what happens to the
+gradient afterwards. A loop that calls ``zero_grad`` after each microbatch has equal weights at the logits, and loses
+all microbatches except the last one. :class:`StepWatch` sees that.
 """
 
 from __future__ import annotations
@@ -26,17 +27,22 @@ from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradie
 from composer_tokacc.random_state import same_random_numbers
 
 Versions = dict[str, tuple[int, int]]
-"""By the name of a buffer: numbers that change if it is replaced or written."""
+"""By the name of a buffer: two numbers that change if the buffer is replaced or written."""
 Checksum = tuple[str, str]
-"""Sum and absolute sum of a tensor, as text."""
+"""The sum of a tensor's entries and the sum of their absolute values, each as :meth:`float.hex`."""
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
 """Checksum of a gradient that is 0, or absent."""
+MASKED_LOGIT = -1e4
+"""Logits at or below this value count as masked, and are not compared. Some models mask the logits of ids that no text
+has, with -inf or with the smallest number of the type, which is -65504 in float16."""
 
 
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
-    Parameters and gradients of FSDP1 are not followed, because it moves them between two backwards.
+    Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
+    backward before, and the gradients those at its end. With FSDP1 they are not compared, because it moves them between
+    two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -45,36 +51,39 @@ class StepWatch:
         self._model = inner_model(model)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._trained_ids = {id(parameter) for parameter in trained}
-        """Identities of all trained parameters, also if FSDP1 moves them."""
+        """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
         self._parameters = _followed_parameters(self._model)
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
         self._has_accumulated = False
-        """Whether the last backward added to the gradients, if only 0. ``torch.autograd.grad`` does not."""
+        """Whether the last backward added to a gradient, even if it added 0. ``torch.autograd.grad`` adds nothing."""
         self._states_before: list[tuple[int, int]] = []
-        """States of the gradients before the last backward, see :func:`.state_of_gradient`."""
+        """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
         self._has_stepped = False
-        """Whether an optimizer has made a step since the last backward."""
+        """Whether an optimizer has made a step since the start of the last backward."""
         self._last_weights: dict[str, Checksum] = {}
         """Weights at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
         """Gradients at the last start or end of a backward."""
         self._buffers_before: Versions = {}
-        """Buffers before the forward."""
+        """Buffers at the start of the first forward that returns logits with a graph."""
         self._has_repeated = False
-        """Whether the first forward was repeated. The later ones are not."""
+        """Whether this forward has been repeated. Later ones are not repeated."""
 
     def __deepcopy__(self, memo: object) -> StepWatch:
-        return self  # a copy of the model, such as an average of weights, has the same hooks
+        # `copy.deepcopy(model)`, for an average of its weights, copies the model's hooks, which are methods of this
+        # object. The copied hooks belong to this object too, and do nothing for the copy.
+        return self
 
     def __enter__(self) -> StepWatch:
         for parameter in self._parameters.values():
-            # Not a hook of the tensor: `TokenAccumulation` refuses hooks that may change a gradient.
+            # The node that adds to the gradient. `TokenAccumulation` refuses hooks of the parameter itself, because
+            # they may change its gradient.
             node = get_gradient_edge(parameter).node
-            self._gradient_nodes.append(node)  # kept alive: the graph holds it only while it is used
-            self._hooks.enter_context(node.register_prehook(self._on_backward))
+            self._gradient_nodes.append(node)  # without a reference it is freed together with the graph
+            self._hooks.enter_context(node.register_prehook(self._on_backward_start))
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
             self._model.register_forward_pre_hook(self._before_forward),
@@ -89,8 +98,9 @@ class StepWatch:
     ) -> None:
         self._hooks.close()
 
-    def _on_backward(self, gradients: object) -> None:
+    def _on_backward_start(self, gradients: object) -> None:
         """Compares weights and gradients with those of the last backward, before this one adds to a gradient."""
+        # A backward reaches several nodes with this hook. Only the first one counts.
         if self._in_backward:
             return
         self._in_backward = True
@@ -105,18 +115,18 @@ class StepWatch:
                     f'Gradients were not 0 before the first backward: {_listed(names)}. Call `zero_grad` first.'
                 )
         else:
-            self._compare(weights_now, gradients_now)
-        # Each change is listed once.
+            self._list_changes(weights_now, gradients_now)
         self._last_weights = weights_now
         self._last_gradients = gradients_now
         self._states_before = self._gradient_states()
         self._has_stepped = False
 
-    def _compare(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
+    def _list_changes(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
+        """Lists what has changed since the last backward."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped:
-            # It explains all other changes.
-            self.faults.append(f'An optimizer made a step {between}. Step behind the last microbatch.')
+            # The step explains all other changes.
+            self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
         names = _changed_names(self._last_weights, weights_now)
         if names:
@@ -125,7 +135,7 @@ class StepWatch:
         if names:
             self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
         names = _changed_names(self._last_gradients, gradients_now)
-        # If the last backward accumulated nothing, the loop does it itself, around `torch.autograd.grad`.
+        # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.
         if names and self._has_accumulated:
             self.faults.append(
                 f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
@@ -133,8 +143,9 @@ class StepWatch:
             )
 
     def _on_backward_end(self) -> None:
+        """Records the gradients, and whether this backward added to them."""
         gradients_now = self._gradient_checksums()
-        # A backward that adds 0 changes only the states. FSDP2 may change only the sums.
+        # A backward that adds 0 changes only the states. With FSDP2 a backward may change only the checksums.
         was_written = self._gradient_states() != self._states_before
         self._has_accumulated = was_written or gradients_now != self._last_gradients
         self._last_gradients = gradients_now
@@ -146,14 +157,15 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        """Notes a step of an optimizer of the model. It is a fault if all its gradients were set to 0 before."""
+        """Records that an optimizer makes a step. It is a fault if all its gradients were set to 0 before."""
         stepped: set[int] = set()
         for group in optimizer.param_groups:
             stepped |= {id(parameter) for parameter in group['params']}
         if not stepped & self._trained_ids:
             return
         self._has_stepped = True
-        # An optimizer may also make its step inside of the backward, as soon as a gradient is complete.
+        # Within a backward, an optimizer may make its step as soon as one gradient is complete. Without a gradient that
+        # a backward has added, none can have been lost.
         if self._in_backward or not self._has_accumulated:
             return
         gradients_now = self._gradient_checksums()
@@ -171,6 +183,7 @@ class StepWatch:
         return dict.fromkeys(gradients, ZERO) | _checksums(present)
 
     def _before_forward(self, module: torch.nn.Module, args: object) -> None:
+        # Copies of the model have its hooks.
         if module is self._model and not self._has_repeated:
             self._buffers_before = buffer_versions(module)
 
@@ -181,20 +194,22 @@ class StepWatch:
         kwargs: Any,
         outputs: Any,
     ) -> None:
-        """Watches for the backward. Repeats the first forward, to see whether one depends on those before it."""
+        """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
         logits = logits_of(outputs)
-        is_copy = module is not self._model  # copies of the model have its hooks
+        is_copy = module is not self._model
         if is_copy or logits is None or logits.grad_fn is None:
             return
-        # Backward reaches the logits first. With FSDP2 it does not reach the nodes of the optimizer's parameters.
+        # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
+        # uses gathered parameters.
         node, _ = node_of(logits)
         assert node is not None  # the logits have a graph
-        node.register_prehook(self._on_backward)
+        node.register_prehook(self._on_backward_start)
         if self._has_repeated:
             return
         self._has_repeated = True
         written = _written_names(self._buffers_before, buffer_versions(module))
         difference = _difference_of_forwards(module, args, kwargs)
+        # Not written with `>`: the difference may be NaN.
         if not difference <= tolerance_of(logits.dtype):
             names = _listed(written) if written else 'something outside of its buffers'
             self.faults.append(
@@ -211,7 +226,8 @@ def _difference_of_forwards(
     """Returns the relative difference of the logits of two equal forwards; leaves the module as it is."""
     logits = []
     with torch.no_grad(), undisturbed(module) as snapshot:
-        # The backward of the forward before is still to come.
+        # These forwards write into copies. The training forward still has its backward to come, and that would fail if
+        # the module's tensors were written.
         snapshot.lend_copies()
         for _ in range(2):
             with same_random_numbers():
@@ -223,15 +239,17 @@ def _difference_of_forwards(
 def written_buffers() -> Iterator[set[str]]:
     """Collects which buffers forwards write, in all modules that run inside of this context.
 
-    They are named by the class of their module, because names in the model are not known here.
+    Yields names such as ``BatchNorm1d.running_mean``. They begin with the class of the module, because its name in the
+    model is not known here.
     """
     written: set[str] = set()
-    before: dict[int, Versions] = {}
+    versions_before: dict[int, Versions] = {}
+    """By the identity of a module."""
 
     def before_forward(module: torch.nn.Module, args: object) -> None:
-        # A compiled model would have the hooks in its graph.
+        # While torch.compile traces a module, the hooks must do nothing, or they would be part of its graph.
         if not torch.compiler.is_compiling():
-            before[id(module)] = buffer_versions(module, recurse=False)
+            versions_before[id(module)] = buffer_versions(module, recurse=False)
 
     def after_forward(
         module: torch.nn.Module,
@@ -240,7 +258,7 @@ def written_buffers() -> Iterator[set[str]]:
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        versions = before.pop(id(module), {})
+        versions = versions_before.pop(id(module), {})
         for name in _written_names(versions, buffer_versions(module, recurse=False)):
             written.add(f'{type(module).__name__}.{name}')
 
@@ -249,25 +267,31 @@ def written_buffers() -> Iterator[set[str]]:
 
 
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
-    """Returns the norm of the difference over the norm of the first."""
+    """Returns the norm of the difference of two tensors of logits over the norm of the first.
+
+    NaN if a tensor is missing, if the shapes differ, or if a logit is NaN.
+    """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
+    # A masked logit would make the difference NaN, or the norm so large that no difference shows.
+    first = first.detach().masked_fill(first <= MASKED_LOGIT, 0)
+    second = second.detach().masked_fill(second <= MASKED_LOGIT, 0)
     # Only the sums are in float64. A copy of the logits in float64 would take too much memory.
-    difference = second.detach() - first.detach()
-    change = torch.linalg.vector_norm(difference, dtype=torch.float64)
-    size = torch.linalg.vector_norm(first.detach(), dtype=torch.float64)
+    change = torch.linalg.vector_norm(second - first, dtype=torch.float64)
+    size = torch.linalg.vector_norm(first, dtype=torch.float64)
     return float(change / size.clamp(min=TINY))
 
 
 def _followed_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Returns the trained parameters by name, none if FSDP1 moves them between two backwards."""
+    """Returns the trained parameters by name, none with FSDP1, see :class:`StepWatch`."""
+    # By the name of the class, because a newer torch may have no FSDP1.
     if any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules()):
         return {}
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
-    """Returns two sums of each tensor, because copies of all gradients would need too much memory."""
+    """Returns the checksum of each tensor by name. Copies of all gradients would need too much memory."""
     checksums = {}
     for name, tensor in tensors.items():
         values = tensor.detach()
@@ -277,21 +301,24 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
             values = values.coalesce().values()
         total = float(values.sum(dtype=torch.float64))
         size = float(values.abs().sum(dtype=torch.float64))
-        # As text, because NaN is not equal to itself. `+ 0.0` turns -0.0 into 0.0.
-        checksums[name] = ((total + 0.0).hex(), size.hex())
+        total += 0.0  # turns -0.0 into 0.0
+        # As text, because NaN is not equal to itself.
+        checksums[name] = (total.hex(), size.hex())
     return checksums
 
 
 def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
+    """Returns the names of the tensors whose checksum has changed. Both mappings have the same names."""
     return [name for name, checksum in after.items() if checksum != before[name]]
 
 
 def _written_names(before: Versions, after: Versions) -> list[str]:
+    """Returns the names of the buffers that were replaced or written. A buffer that is new does not count."""
     return [name for name, version in after.items() if before.get(name, version) != version]
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Returns the first three names, and the number of the others."""
+    """Returns the first three names as text, and the number of the others."""
     listed = ', '.join(f'`{name}`' for name in names[:3])
     if len(names) > 3:
         listed += f' and {len(names) - 3} others'

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trains a vision-language model with the Composer Trainer, as a YAML file says.
+"""Trains a vision-language model with the Composer Trainer, from a YAML file.
 
 composer -n 2 -m composer_tokacc.train yamls/digits.yaml [key=value ...]
 """
@@ -17,7 +17,7 @@ from dataclasses import replace
 from composer_tokacc.programs.process import allow_open_files, command_line, prepare, say, share_cores
 
 if __name__ == '__main__':
-    prepare(__doc__, announces=True)
+    prepare(__doc__, announces=True)  # before the imports that take seconds
 
 from composer import Trainer
 from composer.core import Callback, State
@@ -49,23 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: TrainConfig) -> None:
-    """Trains, evaluates and reports.
+    """Trains, evaluates and writes the report. With ``dry_run`` it only tries whether a step can start.
 
     Raises:
-        ConfigError: For a model or data that the config names and that cannot be used.
+        ConfigError: If the model or the data of the config cannot be used.
     """
     share_cores(dist.get_local_world_size())
     allow_open_files()
     if config.dry_run:
         _dry_run(config)
         return
-    # The first rank locks the folder for all. The others wait for it when they join the process group.
+    # The first rank locks the folder for all ranks. The others wait for it when they join the process group.
     folder = None
     if dist.get_global_rank() == 0:
         folder = checkpoint_folder(config.trainer)
     with lock_folder(folder):
-        # Composer loads the checkpoint that its `latest` link names. If that one is damaged, the link is changed here,
-        # before Composer reads it. Once on each node, because each may have its own disk.
+        # Composer resumes from the checkpoint that its `latest` link names. If that one is damaged, the link must be
+        # changed before. One rank of each node does it, because each node may have its own disk.
         if dist.get_local_rank() == 0:
             message = repair_latest_link(config.trainer)
             if message:
@@ -74,11 +74,11 @@ def run(config: TrainConfig) -> None:
 
 
 class _DryRunEnd(Exception):
-    """Raised when a dry run has done everything but training."""
+    """Ends the fit of a dry run before the first step."""
 
 
 class _StopBeforeStep(Callback):
-    """Ends a dry run after the first-batch check and the rehearsal, which happen at the start of the first batch."""
+    """Ends a dry run after ``BATCH_START`` of the first batch, with the first-batch check and the rehearsal."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         raise _DryRunEnd
@@ -86,7 +86,7 @@ class _StopBeforeStep(Callback):
 
 def _dry_run(config: TrainConfig) -> None:
     """Does everything but training, and writes nothing. Rehearses even if the config switches that off."""
-    # Without a folder for checkpoints and without loggers the Trainer writes nothing.
+    # So the Trainer writes neither checkpoints nor logs.
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
@@ -110,11 +110,11 @@ def _train(config: TrainConfig) -> None:
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
-    finished_steps = int(trainer.state.timestamp.batch.value)  # not 0 if the run was resumed
+    finished_steps = int(trainer.state.timestamp.batch.value)  # above 0 if the run was resumed
     started = time.monotonic()
     _fit(trainer, finished_steps)
     seconds = time.monotonic() - started
-    # The fit evaluates at its end, unless `trainer.eval_interval` is 0 or no step was left to train.
+    # Composer's fit evaluates at its end, unless `trainer.eval_interval` is 0 or no step was left to train.
     was_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
     if parts.eval_loader is not None and not was_evaluated:
         say('evaluating ...')
@@ -128,9 +128,9 @@ def _train(config: TrainConfig) -> None:
         if answers is not None:
             last_answers = answers.last
         summary = write_report(config, parts, result, metrics, history, last_answers)
-    # The other ranks wait for the one that writes, because NCCL takes a rank that ends early for a crash.
+    # All ranks wait until the report is written, because NCCL takes a rank that ends early for a crash.
     dist.barrier()
-    trainer.close()  # before the summary, because it ends the line of the progress bar
+    trainer.close()  # before the summary, because this ends the line of the progress bar
     if summary:
         print(f'\n{summary}', flush=True)
 
@@ -140,7 +140,7 @@ def _build(
     history: InMemoryLogger,
     trainer_parts: TrainerParts,
 ) -> tuple[Trainer, RunParts]:
-    """Builds the Trainer, and the rehearsal behind the callbacks of the config."""
+    """Builds data, model and Trainer, and adds the callback that rehearses the heaviest microbatches."""
     parts = build_parts(config)
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, history, trainer_parts)
@@ -151,7 +151,7 @@ def _build(
 
 
 def _fit(trainer: Trainer, finished_steps: int) -> None:
-    """Trains the rest of the run. Does nothing if no step is left, because Composer's ``fit`` would raise then."""
+    """Trains the rest of the run. Does nothing if no step is left, because Composer's ``fit`` would raise an error."""
     duration = trainer.state.max_duration
     elapsed = trainer.state.timestamp
     if duration is not None and elapsed.get(duration.unit) >= duration:

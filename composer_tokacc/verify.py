@@ -8,8 +8,8 @@
 Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
 split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
 of this package is over the tolerance, 2 if the config is wrong. Dropout and the noise of routers are off. Weights are
-float32, without TF32, and adapters are moved away from zero. FSDP is not used, because DDP computes the same gradient.
-Rows are not packed.
+float32, without TF32, and adapters that are zero get small values. FSDP is not used, because DDP computes the same
+gradient. Rows are not packed.
 """
 
 from __future__ import annotations
@@ -59,20 +59,22 @@ from composer_tokacc.refusals import NotExactError
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
+"""The sides on which rows are padded in turn."""
 _TOLERANCE_OF_CPUS = 1e-6
 _TOLERANCE_OF_GPUS = 1e-5
-"""Their kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""
+"""Higher, because GPU kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""
 COLUMNS_BEFORE = 8
 """Positions of padding that are added on the left to measure the round-off of a model."""
 MOST_ROUND_OFF = 2e-4
-"""Largest round-off that is accepted as a tolerance. For Gemma 4, padded on the left, it is 1.1e-4. A cut that moves
-positions has an error of 1e-2."""
+"""Largest round-off that is accepted as a tolerance. For Gemma 4, padded on the left, it is 1.1e-4. A cut that shifts
+the positions of tokens has an error of 1e-2."""
 ROUND_OFF_NOTE = (
-    'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
-    f'first and, padded on the left, with {COLUMNS_BEFORE} columns more of padding.'
+    'The round-off of this model is larger than the tolerance. So the tolerance is now the change of its gradient, in '
+    f'one forward, if the rows come in reverse order and, padded on the left, with {COLUMNS_BEFORE} more positions of '
+    'padding.'
 )
-_RANDOM_NUMBERS = re.compile('drop|jitter')
-"""In the names of numbers that make a forward random. Routers of experts multiply their inputs by a jitter."""
+_NAMES_OF_RANDOMNESS = re.compile('drop|jitter')
+"""Is in the names of the numbers that make a forward random: of dropout, and of the noise of routers of experts."""
 ROUTER_NOTE = (
     'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
     '`algorithms.token_accumulation.router_balance=step` it does not.'
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> int:
     """Prints the table and the verdict; returns 1 if the run is not exact.
 
-    Without a tolerance, the one of the run's device holds.
+    If the tolerance is None, it is the one for the run's device.
     """
     if tolerance is None:
         tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
@@ -116,7 +118,7 @@ def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> i
 
 @contextmanager
 def _without_logs_of_split() -> Iterator[None]:
-    """Hides the log of the split about its caps, because they are one to three rows here, unlike in the run."""
+    """Hides what the split logs about its caps, because microbatches have one to three rows here, unlike in the run."""
     split_logger = logging.getLogger('composer_tokacc.data_spec')
     level = split_logger.level
     split_logger.setLevel(logging.ERROR)
@@ -139,17 +141,17 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     references: dict[str, _WholeStep] = {}
 
     def reference(padding: str) -> Gradients:
-        # Computed in this call, during which compare_cuts() watches the buffers. Kept to measure the round-off.
+        # Computed only now, because compare_cuts() watches the buffers during this call. Kept to measure the round-off.
         references[padding] = run.whole_step(run.joined_rows(padding))
         return references[padding].gradients
 
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
     if report.is_exact:
         return report
-    # A router's loss depends on the cut by its definition, so round-off is not the reason.
+    # The load-balancing loss of a router depends on the cut by its definition, so round-off is not the reason.
     if run.options.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
-    # The model itself may be less exact than the tolerance. Only then is a larger one accepted.
+    # Even one forward of the model may have more round-off than the tolerance. Only then is a larger one accepted.
     round_offs = [run.round_off(padding, references[padding].gradients) for padding in SIDES]
     round_off = max(round_offs)
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
@@ -160,7 +162,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
 @dataclass(frozen=True)
 class _WholeStep:
-    """The step as one forward over the whole global batch."""
+    """The result of a step that is one forward over the whole global batch."""
 
     gradients: Gradients
     has_router_loss: bool
@@ -201,7 +203,7 @@ class _VerifiedRun:
         options = TokenAccumulation(**token_accumulation_options(config)).options
         loss_rule = ''
         if options.token_weights != 'token':
-            # From a row with enough labels.
+            # One row is enough to find the rule. It gets the labels that this needs.
             row = layout.with_media(rule_batch(layout, layout.concat(rows_of_all_ranks)))
             loss_rule = find_loss_rule(Probe.from_model(parts.model), device.batch_to_device(row))
         return cls(
@@ -215,14 +217,14 @@ class _VerifiedRun:
         )
 
     def joined_rows(self, padding: str) -> Batch:
-        """Returns one batch of the rows of all ranks."""
+        """Returns one batch of the rows of all ranks, padded on a side."""
         batch = self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
         return self.layout.with_media(batch)
 
     def whole_step(self, batch: Batch) -> _WholeStep:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
 
-        If tokens have different weights, their mean is computed here, from the logits.
+        If tokens have different weights, their weighted mean is computed here, from the logits.
         """
         model = self.parts.model.train()
         batch = self.device.batch_to_device(batch)
@@ -238,7 +240,7 @@ class _VerifiedRun:
             losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')
             plain_mean = losses.sum() / (targets != IGNORE_INDEX).sum()
             weighted_mean = (losses * weights).sum() / weights.sum()
-            # The rest of the loss, such as the load-balancing loss of a router, has no token weights.
+            # Only the mean is replaced. Other terms of the loss, such as that of a router, have no token weights.
             loss = loss - plain_mean + weighted_mean
         loss.backward()
         gradients = _gradients_of(model)
@@ -246,11 +248,16 @@ class _VerifiedRun:
         return _WholeStep(gradients, has_router_loss=router_loss_of(outputs) is not None)
 
     def round_off(self, padding: str, expected: Gradients) -> float:
-        """Returns the change of the gradient if the rows come in reverse order and, on the left, with more padding."""
+        """Returns the relative change of the gradient of one forward by round-off.
+
+        The exact gradient would stay the same: the rows come in reverse order and, if padded on the left, with more
+        padding.
+        """
         reversed_rows = self.rows_of_all_ranks[::-1]
         batch = self.layout.concat(reversed_rows, padding_side=padding)
         if padding == 'left':
-            batch = widened(batch, self.layout.width(batch) + COLUMNS_BEFORE)
+            # A multiple above the width becomes the new width.
+            batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
         batch = self.layout.with_media(batch)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
@@ -272,6 +279,8 @@ class _VerifiedRun:
                 yield StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients, is_held=is_ours)
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
+        """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
+
         # Composer's own split does not know which images belong to a row.
         def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
             num_rows = self.layout.num_rows(batch)
@@ -285,11 +294,12 @@ class _VerifiedRun:
             _loader_of(batch),
             split_batch=split,
             microbatch_transforms=self.layout.with_media,
-            get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
+            get_num_samples_in_batch=self.layout.num_rows,
         )
         return self._trained_gradients(data, size, UnusedParameters())
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
+        """Trains one step with this package, on microbatches with the memory of ``size`` rows."""
         data = token_data_spec(_loader_of(batch), layout=self.layout, regroup=regroup)
         algorithm = TokenAccumulation(**vars(self.options))
         return self._trained_gradients(data, size, algorithm)
@@ -322,7 +332,7 @@ def _device_of(config: TrainConfig) -> Device:
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cases."""
+    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts."""
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
@@ -335,10 +345,13 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
 
 
 def _loader_of(batch: dict[str, Any]) -> DataLoader:
-    return DataLoader(_OneBatch(batch), batch_size=None)
+    """Returns a loader that yields only this batch."""
+    return DataLoader(_OneBatch(batch), batch_size=None)  # None: the dataset yields batches
 
 
 class _OneBatch(IterableDataset):
+    """Yields one batch."""
+
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
 
@@ -351,7 +364,7 @@ class UnusedParameters(Algorithm):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """An option of DDP."""
+        """Tells Composer to set the option of DDP with this name."""
         return True
 
     def match(self, event: Event, state: State) -> bool:
@@ -364,14 +377,14 @@ class UnusedParameters(Algorithm):
 
 
 class _Recorder(Callback):
-    """Keeps the gradients before the optimizer sees them."""
+    """Keeps the gradients of a step. Composer calls it before the optimizer, which may change them."""
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         self.gradients = _gradients_of(state.model)
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:
-    """Returns copies of the gradients, by their names outside of DDP."""
+    """Returns copies of the gradients, by the names of their parameters in the model inside of DDP."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -387,10 +400,10 @@ def _make_deterministic(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
-        # Some layers read a number of theirs in each forward, others one of their config.
+        # Some layers read such a number from an attribute in each forward, others from their config.
         for holder in (module, getattr(module, 'config', None)):
             for name, value in list(getattr(holder, '__dict__', {}).items()):
-                if isinstance(value, float) and _RANDOM_NUMBERS.search(name):
+                if isinstance(value, float) and _NAMES_OF_RANDOMNESS.search(name):
                     setattr(holder, name, 0.0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

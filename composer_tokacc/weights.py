@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights of loss-generating tokens: powers of the length of their sample, or a column of the data."""
+"""Weights of loss-generating tokens: a power of the number of loss tokens in their sample, or a column of the data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 LOSS_WEIGHTS = 'loss_weights'
-"""Key of the tokens' weights in a batch. A collator gives a float per row or per position. At BATCH_START, if tokens
-may have different weights, :func:`.with_counts` writes float32 of the labels' shape, 0 where no loss is generated."""
+"""Key of the tokens' weights in a batch. A collator writes a float per row or per position. If tokens may have
+different weights, :func:`.with_counts` replaces them at BATCH_START by float32 weights of the labels' shape, which are
+0 where no loss is generated."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
-"""Schemes. The number is p: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the batch
-holds the weights."""
+"""The power p of each scheme: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the
+batch holds the weights."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
-    """Returns the batch with a weight for each position of its labels. The loader may have given one for each row.
+    """Returns the batch with a weight for each position of its labels, where its loader may have given one per row.
 
-    No loss rule is known yet, so every label that is not ignored keeps its weight.
+    The loss rule is not known yet. By the rule ``'unshifted'`` every label that is not ignored keeps its weight.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -35,7 +36,7 @@ def with_weights_of_positions(batch: Batch) -> Batch:
 def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:
     """Returns the weights of the tokens, float32 ``(rows, width)``.
 
-    Weights are 0 where no loss is generated. The first token of each further document of a packed row generates none.
+    Weights are 0 where no loss is generated, which includes the starts of documents, see :func:`.counted_tokens`.
 
     Args:
         batch: A batch with ``labels``, and with ``loss_weights`` for ``'column'``.
@@ -53,15 +54,21 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
 
     ``'token'``, ``'sqrt'`` and ``'sample'`` are the number of counted tokens of the sample to the power 0, -1/2 and -1.
     A document of a packed row is a sample. ``'column'`` reads ``batch['loss_weights']``.
+
+    Args:
+        batch: A batch with ``labels``.
+        token_weights: The scheme, a key of :data:`TOKEN_WEIGHTS`.
+        counted: Which labels carry loss, bool ``(rows, width)``.
     """
     check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
         return _weights_in(batch, counted).masked_fill(~counted, 0)
     documents = _documents(batch, counted)
-    # There are at most as many documents as positions. With `minlength` those without counted tokens get a number, too.
+    # There are at most as many documents as positions. Without `minlength`, `bincount` would leave out the last
+    # documents if they have no counted token, and its length would depend on values on the GPU.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
-    # A document without tokens has no weight, but 0 to a negative power would be infinite.
+    # No token reads the weight of a document without counted tokens, but 0 to a negative power would be infinite.
     weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
     weights = weight_per_document[documents]
     return weights.masked_fill(~counted, 0).float()
@@ -69,12 +76,13 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
 
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
     """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
-    sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
-    # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
+    # `position_ids` of shape (3, rows, width), as of Qwen-VL, are not read. Without `sequence_id` such a row counts as
+    # one document.
     starts = document_starts(batch)
     if starts is not None:
         begins |= starts
+    sequences = batch.get('sequence_id')  # of packed rows of llm-foundry: the number of the document
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
         is_another_sequence = sequences[:, 1:] != sequences[:, :-1]
         begins[:, 1:] |= is_another_sequence
@@ -84,7 +92,7 @@ def _documents(batch: Batch, counted: Tensor) -> Tensor:
 
 
 def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
-    """Returns the weights that the batch holds, float32 ``(rows, width)``."""
+    """Returns the weights that the batch holds, float32 ``(rows, width)``. Refuses bad weights of counted tokens."""
     column = batch.get(LOSS_WEIGHTS)
     if column is None:
         raise InvalidInputError(

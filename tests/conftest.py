@@ -13,6 +13,7 @@ of pytest-xdist runs all tests with ranks, first those that need few. The other 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 from pathlib import Path
@@ -27,6 +28,11 @@ from tests.support.lookups import shorten_lookups
 settings.register_profile('steady', derandomize=True)
 settings.register_profile('random', derandomize=False)
 settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
+
+
+def pytest_collection_finish():
+    """Leaves imported modules out of garbage collection, which would look at them for half a second each time."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -213,7 +213,7 @@ def private_names_of_others(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             defined.add(node.name)
-        if not isinstance(node, ast.Attribute):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith('_'):
             continue
         owner = ast.unparse(node.value)
         if owner == 'self':

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import fit
 
+UNCHECKED = {'loss_tokens': 'causal', 'check_loss': False}
 LOGITS_WITH_TRANSFORMERS = """
 import sys, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -63,7 +65,8 @@ def export(*arguments):
     return main([str(argument) for argument in arguments])
 
 
-def a_batch():
+@functools.cache
+def digits_batch():
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=4, max_images=3)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(4)])
@@ -79,7 +82,7 @@ def run_without_composer(code, *arguments, folder):
 
 def logits_of_exports(folder, *exports):
     """Returns the logits of each exported folder. An adapter is given as ``'BASE with ADAPTER'``."""
-    torch.save(a_batch(), folder / 'batch.pt')
+    torch.save(digits_batch(), folder / 'batch.pt')
     run_without_composer(LOGITS_WITH_TRANSFORMERS, 'batch.pt', 'logits.pt', *exports, folder=folder)
     return torch.load(folder / 'logits.pt')
 
@@ -94,7 +97,7 @@ def logits_of_checkpoint(path):
     weights = torch.load(path, weights_only=False)['state']['model']
     model.load_state_dict({name.removeprefix('model.'): value for name, value in weights.items()})
     with torch.no_grad():
-        return model.eval()(**a_batch()).logits
+        return model.eval()(**digits_batch()).logits
 
 
 @pytest.mark.slow
@@ -130,7 +133,7 @@ def test_sharded_checkpoints_are_exported(trained, tmp_path):
     for name, options in runs.items():
         folder = tmp_path / name
         folder.mkdir()
-        torch.save(a_batch(), folder / 'batch.pt')
+        torch.save(digits_batch(), folder / 'batch.pt')
         arguments_of_runs.append(
             [
                 *options,
@@ -191,7 +194,8 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
         source = {'pretrained': str(folder / 'base')}
     model = build_model(**source, processor=processor, lora={'r': 2, **lora})
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=0.03)
-    fit(model, a_batch(), a_batch(), optimizer=optimizer, save_folder=str(folder / 'checkpoints'))
+    save_folder = str(folder / 'checkpoints')
+    fit(model, digits_batch(), digits_batch(), optimizer=optimizer, save_folder=save_folder, **UNCHECKED)
     return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
 
 
@@ -205,7 +209,7 @@ def logits_of_folder(folder):
 
 def logits_of(model):
     with torch.no_grad():
-        return model.eval()(**a_batch()).logits
+        return model.eval()(**digits_batch()).logits
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,7 @@ def test_invalid_generation_config_is_kept(tmp_path, lora):
     processor = build_digits_processor()
     model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
     optimizer = torch.optim.SGD(trained_parameters(model), lr=0.1)
-    fit(model, a_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'))
+    fit(model, digits_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'), **UNCHECKED)
     checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
     merge = [] if lora is None else ['merge=true']
     assert export(checkpoint, tmp_path / 'exported', *merge) == 0

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib import import_module
+from importlib.abc import MetaPathFinder
 
+import composer
 import pytest
 
 import composer_tokacc
@@ -23,10 +27,13 @@ APPLICATION_NAMES = {'SizingReport', 'suggest_microbatching', 'verify_invariance
 PLUGIN_NAMES = sorted(set(composer_tokacc.__all__) - APPLICATION_NAMES)
 
 
-def loaded(statement: str) -> set[str]:
-    """Returns the modules that a fresh interpreter has loaded after a statement."""
+def loaded(*statements: str) -> list[set[str]]:
+    """Returns the modules that a fresh interpreter has loaded after each of these statements."""
+    lines = ['import json, sys']
+    for statement in statements:
+        lines += [statement, 'print(json.dumps(sorted(sys.modules)))']
     done = subprocess.run(
-        [sys.executable, '-c', f'import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))'],
+        [sys.executable, '-c', '\n'.join(lines)],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
         capture_output=True,
@@ -34,7 +41,8 @@ def loaded(statement: str) -> set[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    printed = done.stdout.splitlines()[-len(statements) :]
+    return [set(json.loads(line)) for line in printed]
 
 
 def rooms(modules: set[str]) -> set[str]:
@@ -42,78 +50,102 @@ def rooms(modules: set[str]) -> set[str]:
     return {name.split('.')[1] for name in modules if name.startswith('composer_tokacc.')}
 
 
+HOSTS = {'torch', 'composer', 'transformers', 'numpy'}
+
+
+def test_planner_needs_only_numpy():
+    package, planning, planner = loaded(
+        'import composer_tokacc',
+        'import composer_tokacc.planning',
+        'from composer_tokacc import plan_microbatches',
+    )
+    assert rooms(package) == {'lazy'}
+    assert not package & HOSTS
+    for modules in (planning, planner):
+        assert rooms(modules) == {'lazy', 'planning', 'refusals'}
+        assert modules & HOSTS == {'numpy'}
+
+
+def in_fork(function, *arguments):
+    """Calls a function in a fork of this process. Torch and Composer, which take seconds, are loaded there already."""
+    assert composer.__name__ in sys.modules
+    with multiprocessing.get_context('fork').Pool(1) as forked:
+        return forked.apply(function, arguments)
+
+
+def forget(packages):
+    """Lets the next import of these packages load them again."""
+    for module in list(sys.modules):
+        if module.partition('.')[0] in packages:
+            del sys.modules[module]
+
+
+def rooms_of_names(names):
+    """Returns the rooms that these names of the package load."""
+    forget({'composer_tokacc'})
+    package = import_module('composer_tokacc')
+    for name in names:
+        getattr(package, name)
+    return rooms(set(sys.modules))
+
+
 @pytest.mark.parametrize(
-    ('statement', 'loaded_rooms', 'hosts'),
+    ('names', 'unneeded'),
     [
-        ('import composer_tokacc', {'lazy'}, set()),
-        ('import composer_tokacc.planning', {'lazy', 'planning', 'refusals'}, {'numpy'}),
-        ('from composer_tokacc import plan_microbatches', {'lazy', 'planning', 'refusals'}, {'numpy'}),
-        ('import composer_tokacc.model_structure', {'lazy', 'model_structure'}, {'numpy', 'torch'}),
+        (['RegroupingBatchSampler'], {'algorithm', 'checks', 'data_spec', *APPLICATION}),
+        (['TokenAccumulation'], {'sampling', *APPLICATION}),
+        (['suggest_microbatching'], {'algorithm', 'checks', 'data_spec', 'data', 'programs'}),
+        (PLUGIN_NAMES, APPLICATION),
     ],
+    ids=['sampler', 'algorithm', 'sizing', 'plugin'],
 )
-def test_loaded_rooms_and_hosts(statement, loaded_rooms, hosts):
-    modules = loaded(statement)
-    assert rooms(modules) == loaded_rooms
-    assert modules & {'torch', 'composer', 'transformers', 'numpy'} <= hosts
-
-
-UNNEEDED = {
-    'RegroupingBatchSampler': {'algorithm', 'checks', 'data_spec', *APPLICATION},
-    'TokenAccumulation': {'sampling', *APPLICATION},
-    'suggest_microbatching': {'algorithm', 'checks', 'data_spec', 'data', 'programs'},
-    ', '.join(PLUGIN_NAMES): APPLICATION,
-}
-"""Rooms that an import of these names must not load."""
-# Composer and transformers take seconds to load, so they are loaded once. Each statement runs in a fork.
-LOAD_IN_FORKS = """
-import json, os, sys
-import composer, transformers
-for statement in json.loads(sys.argv[1]):
-    if os.fork() == 0:
-        exec(statement)
-        print(json.dumps(sorted(sys.modules)), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_names_load_no_unneeded_room():
-    statements = [f'from composer_tokacc import {names}' for names in UNNEEDED]
-    command = [sys.executable, '-c', LOAD_IN_FORKS, json.dumps(statements)]
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()[-len(UNNEEDED) :]
-    for (names, unneeded), line in zip(UNNEEDED.items(), lines, strict=True):
-        loaded_rooms = rooms(set(json.loads(line)))
-        assert loaded_rooms - {'lazy'}, names
-        assert not loaded_rooms & unneeded, names
+def test_names_load_no_unneeded_room(names, unneeded):
+    loaded_rooms = in_fork(rooms_of_names, names)
+    assert loaded_rooms - {'lazy'}
+    assert not loaded_rooms & unneeded
 
 
 NEEDS_COMPOSER = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
 MISSING = ('composer', 'transformers', 'numba', 'scipy', 'filelock', 'yaml', 'psutil', 'PIL', 'omegaconf', 'tqdm')
 
 
+class RefuseMissing(MetaPathFinder):
+    """Finds no package that a plain loop need not have."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in MISSING:
+            raise ModuleNotFoundError(name)
+
+
+def plan_without_hosts(names):
+    """Loads `model_structure`, then these names, and plans. Returns the rooms that are loaded after the first and last.
+
+    No package of MISSING can be imported meanwhile.
+    """
+    forget({'composer_tokacc', *MISSING})
+    sys.meta_path.insert(0, RefuseMissing())
+    import_module('composer_tokacc.model_structure')
+    rooms_of_first = rooms(set(sys.modules))
+    package = import_module('composer_tokacc')
+    for name in names:
+        getattr(package, name)
+    for room in ('data_spec.split', 'weights', 'sampling'):
+        import_module(f'composer_tokacc.{room}')
+    plan = package.plan_microbatches([9, 2, 7, 3, 3, 8], max_tokens=9, num_ranks=2)
+    indices = []
+    for microbatches in plan.ranks:
+        for microbatch in microbatches:
+            indices += microbatch.indices
+    assert sorted(indices) == [0, 1, 2, 3, 4, 5]
+    return rooms_of_first, rooms(set(sys.modules))
+
+
 def test_plain_loops_need_torch_and_numpy():
     """Everything that has nothing to do with a Composer run works without other packages."""
     names = sorted(set(composer_tokacc.__all__) - NEEDS_COMPOSER)
-    modules = loaded(
-        'from importlib.abc import MetaPathFinder\n'
-        'class RefuseMissing(MetaPathFinder):\n'
-        '    def find_spec(self, name, path=None, target=None):\n'
-        f'        if name.split(".")[0] in {MISSING}: raise ModuleNotFoundError(name)\n'
-        'sys.meta_path.insert(0, RefuseMissing())\n'
-        f'from composer_tokacc import {", ".join(names)}\n'
-        'import composer_tokacc.data_spec.split, composer_tokacc.weights, composer_tokacc.sampling\n'
-        'lengths = [9, 2, 7, 3, 3, 8]\n'
-        'plan = plan_microbatches(lengths, max_tokens=9, num_ranks=2)\n'
-        'indices = []\n'
-        'for microbatches in plan.ranks:\n'
-        '    for microbatch in microbatches:\n'
-        '        indices += microbatch.indices\n'
-        'assert sorted(indices) == [0, 1, 2, 3, 4, 5]'
-    )
-    assert {'sampling', 'layout', 'data_spec', 'checks', 'invariance', 'algorithm'} <= rooms(modules)
-    assert not modules & set(MISSING)
+    rooms_of_model_structure, all_rooms = in_fork(plan_without_hosts, names)
+    assert rooms_of_model_structure == {'lazy', 'model_structure'}
+    assert {'sampling', 'layout', 'data_spec', 'checks', 'invariance', 'algorithm'} <= all_rooms
 
 
 ORDER = (

@@ -88,7 +88,7 @@ def test_plugin_loads_neither_torch_nor_composer():
     assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
 
 
-exact_step = pytest_plugin._weighs_the_same
+exact_step = pytest_plugin._exact_step
 """What the fixture gives to a test."""
 
 
@@ -357,6 +357,18 @@ def test_state_that_forwards_write(make_layer, written):
         assert re.search(f'A forward writes {written}.* and the next one depends on it', message)
     else:
         assert message == ''
+
+
+@pytest.mark.parametrize('mask', [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize('make_layer', [torch.nn.Identity, RunningMean])
+def test_state_with_masked_logits(make_layer, mask):
+    """Some models mask the logits of ids that no text has. Their size says nothing about the others."""
+    model = with_layers(make_layer())
+    num_ids = model.lm_head.weight.shape[0]
+    is_last_id = torch.arange(num_ids) == num_ids - 1
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.masked_fill(is_last_id, mask))
+    message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+    assert ('A forward writes' in message) == (make_layer is RunningMean)
 
 
 def test_repeated_forward_is_not_counted():

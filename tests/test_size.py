@@ -28,12 +28,23 @@ from examples.digits import build_digits_processor
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 YAML_OF_FILES = Path(YAML).with_name('llava_json.yaml')
 CAUSAL = 'algorithms.token_accumulation.loss_tokens=causal'
-SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
+# A trace takes time for each layer.
+SMALL = [
+    'dataset.num_samples=128',
+    'loader.global_batch_size=32',
+    'model.config.text_config.num_hidden_layers=1',
+    'model.config.vision_config.num_hidden_layers=1',
+]
+TOO_LITTLE_MEMORY = 'device_memory_gib=0.003'
 
 
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+@pytest.fixture(autouse=True, scope='module')
+def cache_folder(tmp_path_factory):
+    """The user's cache. All tests share it, so that equal runs are traced once."""
+    folder = tmp_path_factory.mktemp('cache')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('XDG_CACHE_HOME', str(folder))
+        yield folder / 'composer_tokacc'
 
 
 def run_size(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -43,15 +54,15 @@ def run_size(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / 'size' / 'size.json').read_text())
 
 
-def test_smaller_device_gets_smaller_microbatches(tmp_path, capsys):
-    calibrations = tmp_path / 'cache' / 'composer_tokacc' / 'memory'
+def test_smaller_device_gets_smaller_microbatches(cache_folder, tmp_path, capsys):
     large_device = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8')
     printed = capsys.readouterr().out
     assert large_device['device_train_microbatch_size'] == 16
     assert large_device['yaml'].splitlines()[1] in printed
     assert 'size.json' in printed
     assert large_device['speedup']['split'] > 1
-    assert len(list(calibrations.iterdir())) == 1
+    calibrations = set((cache_folder / 'memory').iterdir())
+    assert calibrations
 
     needed_gib = sum(large_device['terms'].values())
     # Parameters, gradients, two moments, and the buckets of DDP have equal sizes.
@@ -62,7 +73,7 @@ def test_smaller_device_gets_smaller_microbatches(tmp_path, capsys):
     assert 1 <= small_device['device_train_microbatch_size'] < 16
     assert small_device['binds'] == 'text'
     # The second run has found the calibration of the first.
-    assert len(list(calibrations.iterdir())) == 1
+    assert set((cache_folder / 'memory').iterdir()) == calibrations
 
 
 @pytest.mark.slow
@@ -79,7 +90,7 @@ def test_states_of_an_adapter(tmp_path):
         'trainer.precision=amp_bf16',
         'trainer.device=gpu',
     )
-    config = load_config(YAML).model.config
+    config = load_config(YAML, SMALL).model.config
     model = build_model(config=config, processor=build_digits_processor(), lora=lora, dtype='bfloat16')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_trained = sum(parameter.numel() for parameter in trained)
@@ -190,7 +201,7 @@ OF_ANY_SIZE = [*WITHOUT_DATA, 'model.config.model_type=qwen2_vl']
         (DIGITS_RUN, 'num_ranks=two', "`num_ranks` must be a valid integer, got: 'two'"),
         (DIGITS_RUN, 'num_ranks=3', 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
         (DIGITS_RUN, 'device_memory_gib=-1', '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
-        (DIGITS_RUN, 'device_memory_gib=0.01', 'What would help: sharding with FSDP'),
+        (DIGITS_RUN, TOO_LITTLE_MEMORY, 'What would help: sharding with FSDP'),
         (DIGITS_RUN, 'nonsense=1', 'nonsense'),
         (WITHOUT_DATA, 'lengths.mean=-3', '`lengths.mean` must be greater than or equal to 1, got: -3'),
         (WITHOUT_DATA, 'lengths.mean=nan', "`lengths.mean` must be a valid number, got: 'nan'"),
@@ -362,7 +373,7 @@ def test_run_computes_the_predicted_logits(tmp_path, monkeypatch):
         'microbatching.rehearse=heaviest',
         'callbacks={tests.test_size.LogitsCounter: {}}',
     ]
-    assert train.main([YAML, *SMALL, *arguments, 'microbatching.device_memory_gib=0.01']) == 2
+    assert train.main([YAML, *SMALL, *arguments, f'microbatching.{TOO_LITTLE_MEMORY}']) == 2
     assert train.main([YAML, *SMALL, *arguments, 'microbatching.device_memory_gib=8']) == 0
     most_logits = max(LogitsCounter.num_logits)
     assert most_logits <= sized['most_logits'] < 0.8 * sized['max_tokens']

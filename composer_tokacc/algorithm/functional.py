@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The algorithm as plain functions, for a training loop without a Trainer. The class is built on them."""
+"""The algorithm as plain functions, for a training loop without a Trainer."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from composer_tokacc.weights import weights_at
 def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) -> float:
     """Returns the factor of a microbatch's mean loss. With it the step has the gradient of one mean over its tokens.
 
-    .. math:: w_{rm} = W t_{rm} / T
+    .. math:: w = W t / T
 
     The mean over the ``t`` tokens of a microbatch is a sum divided by ``t``. In the mean over the step, the same sum is
     divided by ``T``. DDP and FSDP average gradients over the ``W`` ranks, and the factor ``W`` undoes this.
 
-    If tokens have weights, both numbers are sums of weights, because a weighted mean is a sum divided by the sum of the
+    If tokens have weights, ``t`` and ``T`` are sums of weights, because a weighted mean is divided by the sum of the
     weights.
 
     Args:
-        num_tokens: Loss-generating tokens of the microbatch, or the sum of their weights.
-        step_tokens: The same over all ranks and microbatches of the step.
-        world_size: Ranks that average their gradients.
+        num_tokens: ``t``, the loss-generating tokens of the microbatch, or the sum of their weights.
+        step_tokens: ``T``, the same number over all ranks and microbatches of the step.
+        world_size: ``W``, the number of ranks whose gradients are averaged.
 
     Raises:
         ValueError: If the microbatch has more tokens than the step, or a number is NaN or negative.
@@ -56,7 +56,7 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """Returns Composer's own factor of a microbatch, ``W n / N``. It counts samples instead of tokens."""
+    """Returns the factor that Composer itself gives to a microbatch, ``W n / N``. It counts samples, not tokens."""
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 
@@ -69,9 +69,9 @@ def step_loss_weights(
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
-    Every label that is not -100 counts, as in the model's own loss. In packed rows this includes the first label of
-    each document, which the model predicts from the document before it. Mask these labels in the collator, or use
-    :func:`weighted_microbatches`, which masks them in the batches that it yields.
+    Every label that is not -100 counts, as in the model's own loss. In packed rows this includes the label of the first
+    token of each document, which the model predicts from the last token of the document before. Mask these labels in
+    the collator, or use :func:`weighted_microbatches`, which masks them in the batches that it yields.
 
     A microbatch without loss-generating tokens has factor 0. Do not compute it, because most models return NaN for it.
     If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
@@ -93,13 +93,13 @@ def step_loss_weights(
     weight_sums = []
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
-        # Repeated samples do not count. They only fill up a rank.
+        # A row that counts as 0 samples is a repeated one. It only gives this rank as many rows as the others have.
         samples = [row.samples > 0 for row in rows_of(microbatch)]
         is_sample = torch.tensor(samples, device=has_loss.device)
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-    plan = getattr(microbatches, 'plan', None)
+    plan = getattr(microbatches, 'plan', None)  # a PreSplitBatch may have one
     return _factors(weight_sums, device, plan)
 
 
@@ -111,10 +111,12 @@ def weighted_microbatches(
 ) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    DDP on other ranks may wait for a microbatch without loss-generating tokens. So it is yielded, too, with factor 0
-    and with one label, because the loss of no labels is not a number. The same holds for a microbatch of repeated
-    samples, which only fill up a rank. In packed rows the first label of each document after the first is masked. The
-    arguments are those of :func:`.step_loss_weights`. Every token has the same weight.
+    The arguments are those of :func:`.step_loss_weights`. Every token has the same weight. In packed rows the label of
+    the first token of each document after the first is masked.
+
+    A microbatch without loss-generating tokens is yielded with factor 0, because DDP on other ranks may wait for its
+    backward. It gets one label, because the mean over no labels is NaN. A microbatch of repeated samples, which only
+    give this rank as many microbatches as the others have, is treated in the same way.
 
     Example:
         .. code-block:: python
@@ -136,10 +138,16 @@ def weighted_microbatches(
 
 
 def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) -> list[Batch]:
-    """Returns the microbatches; raises if they are a single batch, or if the model would not return a mean."""
+    """Returns the microbatches as a list.
+
+    Raises:
+        TypeError: If they are a single batch.
+        ValueError: If the loss of the model would be no mean, or would depend on how the loader has padded rows.
+    """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
         if loss_tokens != 'unshifted':
+            # The loader pads each microbatch by itself. On the left, a pad may then predict the label of a first token.
             for microbatch in microbatches:
                 facts = describe(BatchLayout.infer(microbatch), microbatch)
                 check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
@@ -186,9 +194,10 @@ def apply_token_weights(
 ) -> None:
     """Turns the gradient of a mean over tokens into the gradient of their weighted mean, in a loop without a Trainer.
 
+    A hook on the logits multiplies their gradient in the backward. The value of the loss stays the plain mean.
+
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
-            The value of the loss stays the plain mean.
         batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label that is not -100
             counts, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
@@ -200,7 +209,8 @@ def apply_token_weights(
         raise InvalidInputError(
             f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
         )
+    # Without labels or with weights of 0 only, the sum is 0, and the minimum prevents 0 / 0.
     sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
-    # The mean divides by the number of tokens. The weighted mean divides by the sum of the weights.
+    # The loss divides by the number of tokens. The weighted mean divides by the sum of the weights.
     factor = (has_loss.sum() / sum_of_weights).float()
     weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))

@@ -35,13 +35,15 @@ Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, Any]]
 class LogitsAtLabels:
     """Makes a model compute logits only at positions that predict a label, in any training loop.
 
-    It acts on forwards in training mode that get ``labels``. Loss and gradient stay the same.
-    ``outputs.logits`` then has a single row: the logits of the labelled positions of the first row, then those of the
-    second row, and so on. If the model shifts labels, one more position follows at the end, because the model drops the
-    last one. Evaluation and generation compute all logits.
+    It acts on forwards in training mode that get ``labels``. Loss and gradient stay the same. Evaluation and generation
+    compute all logits.
 
-    On its own batch, the first such forward compares loss and gradient with those of all logits. This takes about five
-    more forwards, which leave no gradients behind. With FSDP all ranks must make this forward at the same time.
+    ``outputs.logits`` has a single row: the logits that predict the labels of the first row, then those of the second
+    row, and so on. If the model shifts labels, it drops the logits of the last position, so one more position follows
+    at the end.
+
+    The first such forward computes its batch with and without all logits, and compares loss and gradient. This takes
+    about five more forwards, whose gradients are not kept. With FSDP all ranks must make this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -68,15 +70,15 @@ class LogitsAtLabels:
                 '`get_output_embeddings()` returns none. Use a class with a head, such as `AutoModelForCausalLM`.'
             )
         self._shifts_labels = shifts_labels
-        self._rule: str | None = None  # the loss rule of the model; None until the first forward has proven it
-        self._is_probing = False
+        self._rule: str | None = None  # the loss rule of the model; None: no forward was checked yet
+        self._is_probing = False  # whether the check of the first forward is calling the model
+        # The hook of this class, and the selector with its hooks, between __enter__ and __exit__.
         self._handle: Any = None
         self._selector: LabelSelector | None = None
 
     def __enter__(self) -> LogitsAtLabels:
         """Adds the hooks to the model."""
-        # Hooks run in the order in which they were added. `_begin_forward` tells the selector the number of labels, so
-        # it is added before the hooks of the selector.
+        # `_begin_forward` must run before the hooks of the selector. Hooks run in the order in which they were added.
         self._handle = self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
@@ -95,21 +97,21 @@ class LogitsAtLabels:
         args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch is checked.
+        """Tells the selector how many labels the batch has; a forward pre-hook. Checks the first batch.
 
-        Returns the arguments of the forward by name, because check and selector find tensors by their names.
+        Returns the arguments of the forward by name, because the check and the selector look tensors up by name.
         """
         args, kwargs = _by_name(module, args, kwargs)
         if self._is_probing or not module.training or kwargs.get('labels') is None:
             return args, kwargs
         assert self._selector is not None
         if self._rule is None:
-            self._rule = self._proven_rule(kwargs)
+            self._rule = self._checked_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
         return args, kwargs
 
-    def _proven_rule(self, batch: Mapping[str, Any]) -> str:
+    def _checked_rule(self, batch: Mapping[str, Any]) -> str:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
         assert self._selector is not None
         self._is_probing = True
@@ -118,11 +120,7 @@ class LogitsAtLabels:
             rows: Batch = {key: value for key, value in batch.items() if value is not None}
             rule = self._rule_of(probe, rows)
             layout = BatchLayout.for_model(self._model)
-
-            def to_device(batch: Batch) -> Batch:
-                return batch  # the batch of a forward is on the device already
-
-            comparison = RowComparison(probe, layout, to_device, rule, rows, check_loss=True)
+            comparison = RowComparison(probe, layout, _unchanged, rule, rows, check_loss=True)
             failure = comparison.selection_failure(self._selector)
         finally:
             self._is_probing = False
@@ -137,13 +135,19 @@ class LogitsAtLabels:
         """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
             return 'causal' if self._shifts_labels else 'unshifted'
-        # Without a layout no row is selected, so all rows stay in the batch.
-        labelled_row = rule_batch(layout=None, rows=rows)
-        return find_loss_rule(probe, labelled_row)
+        # Without a layout, rule_batch() does not select the row that it labels, and the batch keeps all its rows.
+        batch = rule_batch(layout=None, rows=rows)
+        return find_loss_rule(probe, batch)
+
+
+def _unchanged(batch: Batch) -> Batch:
+    """Moves a batch to the device of the model: nothing to do, because the batch of a forward is there already."""
+    return batch
 
 
 def _language_model(model: Any) -> torch.nn.Module:
-    """Returns the Hugging Face model inside of a Composer model, or any other model itself. Imports no Composer."""
+    """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
+    # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
     return model.model if hasattr(model, 'eval_forward') else model
 
 
@@ -152,11 +156,12 @@ def _by_name(
     args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> Arguments:
-    """Returns the arguments of a forward with the names of those that were passed by position.
+    """Returns the arguments of a forward, with those that were passed by position under their names.
 
-    Arguments for ``*args`` have no names. They stay as they are.
+    Arguments for ``*args`` have no names. They are still passed by position.
     """
-    if not args:  # as in most loops. Reading the signature takes time in every forward
+    if not args:
+        # Most loops pass none, and reading the signature would take time in every forward.
         return args, kwargs
     names = []
     for name, parameter in inspect.signature(module.forward).parameters.items():

@@ -1,16 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The terms of a loss. A loss may be a tensor, a sequence or a dict, and each term has a denominator of its own.
+"""The terms of a loss, each with its unit.
 
-``loss_units`` names the denominator of each term of a dict: tokens, samples or microbatches. Without it every term is a
-mean over tokens. :class:`LossTerms` takes a loss apart, changes its terms by their units, and puts it together again.
+A model's loss is a tensor, a sequence or a dict of terms. The unit says what a term is a mean over, and so how its
+value in a microbatch counts in the step. ``loss_units`` names the unit of each term of a dict. Without it every term is
+a mean over tokens. A dict may also have a ``'total'``: if it has one, Composer takes only the gradient of the total.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from composer_tokacc.checks.logits import router_loss_of
 from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
+"""What a term is: a mean over loss tokens; a mean over samples; a mean over samples that see each other, as in a
+contrastive loss; or a statistic of a whole microbatch, such as a router's load-balancing loss."""
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 """Names that configs use for the factor of a router's load-balancing loss."""
 
@@ -35,13 +38,14 @@ class Term(NamedTuple):
 
 
 class SplitLoss(dict):
-    """The loss of a mixture of experts from Hugging Face, split into its terms. The model returns only their sum."""
+    """The two terms of the loss of a mixture of experts. A Hugging Face model returns only their sum."""
 
     units: ClassVar = {'tokens': 'tokens', 'router': 'microbatches'}
+    """The unit of each term, by its name."""
 
 
 class LossTerms:
-    """Knows the unit of each term of a loss, and changes terms by their units.
+    """Takes a loss apart, changes its terms by their units, and puts it together again.
 
     Args:
         loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
@@ -50,7 +54,8 @@ class LossTerms:
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
-        self.units = dict(loss_units or {})  # empty: all terms are means over tokens. A SplitLoss has units of its own
+        self.units = dict(loss_units or {})
+        """The unit of each term; empty: all terms are means over tokens, except those of a :class:`SplitLoss`."""
         self.router_coefficient = router_coefficient
 
     @property
@@ -60,10 +65,10 @@ class LossTerms:
         return [name for name, unit in self.units.items() if unit in coupling_units]
 
     def terms_of(self, loss: Any) -> list[Term]:
-        """Returns the terms of a loss. Composer's ``'total'`` is left out.
+        """Returns the terms of a loss. The ``'total'`` of a dict is no term.
 
         Raises:
-            RuntimeError: If the terms are not those of ``loss_units``.
+            RuntimeError: If ``loss_units`` does not name every term, or a term is no tensor.
         """
         if not isinstance(loss, Mapping):
             if self.units:
@@ -95,20 +100,18 @@ class LossTerms:
         return terms
 
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
-        """Returns the terms of a unit; an empty list if the loss has none of this unit.
+        """Returns the values of all terms with this unit.
 
-        Without ``loss_units`` a dict with a ``'total'`` has only this term, a mean over tokens, because Composer takes
-        only the gradient of the total.
+        Without ``loss_units`` the total of a dict is the mean over tokens, if there is one, and stands for all terms.
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns a loss of the same kind, with the values that ``change`` returns for its terms.
+        """Returns the loss with the values that ``change`` returns for its terms.
 
-        A total becomes the sum of the new terms. Without ``loss_units`` it is changed like a term. A sequence of
-        sequences becomes one tuple.
+        A tensor stays a tensor, and a dict a dict. A sequence becomes a tuple of its terms, even if it was nested.
         """
         values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
@@ -119,16 +122,16 @@ class LossTerms:
             if self.units and values:
                 values['total'] = sum_of_means(values.values())
             else:
-                # Without units the total itself is the mean over tokens.
+                # The total itself is the mean over tokens, and there may be no other term.
                 values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        The products are new tensors, because Composer multiplies the loss in place. The backward calls ``observe`` with
-        the gradient of the scaled loss, which is Composer's weight. It is called for one term, because this weight is
-        the same for all.
+        Composer adds the products up, and multiplies their sum, or the given total, by its own weight in place. So the
+        products are new tensors, and the gradient of each is Composer's weight. The backward calls ``observe`` with the
+        gradient of one of them.
         """
 
         def times_scale(term: Term) -> Tensor:
@@ -136,7 +139,8 @@ class LossTerms:
 
         scaled = self.changed(loss, times_scale)
         if isinstance(scaled, Mapping) and self.units and scaled:
-            # Composer adds up the terms of all ranks by their position, so all ranks need the same names in one order.
+            # Composer sums each term over the ranks, by its place in the dict. So all ranks need the same names, in the
+            # same order. A term that this microbatch lacks is 0.
             names = list(self.units)
             if 'total' in scaled:
                 names.append('total')
@@ -152,10 +156,10 @@ class LossTerms:
         return scaled
 
     def split(self, loss: Any, outputs: Any) -> Any:
-        """Returns the loss of a mixture of experts as two terms: the mean over tokens, and its load-balancing loss.
+        """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss.
 
-        The load-balancing loss is a statistic of the microbatch, not a mean over tokens, so it weighs the same in all
-        microbatches. Other losses are returned as they are.
+        They need different factors: the load-balancing loss has the same weight in every microbatch, however many
+        tokens it has. Other losses are returned as they are.
         """
         router = router_loss_of(outputs)
         if router is None or self.router_coefficient is None or not isinstance(loss, Tensor):
@@ -166,22 +170,23 @@ class LossTerms:
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
         """Raises RuntimeError unless the model adds its load-balancing loss times the coefficient to its loss.
 
-        The coefficient itself is measured, because a small one would change the loss by less than any tolerance. A
-        wrong coefficient would leave a part in the loss that is not a mean over tokens.
+        With a wrong coefficient, :meth:`split` would leave a part of it in the mean over tokens. The coefficient is
+        measured as the gradient of the loss by the load-balancing loss. The values of the losses would not show it,
+        because a small coefficient changes the loss by less than round-off.
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         if router.grad_fn is loss.grad_fn:
-            # One node of a compiled forward computes both losses. Then the factor cannot be measured, so the config
-            # must name it.
+            # In a compiled forward one node of the graph computes both losses, so there is no gradient between them.
+            # Then the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             added = math.nan if coefficient is None else coefficient
         else:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
             added = 0.0 if gradient is None else float(gradient)
         expected = coefficient or 0.0
-        # Autograd rounds the factor to the type of the router's loss.
+        # Autograd rounds the coefficient to the type of the load-balancing loss.
         precision = torch.finfo(router.dtype).eps
         round_off = 1e-5 + precision
         if not math.isclose(added, expected, rel_tol=round_off):
@@ -192,10 +197,10 @@ class LossTerms:
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
-        """Returns the losses that the first-batch check compares, by unit: the terms of tokens, and those of samples.
+        """Returns the losses that the first-batch check compares: the sums of the terms over tokens and over samples.
 
-        They must not depend on how the batch is cut. Terms that couple rows may, so they are left out: a run with such
-        terms must not regroup rows. If all terms couple rows, their sum is returned.
+        The keys are ``'tokens'`` and ``'samples'``. These sums must not depend on how the batch is cut. Terms that
+        couple rows may depend on it, so they are left out. If all terms couple rows, ``'tokens'`` is the sum of all.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -219,7 +224,7 @@ class LossTerms:
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     """Raises RuntimeError if the total of a loss is not the sum of its terms, up to round-off."""
     summed = sum_of_means(terms)
-    # A sum in bfloat16 is rounded after each addition.
+    # A total in bfloat16 is rounded after each addition.
     precision = torch.finfo(total.dtype).eps
     round_off = 1e-4 + len(terms) * precision
     total = total.float()
@@ -251,43 +256,49 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
 
-    It is made of the outputs. Only if none of them has a gradient, it is made of the loss: the gradient of a mean over
-    no tokens is NaN. Outputs may be NaN, too, and 0 * NaN is NaN, so it is the sum of empty slices of them.
+    It stands for a mean over no tokens, which is NaN, as is its gradient. So the zero is made of the loss only if no
+    other output has a gradient. An output may be NaN as well, and ``0 * NaN`` is NaN. So the zero is the sum of empty
+    slices of the outputs.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
     for output in tensors_in(outputs):
-        # The outputs of a Hugging Face model hold the loss, too. It is a scalar.
+        # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
         is_loss = any(output is value for value in losses)
-        if output.requires_grad and output.dim() and not is_loss:
+        is_scalar = output.dim() == 0
+        if output.requires_grad and not is_loss and not is_scalar:
             sources.append(output)
-    zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
+    first_loss = tensors_in(loss)[0]
+    zero = first_loss.new_zeros((), dtype=torch.float32)
     for source in sources or losses:
         no_elements = torch.atleast_1d(source)[:0]
         zero = zero + no_elements.sum().to(zero)
     return zero
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors in a nest of mappings and sequences."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns all tensors in a value, which may be a tensor or nested mappings and sequences of tensors."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return [value]
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from tensors_in(item)
+        items = value
+    tensors = []
+    for item in items:
+        tensors += tensors_in(item)
+    return tensors
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the means of some terms, float32 ``()``."""
+    """Returns the sum of the means of some terms, float32 ``()``. A term may be a tensor of several elements."""
     means = [term.float().mean() for term in terms]
     return torch.stack(means).sum()
 
 
 def _sum(terms: Collection[Tensor]) -> Tensor:
-    """Returns the sum of some terms, as Composer computes it. The dtype is the least precise one among them."""
+    """Returns the sum of the means of some terms in their least precise dtype, which shows its round-off."""
     dtypes = [term.dtype for term in terms]
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return sum_of_means(terms).to(coarsest)
+    least_precise = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return sum_of_means(terms).to(least_precise)

@@ -3,9 +3,9 @@
 
 """The load-balancing loss of a mixture of experts over a whole step, for any cut into microbatches.
 
-Before a step is trained, one forward of each microbatch without gradients counts how often each expert is chosen. One
-all-reduce sums the counts. With these sums the loss of the step is a sum over its microbatches, and each microbatch
-gets its part.
+In each layer with experts, a router chooses a few experts for each position. Before a step is trained, one forward of
+each microbatch without gradients counts how often each expert is chosen. One all-reduce sums the counts. With these
+sums the loss of the step is a sum over its microbatches, and each microbatch gets its part.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 ROUTER_BALANCES = ('microbatch', 'step')
 LOSS_TOLERANCE = 1e-4
 """Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
-If the number of experts of a token were wrong, the loss would be off by more than a hundredth."""
+With another number of experts per position, the loss would differ by more than 0.01."""
 CHOICE_TOLERANCE = 1e-3
-"""Largest share of the choices of experts that may differ between the count and the forward in training. A few choices
-change if two experts are equally good and a kernel does not sum in a fixed order."""
+"""Largest share of the choices that may differ between the count and the forward in training. A few choices change if
+two experts are equally probable and a kernel does not sum in a fixed order."""
 FEW_CHOICES = 2
 """Number of choices that may always differ, however few choices there are."""
 OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
@@ -47,7 +47,7 @@ class CountedMicrobatch(NamedTuple):
     """Counts of a microbatch that is not trained yet."""
 
     positions: Tensor
-    """Which positions count, ``(rows, width)`` bool."""
+    """Which positions count for the step: see :func:`counted_positions`, ``(rows, width)`` bool."""
     choices: Tensor
     """How often each expert was chosen at these positions, ``(experts,)`` int64."""
 
@@ -106,9 +106,9 @@ class StepBalance:
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
         self._precision = precision
-        self._top_k = 0  # number of experts of a position; 0: not known before the first forward
+        self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
         self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
-        # Sums over the step: the positions of all layers, then how often each expert was chosen.
+        # Sums over the step and all ranks: the number of positions times layers, then the choices of each expert.
         self._sums: RankSum | None = None
         # The largest deviations in the step so far, as multiples of their tolerances. They are scalars on the device,
         # because the host would have to wait to read them.
@@ -124,11 +124,11 @@ class StepBalance:
         self._counted.clear()
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
-        num_positions: Tensor | int = 0
+        num_positions = torch.tensor(0)
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # The model does not get the weights of tokens. They do not change the choice of experts.
+                # In training the model does not get the weights of tokens either.
                 batch.pop(LOSS_WEIGHTS, None)
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
@@ -141,46 +141,59 @@ class StepBalance:
                 num_positions = num_positions + positions.sum() * num_layers
         choices_of_microbatches = [counted.choices for counted in self._counted]
         choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
-        sums = torch.stack([torch.as_tensor(num_positions), *choices_of_experts])
+        sums = torch.stack([num_positions, *choices_of_experts])
         self._sums = RankSum(self._device.tensor_to_device(sums))
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
-        """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
+        """Returns the router's logits of each layer, ``(positions, experts)``.
 
-        The first forward with attended positions also finds the number of experts of a position, because configs use
-        many names for it. The loss grows with this number. So it is the number that gives the loss nearest to the
-        model's own.
+        Compares the model's own load-balancing loss with the one that is computed from these logits.
         """
-        own_loss = router_loss_of(outputs)
+        models_loss = router_loss_of(outputs)
         attended = _attended(batch)
         logits = _router_logits(outputs)
         positions_of_layers = [len(layer) for layer in logits]
         has_all_positions = set(positions_of_layers) == {attended.numel()}
-        if own_loss is None or not has_all_positions:
+        if models_loss is None or not has_all_positions:
             raise _refusal(
                 'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
-                f'{"no" if own_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
+                f'{"no" if models_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
                 f'{attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of experts.'
             )
-        is_unknown = self._top_k == 0
-        most_experts = logits[0].shape[-1] if is_unknown else self._top_k
-        choices, probabilities = _sums_over_positions(logits, attended, most_experts)
+        self._compare_losses(models_loss, logits, attended)
+        return logits
+
+    def _compare_losses(
+        self,
+        models_loss: Tensor,
+        logits: Sequence[Tensor],
+        attended: Tensor,
+    ) -> None:
+        """Notes how far the model's own load-balancing loss is from the one that is computed from the router's logits.
+
+        The first comparison also finds the number of experts that are chosen for a position. Configs use many names for
+        it. The loss grows with this number, so the number is the one whose loss is nearest to the model's own.
+        """
+        is_first = self._top_k == 0
+        most_choices = logits[0].shape[-1] if is_first else self._top_k  # at first all experts
+        choices, probabilities = _sums_over_positions(logits, attended, most_choices)
         num_positions = len(logits) * attended.sum()
-        losses = _balance_losses(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
-        if is_unknown:
+        # The losses if 1, 2, ... `most_choices` experts are chosen for a position.
+        losses = _balance_losses(choices, probabilities, num_positions)
+        if is_first:
             if not bool(attended.any()):
-                return logits  # the loss is NaN, and no choice is counted
-            self._top_k = int((losses - own_loss).abs().argmin()) + 1
+                return  # without positions both losses are NaN
+            self._top_k = int((losses - models_loss).abs().argmin()) + 1
+        # The model computes its loss in the type of the logits, with a few rounded operations.
         tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         loss = losses[self._top_k - 1]
-        deviation = (loss / own_loss - 1).abs() / tolerance
-        # The loss of a microbatch without positions is NaN. It is not a deviation.
+        deviation = (loss / models_loss - 1).abs() / tolerance
+        # NaN means that the microbatch has no positions. It is not a deviation.
         deviation = deviation.detach().nan_to_num(nan=0.0)
         self._loss_deviation = torch.maximum(self._loss_deviation, deviation)
-        # Only the first forward is checked at once. The others are checked at the end of the step.
-        if is_unknown:
+        # The first comparison is checked at once. The others are checked together at the end of the step.
+        if is_first:
             self.check()
-        return logits
 
     def with_part_of_step(
         self,
@@ -202,7 +215,7 @@ class StepBalance:
         with self._precision():
             logits = _router_logits(outputs)
             choices, probabilities = _sums_over_positions(logits, counted.positions, self._top_k)
-        # A position that goes to another expert changes the counts of two experts.
+        # Another choice changes the counts of two experts.
         change = choices.sum(dim=0) - counted.choices
         num_changed = change.abs().sum() / 2
         num_choices = choices.sum()
@@ -210,20 +223,21 @@ class StepBalance:
         self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
         num_experts = len(choices_of_experts)
+        # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
         factor = num_experts / max(num_positions, 1) ** 2
         weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
-        balance = (weights * probabilities).sum()
-        # Later this term is divided by the number of microbatches, and the gradient by the number of ranks. The parts
-        # must be summed, so both divisions are undone here.
+        part_of_step = (weights * probabilities).sum()
+        # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
+        # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
         num_averaged = num_microbatches * get_world_size()
-        router = self._coefficient * num_averaged * balance
+        router = self._coefficient * num_averaged * part_of_step
         return SplitLoss(tokens=loss['tokens'], router=router)
 
     def check(self) -> None:
-        """Raises RuntimeError if a deviation of the step is over its tolerance.
+        """Raises RuntimeError if a deviation in the step was over its tolerance.
 
-        Either the model's own load-balancing loss is not the one computed here, or experts are chosen differently in
-        training than in the count. It waits for the device, so it is called once a step.
+        Then either the model's own load-balancing loss is not the one computed here, or the choices in training are not
+        those of the count. Called only once a step, because it waits for the device.
         """
         on_same_device = self._choice_deviation.to(self._loss_deviation)
         both_deviations = torch.stack([self._loss_deviation, on_same_device])
@@ -248,12 +262,16 @@ def _refusal(what: str) -> NotExactError:
 
 
 def counted_positions(microbatch: Batch) -> Tensor:
-    """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
+    """Returns which positions are attended and belong to a sample, ``(rows, width)`` bool.
+
+    The model's own loss also counts attended positions of dummy rows and of repeated samples. The loss of the step must
+    not, because there are none in one forward over the global batch.
+    """
     attended = _attended(microbatch)
     rows = rows_of(microbatch)
     if rows[0].documents:
         return _counted_in_packed_row(microbatch, rows[0].documents)[None]
-    # A dummy row has no real tokens.
+    # Dummy rows and repeated samples are counted as rows without real tokens.
     is_sample = torch.tensor([row.real_tokens > 0 for row in rows], device=attended.device)
     return attended & is_sample[:, None]
 
@@ -261,37 +279,35 @@ def counted_positions(microbatch: Batch) -> Tensor:
 def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     """Returns which positions of a packed row are real tokens of a sample, ``(width,)`` bool.
 
-    The mask does not show them. It is True at every position of a document, also in a dummy row, and at a padding
-    position that was kept because it has a label. Such a position comes after the real tokens of its document.
+    The mask does not show them. It is also True in dummy rows, and at a padding position that was kept because it has a
+    label. Such a position comes after the real tokens of its document.
 
     Args:
         packed: The packed row.
-        rows: The counts of the rows that it was made of, in their order.
+        rows: The counts of the rows that were packed, in their order.
     """
-    documents = documents_of(packed)[0]
-    device = documents.device
-    real_tokens = []
+    document_of_position = documents_of(packed)[0]
+    device = document_of_position.device
+    real_tokens_of_documents = []
     for row in rows:
-        # A sample without real tokens has no position, so it is not a document.
+        # A sample without real tokens has no position in the packed row, so it is not a document.
         if row.real_tokens > 0 or row.samples == 0:
-            real_tokens.append(row.real_tokens)
-    # If no row has a real token, the packed row still has one position.
-    real_tokens.append(0)
-    limits = torch.tensor(real_tokens, device=device)[documents]  # real tokens of the document of each position
-    # The numbers of the documents are sorted, so this is the first position of the document of each position.
-    starts = torch.searchsorted(documents, documents)
-    positions = torch.arange(len(documents), device=device)
-    return positions - starts < limits
+            real_tokens_of_documents.append(row.real_tokens)
+    # If no row is a document, the packed row has one position of padding. It counts as document 0.
+    real_tokens_of_documents.append(0)
+    num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
+    # The first position of the document that each position belongs to. Document numbers are in ascending order.
+    starts = torch.searchsorted(document_of_position, document_of_position)
+    positions = torch.arange(len(document_of_position), device=device)
+    return positions - starts < num_real
 
 
 def _attended(batch: Batch) -> Tensor:
-    """Returns which positions are attended, ``(rows, width)`` bool.
-
-    The mask of a packed row has one row for each document. These rows are joined.
-    """
+    """Returns which positions are attended, ``(rows, width)`` bool."""
     attended = attended_positions(batch)
     if len(attended) == len(text_of(batch)):
         return attended
+    # The mask of a packed row has one row for each document.
     return attended.any(dim=0, keepdim=True)
 
 
@@ -309,11 +325,14 @@ def _sums_over_positions(
     is_counted: Tensor,
     top_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Sums choices and probabilities over layers and counted positions, with the operations of the models' own loss.
+    """Sums choices and probabilities over layers and counted positions.
+
+    Softmax and ``topk`` are computed as in the models' own loss, so that experts with equal probabilities are chosen
+    alike.
 
     Returns:
         How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and the sum of the
-        probabilities of each expert, ``(experts,)``.
+        probabilities of each expert, ``(experts,)``, at least in float32.
     """
     num_experts = logits[0].shape[-1]
     device = logits[0].device
@@ -323,13 +342,13 @@ def _sums_over_positions(
     for layer in logits:
         probabilities = layer.to(device).softmax(dim=-1)
         experts = probabilities.topk(top_k, dim=-1).indices
-        # Each choice as an index into the flattened table ``(top_k, experts)``.
-        rows_of_table = torch.arange(top_k, device=device)
-        places = experts + num_experts * rows_of_table
+        # Each choice, (positions, top_k), as an index into the flat `choices`: rank of the choice * experts + expert.
+        ranks = torch.arange(top_k, device=device)
+        indices = experts + num_experts * ranks
         is_counted_choice = counted.repeat_interleave(top_k)
-        choices.scatter_add_(0, places.flatten(), is_counted_choice.long())
-        precise = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
-        counted_probabilities = precise * counted[:, None]
+        choices.scatter_add_(0, indices.flatten(), is_counted_choice.long())
+        at_least_float32 = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+        counted_probabilities = at_least_float32 * counted[:, None]
         sums_of_layers.append(counted_probabilities.sum(dim=0))
     sum_of_probabilities = torch.stack(sums_of_layers).sum(dim=0)
     return choices.view(top_k, num_experts), sum_of_probabilities
@@ -340,8 +359,12 @@ def _balance_losses(
     probabilities: Tensor,
     num_positions: Tensor,
 ) -> Tensor:
-    """Returns the load-balancing losses for 1, 2, ... ``top_k`` experts of a position, ``(top_k,)``."""
+    """Returns the load-balancing losses if 1, 2, ... ``top_k`` experts are chosen for a position, ``(top_k,)``.
+
+    The arguments are the results of :func:`_sums_over_positions`, and the number of positions times layers.
+    """
     num_experts = choices.shape[1]
+    # With k experts for a position, the first k choices count.
     shares = choices.cumsum(dim=0) / num_positions
     mean_probabilities = probabilities / num_positions
     products = shares * mean_probabilities

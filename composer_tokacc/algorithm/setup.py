@@ -27,7 +27,7 @@ from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_c
 from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import ReductionWatch
 from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
-from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
+from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
@@ -362,7 +362,7 @@ def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vo
             embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
-        check_vocabulary(microbatch, 'labels', vocabulary, lambda: (IGNORE_INDEX,))
+        check_vocabulary(microbatch, 'labels', vocabulary)
         # A class derived from Embedding may hold further ids. Placeholders may be outside, as models replace them.
         if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
             check_vocabulary(microbatch, 'input_ids', embedding.num_embeddings, partial(all_placeholders, model.config))

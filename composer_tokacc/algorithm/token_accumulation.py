@@ -45,7 +45,7 @@ from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, Toke
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.labelled import batch_at_logits
+from composer_tokacc.labelled import LabelSelector, batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
@@ -216,10 +216,7 @@ class TokenAccumulation(Algorithm):
 
     def selects_logits(self, state: State) -> bool:
         """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
-        # Metrics of training read all logits. They may be set at any time.
-        if self._context is None or state.train_metrics:
-            return False
-        return self._context.selector is not None
+        return self._selector_for(state) is not None
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
         """Makes the model compute logits only at labels in its next forward, if :meth:`selects_logits` returns True.
@@ -229,13 +226,19 @@ class TokenAccumulation(Algorithm):
             batch: The microbatch.
             num_labels: How many of its labels count.
         """
-        if self.selects_logits(state):
-            selector = self._run.selector
-            assert selector is not None
+        selector = self._selector_for(state)
+        if selector is not None:
             num_positions = labels_of(batch).numel()
             # A microbatch without labels gets one, see ModelBatch.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
+
+    def _selector_for(self, state: State) -> LabelSelector | None:
+        """Returns what makes the model compute logits only at labels; None: it computes all logits."""
+        # Metrics of training read all logits. They may be set at any time.
+        if self._context is None or state.train_metrics:
+            return None
+        return self._context.selector
 
     def match(self, event: Event, state: State) -> bool:
         """Returns whether to run at an event."""
@@ -412,12 +415,12 @@ class TokenAccumulation(Algorithm):
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
-        _check_carries_counts(batch, is_weighted=self.is_weighted)
+        _check_carries_counts(batch, is_weighted=step.is_weighted)
         record = MicrobatchRecord(batch=_checked_entries(batch), rows=rows_of(batch))
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
-        self._model_batch = ModelBatch(batch, hides_weights=self.is_weighted, adds_label=adds_label)
+        self._model_batch = ModelBatch(batch, hides_weights=step.is_weighted, adds_label=adds_label)
         state.batch = self._model_batch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
@@ -530,11 +533,11 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         num_tokens = record.counts.loss_tokens
-        if self.is_weighted and num_tokens:
+        if step.is_weighted and num_tokens:
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_chosen = self.is_weighted or self._token_choice.includes(place, record.counts)
+        is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._weigh_and_watch_logits(state, record, scaled_weight=weight_of_mean * step.gradient_scale)
 
@@ -563,7 +566,11 @@ class TokenAccumulation(Algorithm):
             return
         rule = record.counts.rule
         num_tokens = record.counts.loss_tokens
-        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
+        selector = run.selector
+        positions = None
+        if selector is not None:
+            positions = selector.positions_of_logits
+        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens, positions)
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
@@ -574,7 +581,7 @@ class TokenAccumulation(Algorithm):
         edges = {node_of(source) for source in sources}
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
-        if self.is_weighted:
+        if run.step.is_weighted:
             # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
             relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
             weights = at_predictions(relative, rule)
@@ -617,7 +624,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         check_reduced(state.model)
-        if self._step_number == 0 and not (self.is_weighted or step.is_measured):
+        if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
         run.has_bypass = step.has_bypass
@@ -650,7 +657,7 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_microbatches': num_empty,
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
-        if self.is_weighted:
+        if step.is_weighted:
             zero = torch.zeros(1, dtype=torch.float64)
             loss_sum = state.device.tensor_to_device(zero)
             for record in step.microbatches:

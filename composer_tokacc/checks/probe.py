@@ -231,10 +231,15 @@ class Probe:
             guard = undisturbed(self.model, keeps_state=keeps_state)
             width = labels_of(batch).shape[1]
             try:
-                with torch.no_grad(), guard as snapshot, self._as_probed(seed, width) as mode:
-                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
+                with torch.no_grad(), guard as snapshot:
+                    with self._as_probed(seed, width) as mode:
+                        forward = self._forward(
+                            batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
+                        )
+                        result = _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
+                    # The mode is over, because it would see each look at each state.
                     self._note_written(snapshot)
-                    return _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
+                    return result
             except RuntimeError as error:
                 if self._uses_float32:
                     # Some kernels accept only half precision, such as flash attention. Each has its own message, so

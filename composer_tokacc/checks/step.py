@@ -60,7 +60,7 @@ class TokenChoice:
 
     def __init__(self) -> None:
         self.step = 0  # number of steps that have ended
-        self._is_known = torch.zeros(0, dtype=torch.bool)  # by token id: whether a batch had it as a label
+        self._is_unknown = torch.zeros(0, dtype=torch.bool)  # by token id: whether no batch had it as a label
         self._num_microbatches = 1  # of the last step
 
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
@@ -77,15 +77,18 @@ class TokenChoice:
         for microbatch in microbatches_of(batch):
             # -100 is looked up as 0. It does not count.
             labels = labels_of(microbatch).clamp(min=0)
-            # The table of known labels grows with the largest label.
-            num_missing = int(labels.max()) + 1 - len(self._is_known)
+            # The table grows with the largest label.
+            num_missing = int(labels.max()) + 1 - len(self._is_unknown)
             if num_missing > 0:
-                self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-            is_new = loss_mask(microbatch, rule) & ~self._is_known[labels]
-            has_new_label += is_new.any(dim=1).tolist()
-            new_labels.append(labels[is_new])
+                self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
+            is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
+            has_new_label_here = is_new.any(dim=1).tolist()
+            has_new_label += has_new_label_here
+            if any(has_new_label_here):
+                new_labels.append(labels[is_new])
         # All rows of the batch that have a new label are named, so it becomes known only now.
-        self._is_known[torch.cat(new_labels)] = True
+        for labels in new_labels:
+            self._is_unknown[labels] = False
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts) -> bool:
@@ -198,19 +201,24 @@ class MicrobatchRecord:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
-        # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the last
-        # position has the number of the last token, which is how many there are.
-        ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-        # If logits were computed only at labels, their number was an input, so counting them would show nothing.
         if self.positions_of_logits is None:
+            # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the
+            # last position has the number of the last token, which is how many there are.
+            ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
             self.count = ordinals[-1]
-        if not is_whole:
-            # Every n-th token is measured, from a random first one on. The host knows how many tokens there are, so it
-            # can choose their numbers without waiting for the device.
-            stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
-            first_number = 1 + CHOICE.randrange(stride)
-            numbers = range(first_number, self.counts.loss_tokens + 1, stride)
-            self.positions = places_of(ordinals, numbers)
+            if not is_whole:
+                self.positions = places_of(ordinals, self._sampled_numbers())
+        elif not is_whole:
+            # The logits are those of the tokens, in their order. Their number was an input, so it is not counted here:
+            # that would show nothing.
+            numbers = self._sampled_numbers()
+            self.positions = torch.arange(
+                numbers.start - 1,
+                numbers.stop - 1,
+                numbers.step,
+                device=logits.device,
+            )
+        if self.positions is not None:
             logits = _at(self.positions, logits)
             gradient = _at(self.positions, gradient)
             targets = _at(self.positions, targets)
@@ -218,6 +226,15 @@ class MicrobatchRecord:
                 weights = _at(self.positions, weights)
         measured = measure(logits, gradient, targets)
         self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
+
+    def _sampled_numbers(self) -> range:
+        """Returns the numbers of the tokens to measure, from 1: every n-th token, from a random first one on.
+
+        The host knows how many tokens there are, so it can choose their numbers without waiting for the device.
+        """
+        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
+        first_number = 1 + CHOICE.randrange(stride)
+        return range(first_number, self.counts.loss_tokens + 1, stride)
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""
@@ -237,7 +254,7 @@ class MicrobatchRecord:
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:
     """Returns values ``(rows, width, ...)`` at some positions, as one row."""
-    return whole_vocabulary(values).flatten(0, 1)[positions][None]
+    return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
 class StepTotals(NamedTuple):
@@ -329,7 +346,7 @@ def _read(step: Step) -> None:
         else:
             # With token weights the mask is needed anyway, for the sum of the weights.
             counted = loss_mask(record.batch, record.counts.rule)
-            values['tokens'] = counted.sum()
+            values['tokens'] = counted.sum(dtype=torch.float64)
             if step.is_weighted:
                 values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
         if record.factor is not None:
@@ -378,8 +395,15 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # nothing required a gradient
     expected = [record.composers_weight for record in records]
-    has_all = len(factors) == len(expected)
-    if not has_all or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
+    are_right = len(factors) == len(expected)
+    for factor, expected_factor in zip(factors, expected, strict=False):
+        are_right &= math.isclose(
+            factor,
+            expected_factor,
+            rel_tol=RELATIVE_TOLERANCE,
+            abs_tol=1e-9,
+        )
+    if not are_right:
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
             f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '

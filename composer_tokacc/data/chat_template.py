@@ -21,19 +21,20 @@ from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
-"""Stands for a text. Its two characters are private-use ones of Unicode, which no text has and no template strips."""
+"""Stands for a text. ``{}`` is the number of the text. The two characters around it are private-use ones of Unicode,
+which no text has and no template strips."""
 
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
-"""A part of :func:`example_conversation` as Python or JSON prints it.
+"""Finds the beginning of a content part of :func:`example_conversation`, as Python or JSON prints it.
 
-A template for strings may write a list of parts like this.
+A template for strings may print a list of parts like this, instead of writing only the text.
 """
 
 log = logging.getLogger(__name__)
 
 
 class AnswerSpan(NamedTuple):
-    """Characters ``[start, end)`` that carry loss: an answer with its ending token."""
+    """Characters ``[start, end)`` of a rendered text that carry loss: an answer with its ending token."""
 
     start: int
     end: int
@@ -48,15 +49,15 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """The chat template of a processor or tokenizer, and the properties that were found by rendering it.
+    """The chat template of a processor or tokenizer. Its properties, such as its ending token, are found by rendering.
 
     Args:
         owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
             it (BLIP), while its tokenizer still has it.
         tokenizer: The tokenizer. Its special and added tokens may end an answer.
-        takes_media: Whether messages may hold media. Then the content of a message is a list of parts. Templates of
-            text models take strings. So do others in turns of some roles (the assistant's in Pixtral, the system's in
-            Llama 3.2 Vision).
+        takes_media: Whether messages may hold media. Then the template gets the content of a message as a list of
+            parts. Otherwise it gets a string. It also gets a string in the turns of a role for which it cannot write
+            parts (the assistant in Pixtral, the system in Llama 3.2 Vision).
         processor_adds_placeholders: Whether the processor adds the placeholders of media, and not the template (BLIP).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
@@ -82,20 +83,22 @@ class ChatTemplate:
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         self._placeholder_results: dict[tuple[str, str], bool] = {}
-        """Results of `has_placeholders`, by role and modality."""
+        """Results of `_writes_placeholders`, by role and modality."""
         before, after_question, after_answer, after_last = self._text_of_example()
         self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
+        """The texts that may end an answer, see `_find_endings`."""
         self.end_token = self._endings[0]
-        ends_answer = after_answer.lstrip().startswith(self._endings)
-        ends_last = after_last.lstrip().startswith(self._endings)
-        if add_end_token and not (ends_answer and ends_last):
+        """The ending token: it is added to answers that the template leaves open. Several tokens in Aya Vision."""
+        has_ending = after_answer.lstrip().startswith(self._endings)
+        last_has_ending = after_last.lstrip().startswith(self._endings)
+        if add_end_token and not (has_ending and last_has_ending):
             _warn_of_added_token(self.end_token)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Renders a conversation and finds the answers that carry loss.
 
-        Three ways are tried. The first is right for nearly all templates. The others are for templates that change
-        some answers, as those of reasoning models do, which drop the thoughts of earlier turns:
+        One of these must be true, and they are tried in this order. The first is true for nearly all templates. The
+        others are for templates that change some answers. Those of reasoning models drop the thoughts of earlier turns.
 
         1. The template writes every answer as it is.
         2. It writes the answers that carry loss as they are.
@@ -130,16 +133,21 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Returns the text that the template writes for some messages."""
+        """Returns the text that the template writes for some messages.
+
+        Args:
+            messages: The messages. Their content is a list of parts.
+            add_generation_prompt: Whether to end with the text after which the model writes its answer.
+
+        Raises:
+            ValueError: If the template raises a Jinja or arithmetic error. Other errors in it are passed on.
+        """
         plain_messages = []
         for message in messages:
             role = message['role']
-            if role not in self._role_takes_parts:
-                # Set first, because `_writes_parts` calls this method to render a list of parts.
-                self._role_takes_parts[role] = self._takes_media
-                if self._takes_media:
-                    self._role_takes_parts[role] = self._writes_parts(role)
-            content = message['content'] if self._role_takes_parts[role] else text_of(message)
+            content = message['content']
+            if not self._gets_parts(role):
+                content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
             return self._owner.apply_chat_template(
@@ -158,13 +166,15 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
+        if self._processor_adds_placeholders:
+            return True
         key = (role, modality)
         if key not in self._placeholder_results:
-            self._placeholder_results[key] = self._processor_adds_placeholders or self._writes_placeholders(*key)
+            self._placeholder_results[key] = self._writes_placeholders(role, modality)
         return self._placeholder_results[key]
 
     def _writes_placeholders(self, role: str, modality: str) -> bool:
-        """Renders a turn with no, one and two media. Each medium must make the text longer."""
+        """Tells whether the template writes something for each medium: with 0, 1 and 2 media the text gets longer."""
         earlier_turns: list[Message] = []
         if role == 'tool':  # a tool answers a request of the assistant
             earlier_turns = example_conversation()
@@ -181,7 +191,7 @@ class ChatTemplate:
     def _render_around_markers(self, messages: Sequence[Message], indices: Sequence[int], text: str) -> Rendered | None:
         """Finds answers: renders markers in their place, and puts the answers between the texts around the markers.
 
-        Returns None if the result is not the text of the template. Then the template has changed an answer, or writes
+        Returns None if this does not give the text of the template. Then the template has changed an answer, or writes
         other text around it than around a marker.
 
         Args:
@@ -191,7 +201,7 @@ class ChatTemplate:
         """
         before_first, *texts_after = self._text_around(messages, indices)
         as_written = before_first
-        with_endings = before_first  # the same, plus the ending tokens that the template does not write
+        with_endings = before_first  # like `as_written`, plus the ending tokens that the template does not write
         spans = []
         for index, text_after in zip(indices, texts_after, strict=True):
             answer = text_of(messages[index])
@@ -207,9 +217,9 @@ class ChatTemplate:
         return Rendered(with_endings, spans)
 
     def _split_ending(self, text_after: str) -> tuple[str, str]:
-        """Splits the text after an answer into its ending token, added if it is missing, and the rest.
+        """Splits the text after an answer into the ending token and the rest. Adds the ending token if it is missing.
 
-        White space before the ending token belongs to the ending: the model must write it, too.
+        White space before the ending token belongs to it: the model must write it, too.
         """
         after_space = text_after.lstrip()
         for ending in self._endings:
@@ -222,11 +232,15 @@ class ChatTemplate:
         return self.end_token, text_after.lstrip(' ')
 
     def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
-        """Finds the last answer as a model would write it: after the generation prompt. None if it is not there.
+        """Finds the last answer after the generation prompt, where a model would write it. None if it is not there.
 
         Templates of reasoning models write the thoughts of the last answer with other line breaks than the data. So the
         comparison ignores white space. Everything after the prompt must belong to the answer, because all of it is
         learned.
+
+        Args:
+            messages: The conversation. Its last message is the only answer that carries loss.
+            text: The conversation as the template writes it.
         """
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -248,12 +262,13 @@ class ChatTemplate:
         return Rendered(prompt + reply + text_after, [span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
-        """Checks that no turn is left out. Templates silently drop turns of roles that they do not know."""
+        """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
-            if message['role'] != 'assistant':  # `render` has compared the answers that carry loss
+            # Not answers: `render` has compared those that carry loss, and the template may change the others.
+            if message['role'] != 'assistant':
                 _check_written(message, text)
-        # The text of a turn may also occur elsewhere in the conversation. A marker cannot. So the conversation is
-        # rendered again with markers, once for all conversations with the same roles.
+        # The text of a turn may also stand in another turn. A marker cannot. So the conversation is rendered again with
+        # markers, once for all conversations with the same roles.
         roles = tuple(message['role'] for message in messages)
         if roles in self._checked_roles:
             return
@@ -264,6 +279,16 @@ class ChatTemplate:
         for message in marked_messages:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
+
+    def _gets_parts(self, role: str) -> bool:
+        """Tells whether the template gets the content of a turn as a list of parts, and not as a string."""
+        if not self._takes_media:
+            return False
+        if role not in self._role_takes_parts:
+            # True during the trial: `_writes_parts` calls `apply`, which must give the template a list of parts.
+            self._role_takes_parts[role] = True
+            self._role_takes_parts[role] = self._writes_parts(role)
+        return self._role_takes_parts[role]
 
     def _writes_parts(self, role: str) -> bool:
         """Tells whether the template can write a list of parts in a turn of this role.
@@ -286,7 +311,10 @@ class ChatTemplate:
         return PRINTED_PART.search(text) is None
 
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
-        """Returns the texts before the first, between, and after the last of the messages with these indices."""
+        """Returns the texts before the first, between, and after the last of the messages with these indices.
+
+        They are found between the markers for the texts of these messages.
+        """
         marked_messages = list(messages)
         for index in indices:
             marked_messages[index] = _with_markers(messages[index], index)
@@ -298,9 +326,14 @@ class ChatTemplate:
         return [*pieces, remaining]
 
     def _text_of_example(self) -> tuple[str, str, str, str]:
-        """Returns the text before a question, after it, after an answer that a question follows, and after the last."""
+        """Returns the texts around the questions and answers of an example.
+
+        These are the text before a question, between it and its answer, between this answer and the next question, and
+        after the last answer.
+        """
         try:
             conversation = example_conversation() + example_conversation()
+            # The text after the second question, `_`, is like that after the first.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
         except ValueError:  # the template refuses a second question
             before, after_question, after_last = self._text_around(example_conversation(), range(2))
@@ -348,27 +381,36 @@ def _find_endings(
     Each is a token, or several without space between them (Aya Vision). Most templates have one ending. gpt-oss
     ends the last answer with ``<|return|>``, and earlier answers and questions with ``<|end|>``. If the template
     ends no answer, the ending is the tokenizer's ``eos_token``.
+
+    Args:
+        before: The text before a question.
+        after_question: The text between a question and its answer.
+        after_answer: The text between an answer and the next question.
+        after_last: The text after the last answer.
+        tokenizer: The tokenizer. An ending is one of its special and added tokens.
     """
     # Special or not: some tokenizers have ChatML's tokens as plain added ones.
     tokens = {
         *map(str, tokenizer.added_tokens_decoder.values()),
         *tokenizer.all_special_tokens,
     }
-    endings = _first_tokens(after_last, tokens)
-    endings_of_answer = _first_tokens(after_answer, tokens)  # and perhaps tokens that begin the next question
+    tokens_after_last = _first_tokens(after_last, tokens)
+    tokens_after_answer = _first_tokens(after_answer, tokens)
+    # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.
+    # So the tokens that both texts begin with are the ending.
     shared = []
-    for ending, ending_of_answer in zip(endings, endings_of_answer, strict=False):
-        if ending != ending_of_answer:
+    for token_after_last, token_after_answer in zip(tokens_after_last, tokens_after_answer, strict=False):
+        if token_after_last != token_after_answer:
             break
-        shared.append(ending)
+        shared.append(token_after_last)
     if shared:
         return (''.join(shared),)
-    if endings:
-        # The token after an earlier answer may end it, or begin the next question. It counts as its end only if it
-        # follows questions, too, and begins no turn.
+    if tokens_after_last:
+        # The last answer has its own ending. The token after an earlier answer may end it, or begin the next question.
+        # It counts as an ending only if it also follows questions, and does not stand before the first question.
         ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
         ends_of_turns -= set(_first_tokens(before, tokens))
-        return endings[0], *ends_of_turns.intersection(endings_of_answer[:1])
+        return tokens_after_last[0], *ends_of_turns.intersection(tokens_after_answer[:1])
     if tokenizer.eos_token is None:
         raise InvalidInputError(
             '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '
@@ -378,14 +420,21 @@ def _find_endings(
 
 
 def _first_tokens(text: str, tokens: Iterable[str]) -> list[str]:
-    """Returns those of the tokens with which a text begins, in order. Ignores white space before the first."""
+    """Returns the tokens with which a text begins, in order. Ignores white space before the first.
+
+    Args:
+        text: The text.
+        tokens: The tokens to look for.
+    """
     remaining = text.lstrip()
     first_tokens = []
-    # Of the tokens that fit, takes the longest, because one token may be the beginning of another.
-    while token := max(filter(remaining.startswith, tokens), key=len, default=''):
+    while True:
+        # Of the tokens that fit, takes the longest, because one token may be the beginning of another.
+        token = max(filter(remaining.startswith, tokens), key=len, default='')
+        if not token:
+            return first_tokens
         first_tokens.append(token)
         remaining = remaining.removeprefix(token)
-    return first_tokens
 
 
 def _without_space(text: str) -> str:
@@ -405,12 +454,12 @@ def _carries_loss(answer: Message) -> bool:
 
 
 def text_message(role: str, text: str) -> dict[str, Any]:
-    """Returns a message of one text."""
+    """Returns a message whose content is one text part."""
     return {'role': role, 'content': [{'type': 'text', 'text': text}]}
 
 
 def example_conversation(modalities: Sequence[str] = ()) -> list[Message]:
-    """Returns a question about media of these modalities, and an answer."""
+    """Returns two messages: a question about media of these modalities, and its answer."""
     content = [{'type': modality} for modality in modalities]
     content.append({'type': 'text', 'text': 'q'})
     return [

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Handles control tokens in the text of users, such as ``<|im_end|>`` inside an answer."""
+"""Handles control tokens that stand in the texts of a dataset, such as ``<|im_end|>`` inside an answer."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""``warn``: encode them as control tokens, and name the first sample that has one. ``text``: encode the characters that
-they are written with. ``refuse``: refuse the sample."""
+"""What to do with a control token in a text. ``warn``: encode it as the control token, and name the first sample that
+has one. ``text``: encode the characters that it is written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
-"""Stands for a control token. Its two characters are private-use ones, like those of ``chat_template.MARKER``."""
+"""Stands for a control token, with a number between two private-use characters, as in ``chat_template.MARKER``."""
 
 log = logging.getLogger(__name__)
 
 
 class ControlTokenPolicy:
-    """Finds control tokens in the text of users. The ones that the chat template writes are not touched.
+    """Finds control tokens in the texts of a dataset. Those that the chat template writes are not touched.
 
     With ``text``, :meth:`hide` replaces each control token by a stand-in before the template and the processor run. The
-    tokenizer gets a new token for it. Afterwards :meth:`spell` replaces the stand-in by the tokens of the control
-    token's characters (its spelling). So no other token of the sample changes, and the processor needs no support for
-    it.
+    stand-in is a new token of the tokenizer. Afterwards :meth:`spell` replaces it by the tokens of the control token's
+    characters (its spelling). So no other token of the sample changes, and the processor needs no support for it.
 
     Args:
         option: One of ``ControlTokens``.
         processor: The processor, or a tokenizer.
-        end_token: The token that ends an answer.
+        end_token: The token that ends an answer. It may be a plain one, not a special token.
     """
 
     def __init__(self, option: ControlTokens, processor: Any, *, end_token: str) -> None:
@@ -48,14 +47,14 @@ class ControlTokenPolicy:
         self.option = option
         self.processor = processor
         if option == 'text':
-            self.processor = deepcopy(processor)  # the tokenizer of the run must not know the stand-ins
+            self.processor = deepcopy(processor)  # the caller's tokenizer must not get the stand-ins as tokens
         self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
         self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
-        """Stand-in of each control token that was met."""
+        """The stand-in of each control token that was met."""
         self._spellings: dict[int, torch.Tensor] = {}
-        """Ids of the text of a control token, by the id of its stand-in."""
+        """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
     def check(self, record: Record) -> None:
         """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``)."""
@@ -64,8 +63,7 @@ class ControlTokenPolicy:
         match = self._pattern.search('\n'.join(record.texts))
         if match is None:
             return
-        remedy = 'Take it out, or set control_tokens=text'
-        error = record.error(f'has the control token {match[0]} in its text. {remedy}')
+        error = record.error(f'has the control token {match[0]} in its text. Take it out, or set control_tokens=text')
         if self.option == 'refuse':
             raise error
         self._has_warned = True
@@ -75,7 +73,7 @@ class ControlTokenPolicy:
         )
 
     def hide(self, message: Message) -> Message:
-        """Returns a message with stand-ins for the control tokens in its texts (``text`` only)."""
+        """Returns a message with stand-ins for the control tokens in its texts. Changes nothing without ``text``."""
         if self.option != 'text':
             return message
         content = []
@@ -88,11 +86,17 @@ class ControlTokenPolicy:
             content.append(part)
         return {**message, 'content': content}
 
+    def unhide(self, text: str) -> str:
+        """Returns a text with the control tokens in the place of their stand-ins. Undoes :meth:`hide`."""
+        for token, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, token)
+        return text
+
     def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
-            sample: An encoded sample. Its entries that lie along the text get longer.
+            sample: An encoded sample of one row. Its entries that have a value for each token get longer.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
@@ -107,9 +111,9 @@ class ControlTokenPolicy:
         for key, value in sample.items():
             if len(ids) not in value.shape:
                 continue
-            # Features of media may have this length by chance. The layout knows them.
+            # Features of media may have this length by chance. The layout knows which dimensions are tokens.
             for dim in layout.entry_of(sample, key).seq_dims:
-                spelled[key] = value.repeat_interleave(counts, dim=dim)
+                spelled[key] = spelled[key].repeat_interleave(counts, dim=dim)
         spelled['input_ids'] = torch.cat(pieces)[None]
         # If a stand-in carried loss, all tokens of its spelling do. Their labels are the new ids.
         labels = spelled['labels']
@@ -124,18 +128,20 @@ class ControlTokenPolicy:
         ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
         # Some tokenizers do not split control tokens, or have no tokens for their characters.
         token_id = self.tokenizer.convert_tokens_to_ids(token)
-        is_split = token_id not in ids and self.tokenizer.unk_token_id not in ids
-        if not ids or not is_split:
+        is_spelled = ids and token_id not in ids and self.tokenizer.unk_token_id not in ids
+        if not is_spelled:
             raise InvalidInputError(f'the tokenizer cannot write the control token {token} as text. Take it out')
         stand_in = STAND_IN.format(len(self._stand_ins))
-        self.tokenizer.add_tokens([AddedToken(stand_in, normalized=False)])
+        added_token = AddedToken(stand_in, normalized=False)
+        self.tokenizer.add_tokens([added_token])
+        stand_in_id = self.tokenizer.convert_tokens_to_ids(stand_in)
         self._stand_ins[token] = stand_in
-        self._spellings[self.tokenizer.convert_tokens_to_ids(stand_in)] = torch.tensor(ids)
+        self._spellings[stand_in_id] = torch.tensor(ids)
         return stand_in
 
 
 def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str]:
-    """Returns a pattern of all special tokens and of the ending token, which may be a plain one."""
+    """Returns a pattern that finds every special token, and the ending token."""
     tokens = {end_token, *tokenizer.all_special_tokens}
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:

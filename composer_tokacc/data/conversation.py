@@ -53,13 +53,13 @@ PROCESSOR_PARTS = {
     'video': 'video_processor',
     'audio': 'feature_extractor',
 }
-"""The part of a processor that computes the media of a modality."""
+"""By modality: the attribute of a processor whose value turns media of this modality into tensors."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Arguments for a tokenizer. They leave out masks and token types, which would take a third of its time."""
+"""Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
 
 class ConversationEncoder:
-    """Turns messages and media into the tensors of a processor for one sample, plus ``labels``.
+    """Encodes conversations: runs a processor on the messages and media of each, and adds ``labels``.
 
     Answers are found through the chat template, see ``ChatTemplate``. Some templates do not write an ending token
     (LLaVA-1.5). Then the tokenizer's ``eos_token`` is added after each answer, as LLaVA's own training code does: a
@@ -68,12 +68,12 @@ class ConversationEncoder:
     Args:
         processor: A Hugging Face processor, or a tokenizer for text only. Needs a chat template and a fast tokenizer.
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
-        video: The frames to take of a video. ``None``: two a second. A processor that joins frames into patches gets at
-            least the frames of one patch.
+        video: The frames to take of a video. ``None``: two frames a second. A processor that joins frames into patches
+            gets at least the frames of one patch.
         control_tokens: Handling of control tokens in the texts of a sample, such as ``<|im_end|>``: ``'warn'`` of the
             first one, encode them as ``'text'``, or ``'refuse'`` the sample.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
-            models drop the thoughts of earlier answers, and can only be trained on the last.
+            models drop the thoughts of earlier answers. With them, only the last answer can be trained.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
 
     Raises:
@@ -100,11 +100,12 @@ class ConversationEncoder:
         template_owner = processor if getattr(processor, 'chat_template', None) else tokenizer
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
-        self.max_image_tokens: int | None = None  # only a FittingEncoder sets it
+        self.max_image_tokens: int | None = None
+        """Most tokens for the media of a sample, see `has_room`. None: no limit. Only `FittingEncoder` sets a limit."""
         self.train_on = train_on
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
-        """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
+        """``images_kwargs`` and ``videos_kwargs`` for the processor. `FittingEncoder` makes media smaller with them."""
         self.parts: dict[str, Any] = {}
         """The processor's parts by modality. Media of a modality that has no part are refused."""
         for modality, attribute in PROCESSOR_PARTS.items():
@@ -113,10 +114,10 @@ class ConversationEncoder:
                 self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
-        self._longest_audio = self._audio_window
-        """Length of the longest audio, in samples, that the processor is known to read to its end."""
+        self._longest_read_audio = self._audio_window or 0
+        """Length in audio samples. The processor is known to read an audio to its end if it is not longer."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
-        """The processors of BLIP write a fixed number of query tokens for the media. The template must write none."""
+        """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
         self.template = ChatTemplate(
             template_owner,
             tokenizer,
@@ -143,11 +144,11 @@ class ConversationEncoder:
         Args:
             messages: ``{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': ...}``. The content is a text, or
                 a list of ``{'type': 'image'}`` and ``{'type': 'text', 'text': ...}``. The text of an assistant turn
-                carries the loss, unless the turn has ``'weight': 0``.
-            images: One per ``{'type': 'image'}``, in order, as PIL images.
-            videos: One per ``{'type': 'video'}``.
-            audios: One per ``{'type': 'audio'}``: float samples at the processor's own rate.
-            sample_id: Becomes the ``sample_ids`` of the sample.
+                carries loss, unless the turn has ``'weight': 0``.
+            images: One per ``{'type': 'image'}``, in order: PIL images, or uint8 tensors ``(3, height, width)``.
+            videos: One per ``{'type': 'video'}``, in order.
+            audios: One per ``{'type': 'audio'}``, in order: float arrays ``(samples,)`` at the processor's own rate.
+            sample_id: Name of the sample. It is the only entry of ``sample_ids``.
 
         Returns:
             The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, not shifted, and
@@ -155,8 +156,8 @@ class ConversationEncoder:
             part for them.
 
         Raises:
-            ValueError: If the processor or its template cannot encode the conversation, the sample is longer than
-                ``max_length``, or the processor cuts off the end of an audio.
+            ValueError: If a message has a wrong form, the processor or its template cannot encode the conversation, the
+                sample is longer than ``max_length``, or the processor cuts off the end of an audio.
         """
         if not messages:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
@@ -170,19 +171,21 @@ class ConversationEncoder:
             instruction = rendered.text
             if rendered.answers:
                 instruction = rendered.text[: rendered.answers[0].start]
-            encoded = self._hide_answers_from_qformer(encoded, instruction)
+            encoded = self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
-        # With control_tokens=text, `spell` writes the characters of the control tokens that `render` has hidden.
+        # With control_tokens=text, `render` has hidden the control tokens. `spell` writes their characters as tokens.
         sample: EncodedSample = {
             **self.control.spell(encoded),
             'sample_ids': [sample_id],
         }
         self._check_length(sample, media)
-        # Also the numbers of media that this sample does not have, so that all samples have the same keys.
-        for modality in ('image', 'video', 'audio'):
-            if modality == 'image' or modality in self.parts:
-                sample[f'num_{modality}s'] = [len(media[modality])]
+        # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
+        sample['num_images'] = [len(images)]
+        if 'video' in self.parts:
+            sample['num_videos'] = [len(videos)]
+        if 'audio' in self.parts:
+            sample['num_audios'] = [len(audios)]
         return sample
 
     def encode_record(
@@ -195,9 +198,14 @@ class ConversationEncoder:
         """Encodes a record. Records with equal content give equal samples, wherever their files are.
 
         Args:
-            record: The conversation. If it has ``loss_weights``, the sample has them too, in the labels' shape.
+            record: The conversation. If it has a weight, the sample has ``loss_weights`` in the shape of the labels.
             files: One path or open file for each file of ``record.media``.
             shapes_only: Decode only as much of the media as the shapes of the sample need.
+
+        Raises:
+            BadSampleError: If the record or one of its files cannot be used.
+            ValueError: If it needs PyAV, which cannot be imported.
+            RuntimeError: If the processor, or this package, fails with any other error than a ValueError.
         """
         self.check_takes_media(record)
         media = self.decode(record, files, shapes_only=shapes_only)
@@ -211,7 +219,8 @@ class ConversationEncoder:
             )
         except ValueError as error:
             raise record.error(error) from error
-        except Exception as error:  # a bug, which on_error=skip must not hide: so it is not a BadSampleError
+        except Exception as error:
+            # Perhaps a bug. on_error=skip must not hide it, so this is no BadSampleError.
             named_error = record.error(f'{type(error).__name__}: {error}')
             raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
@@ -225,7 +234,7 @@ class ConversationEncoder:
         *,
         shapes_only: bool = False,
     ) -> DecodedMedia:
-        """Decodes the media of a record, see ``data.media.decode_media``. Audio gets the rate of the processor."""
+        """Decodes the media of a record, see ``data.media.decode_media``. Resamples audio to the processor's rate."""
         # Without a part for audio the rate does not matter, because `check_takes_media` refuses the record.
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
@@ -237,9 +246,10 @@ class ConversationEncoder:
         )
 
     def identity_of_options(self) -> list[tuple[str, object]]:
-        """Returns options that change samples, for fingerprints. The callers add the sampling of videos.
+        """Returns name and value of the options that change samples, for fingerprints of data.
 
-        Options with their default are left out, so that checkpoints of earlier releases have the same fingerprint.
+        Options with their default are left out, so that fingerprints in checkpoints of earlier releases still match.
+        The callers add ``video``. ``max_length`` changes no sample, because a sample is encoded whole or refused.
         """
         options: list[tuple[str, object]] = []
         if self.control.option == 'text':
@@ -255,31 +265,35 @@ class ConversationEncoder:
 
         This is much faster, because the processor does not run.
 
+        Args:
+            conversations: The messages of each. Their content must be a list of parts.
+
         Returns:
-            ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
+            ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that cannot be encoded.
         """
         rendered_conversations: dict[int, Rendered] = {}
         for index, messages in enumerate(conversations):
-            with suppress(Exception):  # the reason is given when the whole sample is encoded
+            with suppress(Exception):  # encoding the whole sample raises the error again
                 rendered_conversations[index] = self.render(messages)
         texts = [rendered.text for rendered in rendered_conversations.values()]
         encodings = self._tokenize(texts)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            spans = _spans_of(encoding, rendered.answers)
-            sample = {
-                'input_ids': input_ids,
-                'labels': _labels_of(input_ids, spans),
-            }
-            samples[index] = self.control.spell(sample)
+            with suppress(InvalidInputError):  # an answer has no tokens: raised again, too
+                spans = _spans_of(encoding, rendered.answers)
+                sample = {
+                    'input_ids': input_ids,
+                    'labels': _labels_of(input_ids, spans),
+                }
+                samples[index] = self.control.spell(sample)
         return samples
 
     def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
         """Returns the tokens of rendered texts. Placeholders are not expanded."""
         encodings: list[Encoding] = []
-        # The tokenizer is much faster for many texts at once. So one call gets all texts in a row that need the same
-        # argument. Nearly always, these are all texts.
+        # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
+        # the texts in a row that need the same value. Nearly always, these are all texts.
         for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
             tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
             encodings.extend(tokens.encodings)
@@ -299,7 +313,10 @@ class ConversationEncoder:
     def check_takes_media(self, record: Record) -> None:
         """Refuses a record whose media the processor or the chat template would drop.
 
-        Also refuses a record with control tokens in its text, or warns of the first one, as ``control_tokens`` says.
+        Also handles control tokens in its text, as ``control_tokens`` says: ``refuse`` raises, ``warn`` warns.
+
+        Raises:
+            BadSampleError: If the record is refused.
         """
         self.control.check(record)
         for turn in record.turns:
@@ -340,18 +357,23 @@ class ConversationEncoder:
 
         No attribute of a processor says whether it does so. Of an audio that is longer than the window (see
         `_window_of`), Qwen2-Audio and Gemma 4 read one window, Qwen3-ASR reads all, and Audio Flamingo 3 reads windows
-        up to a limit. So it is tried: the part in the last window is replaced by noise. If this changes no tensor, the
-        processor has not read that part.
+        up to a limit. So it is tried: the last window is replaced by noise, and the sample is encoded again. If this
+        changes no tensor, the processor has not read the last window.
+
+        Args:
+            encoded: The entries that the processor made of the sample.
+            text: The rendered conversation.
+            media: The media of the sample.
         """
         window = self._audio_window
-        if window is None or self._longest_audio is None:
+        if window is None:
             return
         audios = list(media['audio'])
         for number, audio in enumerate(audios):
             length = len(audio)
-            if length <= self._longest_audio:
+            if length <= self._longest_read_audio:
                 continue
-            start_of_last_window = (length - 1) // window * window
+            start_of_last_window = (length - 1) // window * window  # this window may not be full
             noise = np.random.default_rng(0).standard_normal(length - start_of_last_window, dtype=np.float32)
             changed_audio = np.concatenate([audio[:start_of_last_window], noise])
             changed_audios = list(audios)
@@ -363,7 +385,7 @@ class ConversationEncoder:
                     f'an audio must be read to its end, but {type(self.processor).__name__}, whose window is '
                     f'{round(window / rate, 3)} s, cuts it off, got: {round(length / rate, 3)} s. Cut it'
                 )
-            self._longest_audio = length
+            self._longest_read_audio = length
 
     def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
         """Refuses a sample that is longer than ``max_length``."""
@@ -378,9 +400,10 @@ class ConversationEncoder:
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Tells whether the tokenizer must add special tokens, as in ``apply_chat_template(tokenize=True)``.
+        """Tells whether special tokens, such as BOS, must be added to a rendered text.
 
-        A processor adds them if the text does not begin with the BOS token. Without a processor none are added.
+        The rule is that of Transformers' ``apply_chat_template(tokenize=True)``. A processor adds them, unless the text
+        begins with the BOS token. A tokenizer that is used without a processor adds none.
         """
         bos = self.tokenizer.bos_token
         return bool(self.parts) and not (bos and text.startswith(bos))
@@ -400,9 +423,9 @@ class ConversationEncoder:
         try:
             encoded = dict(self.processor(**arguments))
         except (ValueError, ArithmeticError) as error:
-            # The message names the processor: 'math domain error' alone would seem to be about the sample.
+            # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # `_check_query_tokens` checks the media of BLIP
+        if not self._has_query_tokens:  # `_check_query_tokens` checks the media of the others
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
@@ -444,29 +467,31 @@ class ConversationEncoder:
             )
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
-        """Writes the real seconds between two patches in time (Qwen-Omni, Qwen2.5-VL).
+        """Replaces the seconds between two patches in time by the real ones (Qwen-Omni, Qwen2.5-VL).
 
         Qwen-Omni's processor assumes two frames a second. In Transformers 4.57 Qwen2.5-VL's processor did so, too.
         """
         for key in ('video_second_per_grid', 'second_per_grid_ts'):
             if key not in encoded:
                 continue
-            frames_per_grid = self.parts['video'].temporal_patch_size
+            frames_per_patch = self.parts['video'].temporal_patch_size
             seconds = []
             for video in videos:
-                seconds.append(frames_per_grid * video.metadata['duration'] / len(video.frames))
+                seconds_per_frame = video.metadata['duration'] / len(video.frames)
+                seconds.append(frames_per_patch * seconds_per_frame)
             encoded[key] = torch.tensor(seconds)
 
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
-        The processor always writes the query tokens of one image, or (InstructBLIPVideo) of a clip of four frames. The
-        model does not check the number.
+        The model puts the outputs of the query transformer in the place of these tokens, and does not check their
+        number. The processor always writes as many as for one image, or (InstructBLIPVideo) for a clip of four frames.
         """
         pixels = encoded.get('pixel_values')
         expected = 0
         if pixels is not None:
-            num_frames = pixels.shape[:-3].numel()  # an image is one frame
+            # (images, 3, height, width) or (clips, frames, 3, height, width). An image is one frame.
+            num_frames = pixels.shape[:-3].numel()
             expected = self.processor.num_query_tokens * num_frames
         token = getattr(self.processor, 'image_token', None) or self.processor.video_token
         token_id = self.tokenizer.convert_tokens_to_ids(str(token))
@@ -480,14 +505,14 @@ class ConversationEncoder:
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
-        The processor gives it the whole text, so it would read the answers. Without images it reads no text, but the
-        processor gives it one, which is removed.
+        The processor gives it the whole text, so it would read the answers. Without images the model does not run the
+        query transformer. Then its text is only removed.
 
         Args:
             encoded: The entries of the processor. The keys of the query transformer begin with ``qformer_``.
             instruction: The text before the first answer that carries loss.
         """
-        if 'qformer_input_ids' not in encoded:
+        if 'qformer_input_ids' not in encoded:  # BLIP-2, whose query transformer reads no text
             return encoded
         changed = {}
         for key, value in encoded.items():
@@ -510,9 +535,10 @@ class ConversationEncoder:
     def _find_token_spans(self, rendered: Rendered, input_ids: torch.Tensor) -> list[tuple[int, int]]:
         """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
 
-        In ``input_ids`` the placeholders are expanded, and the tokenizer cannot tell which characters a token has. It
-        can for the text, whose placeholders are not expanded. So each answer is first found in the tokens of the text.
-        From there it is found in ``input_ids`` by its last token, because placeholders do not expand to this token.
+        In ``input_ids`` the processor has expanded the placeholders, so the characters of a token are not known. They
+        are known if the tokenizer encodes the text itself, where the placeholders are not expanded. So each answer is
+        first found in the tokens of the text. From there it is found in ``input_ids`` by its last token, because
+        placeholders do not expand to this token.
 
         Example: ``U <image> A Red.`` has the tokens ``[U, I, A, Red, .]``. If an image has three tokens, ``input_ids``
         is ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6. So the answer ``Red.`` begins at 5, not at 3.
@@ -528,21 +554,21 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            is_same = False
-            expanded_start = expanded_end = 0
+            expanded_span = None
             if len(places_in_text) == len(places_in_ids):
                 # The media have added no such token. So the k-th of the text is the k-th in `input_ids`.
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
-                is_same = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
-            if not is_same:
+                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+                    expanded_span = (expanded_start, expanded_end)
+            if expanded_span is None:
                 answer_text = rendered.text[answer.start : answer.end]
                 name = type(self.processor).__name__
                 raise InvalidInputError(
                     f'`processor` must expand only placeholders, but {name} writes other tokens for '
                     f'{answer_text[:200]!r}.'
                 )
-            spans.append((expanded_start, expanded_end))
+            spans.append(expanded_span)
         return spans
 
 
@@ -583,10 +609,17 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
 
 
 def _window_of(extractor: Any) -> int | None:
-    """Returns the length, in samples, above which an extractor may cut off an audio. None: no limit or no extractor."""
+    """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
+
+    Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
+
+    Args:
+        extractor: The feature extractor. With None (no audio), and if it has no such length, the result is None.
+    """
+    windows = [getattr(extractor, 'n_samples', None)]
     parameters = inspect.signature(type(extractor).__call__).parameters
-    default = parameters['max_length'].default if 'max_length' in parameters else None  # Gemma 3n
-    windows = [getattr(extractor, 'n_samples', None), default]  # Whisper has `n_samples`
+    if 'max_length' in parameters:
+        windows.append(parameters['max_length'].default)
     return min((window for window in windows if isinstance(window, int)), default=None)
 
 
@@ -599,8 +632,13 @@ def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> tor
 
 
 def _spans_of(encoding: Encoding, answers: Sequence[AnswerSpan]) -> list[tuple[int, int]]:
-    """Returns for each answer the positions ``[start, end)`` of the tokens that hold its characters."""
-    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T  # there may be no tokens at all
+    """Returns for each answer the positions ``[start, end)`` of the tokens that hold its characters.
+
+    Raises:
+        ValueError: If an answer has no tokens. Some tokenizers remove some characters.
+    """
+    # Token i holds the characters [starts[i], ends[i]). `reshape`, because there may be no tokens at all.
+    starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
     spans = []
     for answer in answers:
         has_characters = (starts < answer.end) & (ends > answer.start)

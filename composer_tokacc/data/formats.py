@@ -6,6 +6,8 @@
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
 ``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
+
+:func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import base64
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import urlsplit
@@ -39,25 +41,40 @@ from composer_tokacc.data.unread_media import (
 )
 from composer_tokacc.refusals import InvalidInputError
 
-MODALITY_OF_TAG = {f'<{modality}>': modality for modality in MODALITIES}
-MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
-# A tag, or the file's name inside the text as Qwen-VL and Monkey write it. A name may not contain `<img>`: otherwise a
-# text with many unclosed `<img>` would be searched to its end for each of them.
+MODALITY_OF_TAG = {
+    '<image>': 'image',
+    '<video>': 'video',
+    '<vila/video>': 'video',
+    '<audio>': 'audio',
+    '<sound>': 'audio',
+}
+"""Modality of the medium for which a tag stands in a text."""
+# A tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. A name may not contain
+# `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
-MODALITY_OF_PART = {'text': 'text', 'input_text': 'text', 'output_text': 'text'}
+MODALITY_OF_PART = {
+    'text': 'text',
+    'input_text': 'text',
+    'output_text': 'text',
+    'image': 'image',
+    'image_url': 'image',
+    'input_image': 'image',
+    'video': 'video',
+    'video_url': 'video',
+    'input_video': 'video',
+    'audio': 'audio',
+    'audio_url': 'audio',
+    'input_audio': 'audio',
+}
 """Modality of a content part, or ``text``, by its type."""
-CONTENT_KEYS: dict[str, tuple[str, ...]] = {'text': ('text',)}
-"""Keys of a content part that may hold its text or its file, by modality."""
-for modality in MODALITIES:
-    part_types = (modality, f'{modality}_url', f'input_{modality}')
-    MODALITY_OF_PART.update(dict.fromkeys(part_types, modality))
-    CONTENT_KEYS[modality] = (*part_types, 'url', 'path', 'base64')
-# Keys that a part, or a file in it, may also have. `detail` is for OpenAI's API, and is not read. `index`
-# numbers the images of a TRL table; `_parse_part` checks that they are in order.
 PART_NOTES = ('type', 'detail', 'index')
-FILE_NOTES = ('detail', 'format')
+"""Keys that a content part may also have. ``detail`` is for OpenAI's API, and is not read. ``index`` numbers the images
+of a TRL table; `_parse_part` checks that they are in order."""
 FILE_OBJECT_KEYS = ('bytes', 'data', 'path', 'url')
+"""Keys of a file object. The first of them that has a value holds the file."""
+FILE_NOTES = ('detail', 'format')
+"""Keys that a file object may also have. They are not read, because a file is recognized by its content."""
 TURN_KEYS = (
     'role',
     'from',
@@ -81,15 +98,17 @@ ROLES = {
     'tool': 'tool',
     'observation': 'tool',
 }
+"""The role that ``Turn.role`` gets, by the name that a project writes."""
 ROLES_WITH_MEDIA = ('user', 'tool')
+"""Roles whose turns may hold media. Those of the assistant are its answers, which are text."""
 FOLLOWS = {
     '': ('user',),
     'user': ('assistant',),
     'assistant': ('user', 'tool'),
     'tool': ('assistant', 'tool'),
 }
-"""Roles that may follow a role; '' is the start. The result of a tool may replace a question. System turns may be
-anywhere."""
+"""Roles that may follow a role; '' is the start. The result of a tool may be in the place of a question. System turns
+may be anywhere."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
@@ -106,18 +125,24 @@ REFUSED_KEYS = {
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
 }
-"""Keys that are not supported but would change the training. The values continue the message."""
+"""Keys that are not supported but would change the training, and the reason for the message."""
 
-KEYS_OF_EVERY_FORMAT = {'id', 'system', 'loss_weights', *REFUSED_KEYS}
-for media_keys in MEDIA_KEYS.values():
-    KEYS_OF_EVERY_FORMAT.update(media_keys)
+KEYS_OF_EVERY_FORMAT = {
+    'id',
+    'system',
+    'loss_weights',
+    *REFUSED_KEYS,
+    *chain.from_iterable(MEDIA_KEYS.values()),
+}
+"""Keys that a record of any format may have. The refused ones are among them, because they are refused before this set
+is used."""
 
-# Not smaller or larger than float32 holds: loss weights are multiplied in float32.
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
+"""Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
 
 
 class Slot(NamedTuple):
-    """The place of a medium in the text of the turns."""
+    """The place of a medium in the text of the turns. A record has a list of them, in the order of the text."""
 
     modality: str
     medium: Medium | None = None
@@ -159,10 +184,13 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Args:
         raw: The entry.
         folder: Folder to which the names of its media are relative.
+
+    Raises:
+        BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
     """
     sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
-        # An id may hold anything: lone surrogates and line breaks must not break the message.
+        # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
         sample_id = ' '.join(printable.split())[:200]
     # It has no turns yet, but it can already name the sample in an error.
@@ -180,7 +208,12 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
 
 
 def _parse_data(data: object, record: Record) -> Record:
-    """Returns the record with the content of an entry."""
+    """Fills a record with the turns, media and weight of an entry.
+
+    Args:
+        data: The decoded object of the entry, or the error that decoding it raised.
+        record: The record without turns and media.
+    """
     if isinstance(data, Exception):
         raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
     if not isinstance(data, dict):
@@ -200,7 +233,7 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.keys,
         *record_format.further_keys,
     }
-    # Before `_fill_slots`, which would only say that a medium is missing, and not that it is under an unread key.
+    # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Slot('image')}:
@@ -223,16 +256,18 @@ def _parse_data(data: object, record: Record) -> Record:
 
 
 def _parse_loss_weights(value: Any) -> float | None:
-    """Returns the weight of a whole sample. None if it has none."""
+    """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT):
         return float(value)
-    raise InvalidInputError(f'`loss_weights` must be a finite number, 0 or more, got: {short_repr(value)}')
+    raise InvalidInputError(
+        f'`loss_weights` must be 0, or a number from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {short_repr(value)}'
+    )
 
 
-# The formats: each function returns the turns of a record.
+# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
@@ -250,7 +285,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # not a list, so the loop refuses it
+        history = [history]  # the loop refuses its only entry, which is not a pair
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -285,7 +320,7 @@ def _read_cauldron(data: JsonObject) -> list[JsonObject]:
     """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
     pairs = []
     for pair in data['texts']:
-        # `source` is allowed, but not read.
+        # `source` names the dataset from which The Cauldron took the pair. It is not read.
         _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
         pairs.append((pair['user'], pair['assistant']))
     return _with_media_first(_turns_of(pairs), data)
@@ -329,7 +364,8 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
     """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
-        # A list of parts says where its media belong. A turn without `content` may have a `value`, or is refused later.
+        # If the content is a list of parts, it says where its media belong. If there is none, a `value` may hold tags,
+        # or the turn is refused later.
         if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
             return list(turns)
     placeholders = ''
@@ -361,6 +397,7 @@ FORMATS = (
     RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
     RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
 )
+"""All formats that are read. A record must have the keys of exactly one."""
 
 
 def _format_of(data: JsonObject) -> RecordFormat:
@@ -374,7 +411,7 @@ def _format_of(data: JsonObject) -> RecordFormat:
 
 
 def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject]:
-    """Returns the turns of a record, before their keys are checked. The ``system`` text is the first turn."""
+    """Returns the turns of a record, before their keys are checked. A ``system`` text becomes the first turn."""
     turns = record_format.read_turns(data)
     if not _is_list_of_objects(turns) or not turns:
         raise InvalidInputError(
@@ -397,7 +434,7 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     return True
 
 
-# Turns and their parts. Each function appends a slot to the list `slots` for each medium that it meets.
+# Turns and their parts. A function with the argument `slots` appends a slot to it for each medium that it meets.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
@@ -430,7 +467,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
 
     Only answers can carry loss. For turns of other roles this is always True and has no effect.
     """
-    weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}
+    weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}  # `loss` may be true or false
     if not weights:
         return True
     if all(value == 0 for value in weights.values()):
@@ -454,7 +491,9 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
             f'a part of `content` must be of type {sorted(MODALITY_OF_PART)}, got: {short_repr(part_type)}'
         )
     modality = MODALITY_OF_PART[part_type]
-    content_keys = CONTENT_KEYS[modality]
+    content_keys: tuple[str, ...] = ('text',)
+    if modality != 'text':
+        content_keys = (modality, f'{modality}_url', f'input_{modality}', 'url', 'path', 'base64')
     _check_keys(values, (*content_keys, *PART_NOTES), f'a part of type {part_type}')
     content = _only_value(values, content_keys)
     if modality == 'text':
@@ -466,20 +505,21 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
         got = f'{short_repr(values["index"])} for {modality} {next_index}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
     if 'base64' in values:
-        content = {'data': content}  # `_file_of_object` reads it as base64
+        content = {'data': content}  # a file object, whose `data` is read as base64
     medium = None
-    if content is not None:
+    if content is not None:  # {'type': 'image'} without a file stands for the next listed medium
         medium = _parse_medium(modality, content)
     slots.append(Slot(modality, medium))
     return f'<{modality}>'
 
 
 def _parse_text(text: str, slots: list[Slot]) -> str:
-    """Returns the text with one placeholder for each medium."""
+    """Returns the text with one placeholder for each tag, and for each name of a file in it."""
     if '<' not in text:
         return text
 
     def add_slot(match: re.Match[str]) -> str:
+        """Returns the placeholder for a match of `MEDIUM_IN_TEXT`, and appends its slot."""
         modality = MODALITY_OF_TAG.get(match[0], 'image')
         file_name = match[1]
         medium = None
@@ -498,7 +538,10 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
 
 
 def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
-    """Returns the media that a record lists under the keys of a modality, such as ``image`` or ``images``."""
+    """Returns the media that a record lists under the keys of a modality, such as ``image`` or ``images``.
+
+    Tables may have the same files under two keys. They are read once.
+    """
     lists = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
@@ -517,7 +560,7 @@ def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -
         num_empty = slots.count(Slot(modality))
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
-            num_media = num_slots - num_empty + len(media)
+            num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
             got = f'{num_media} {modality}s and {num_slots} placeholders'
             raise InvalidInputError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
     next_media = {modality: iter(media) for modality, media in listed.items()}
@@ -540,7 +583,9 @@ def _parse_medium(modality: str, value: object) -> Medium:
 def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     """Returns the name of a file, or its embedded content.
 
-    The value is a name, a URI, bytes, an embedded file of a table, or an object that holds one of these.
+    Args:
+        modality: The modality of the file.
+        value: A name, a URI, bytes, an embedded file of a table, or an object that holds one of these.
     """
     if isinstance(value, dict):
         value = _file_of_object(modality, value)
@@ -583,13 +628,14 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
 
 
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
-    """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``."""
+    """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``. The name is its part before ``;``."""
     header, _, payload = uri.partition(',')
     media_type, _, encoding = header.rpartition(';')
     try:
         if encoding.lower() != 'base64':
             raise InvalidInputError('it has another encoding')
-        content = base64.b64decode(''.join(payload.split()), validate=True)
+        payload_on_one_line = ''.join(payload.split())  # `validate` refuses line breaks
+        content = base64.b64decode(payload_on_one_line, validate=True)
     except ValueError as error:
         raise InvalidInputError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
     return EmbeddedFile.from_bytes(media_type[:60], content)
@@ -599,7 +645,7 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
 
 
 def _check_turns(turns: Sequence[Turn]) -> None:
-    """Raises ValueError if the turns are out of order or teach nothing."""
+    """Raises ValueError if the turns are out of order, no answer carries loss, or one that does is empty."""
     roles = [turn.role for turn in turns if turn.role != 'system']
     is_in_order = len(roles) >= 2
     for previous, role in pairwise(['', *roles]):
@@ -608,13 +654,13 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if not is_in_order:
         got = short_repr(roles, 200)
         raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    answers = []
+    learned_answers = []
     for turn in turns:
         if turn.role == 'assistant' and turn.carries_loss:
-            answers.append(turn.text)
-    if not answers:
+            learned_answers.append(turn.text)
+    if not learned_answers:
         raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
-    for answer in answers:
+    for answer in learned_answers:
         # Zero-width spaces say nothing, too. `strip` keeps them, but they are not printable.
         if not any(character.isprintable() for character in answer.strip()):
             raise InvalidInputError(
@@ -623,7 +669,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
 
 
 def _check_characters(text: str) -> None:
-    """Refuses lone surrogates, which no tokenizer takes. Bytes that are not UTF-8 were decoded to surrogates."""
+    """Refuses lone surrogates, which no tokenizer takes. `files.py` decodes bytes that are not UTF-8 to surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -635,7 +681,7 @@ def _check_characters(text: str) -> None:
 
 
 def _check_keys(values: JsonObject, keys_read: Container[str], place: str) -> None:
-    """Raises ValueError if an object has a value under a key that is not read."""
+    """Raises ValueError if an object has a value under a key that is not read. ``place`` names it in the message."""
     for key, value in values.items():
         if key not in keys_read and _is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
@@ -654,7 +700,7 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
 
 
 def _is_given(value: object) -> bool:
-    """Tells whether a value is given. Tables and files write null, '' or [] for a missing value."""
+    """Tells whether a value is given. Tables and files write null, '', [] or {} for a missing value."""
     if value is None:
         return False
     return not isinstance(value, str | bytes | list | dict) or len(value) > 0

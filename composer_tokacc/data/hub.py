@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Asks the Hugging Face hub once whether it answers. Its own clients would try again for minutes."""
+"""Asks the Hugging Face hub once whether it answers.
+
+Done before a model or a dataset is loaded, because without an answer the libraries that load it try again for minutes.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,19 @@ from huggingface_hub import (
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 HUB = 'hf://datasets/'
-"""Start of the name of a dataset of the hub: ``hf://datasets/owner/name``, or with ``/subset`` behind it."""
-PATIENCE = 5.0
-"""Seconds to wait for an answer."""
+"""Start of a path that means a dataset of the hub: ``hf://datasets/owner/name``, or ``.../name/subset``."""
+TIMEOUT = 5.0
+"""Seconds to wait for an answer. This is ample for one small request, and short for a user who waits."""
 FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}
-"""A file that every repository of a kind has."""
+"""The file to ask for, by the kind of repository. Nearly all repositories have it. "No such file" is an answer, too."""
 
 
 def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
     """Asks the hub for one file, once. Does nothing offline, for a folder, or if the file is in the hub's cache.
+
+    Args:
+        name: ``owner/name`` of a repository, or a folder of this machine.
+        kind: What the repository holds.
 
     Raises:
         OSError: If the hub does not answer, or the name cannot be one of the hub.
@@ -34,14 +41,14 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         return
     file = FILE_OF_KIND[kind]
     try:
-        is_cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
-        if not is_cached:
-            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
-    except HfHubHTTPError:  # the hub answers, if only with an error. Loading reports a missing repository
-        return
+        cached_path = try_to_load_from_cache(name, file, repo_type=kind)
+        if not isinstance(cached_path, str):  # None, or the note that the repository has no such file
+            get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=TIMEOUT)
+    except HfHubHTTPError:
+        return  # the hub has answered. If the repository is missing, loading it says so
     except HFValidationError as error:
         raise OSError('there is no such folder, and the hub has no such names') from error
-    except Exception as error:  # of the HTTP client that huggingface_hub uses
+    except Exception as error:  # no answer. The HTTP client of huggingface_hub (requests or httpx) raises its own types
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise OSError(
             f'{constants.ENDPOINT} does not answer: {reason}. Give a folder of this machine, or set '

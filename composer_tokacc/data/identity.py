@@ -11,20 +11,24 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.cache import fingerprint
+from composer_tokacc.data.conversation import PROCESSOR_PARTS
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.refusals import InvalidInputError
 
 NUM_READ = 64
-"""Samples that are read to identify a dataset without an ``identity`` method."""
+"""Most samples that are read to identify a dataset without an ``identity`` method."""
 
 
 def identify_data(dataset: Any) -> str:
-    """Returns a fingerprint of the data. It does not depend on the folder.
+    """Returns a fingerprint of the data.
 
-    The dataset gives it as ``dataset.identity()`` or ``dataset.fingerprint()``. If it has no such method, the
-    fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other
-    sample goes unnoticed. Of a bad sample the error message is used instead of the ids, because the error should be
-    raised only when the run reads the sample.
+    It is made of the value of ``dataset.identity()`` or ``dataset.fingerprint()``. If the dataset has no such method,
+    it is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other sample
+    goes unnoticed. A bad sample does not raise here, but when the run reads it. Its error message takes the place of
+    the ids.
+
+    Args:
+        dataset: A map-style dataset, or a ``ConcatDataset`` of some.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])
@@ -33,7 +37,7 @@ def identify_data(dataset: Any) -> str:
         return fingerprint(identity_method())
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
-    for index in np.unique(indices).tolist():
+    for index in np.unique(indices).tolist():  # a dataset of fewer samples repeats indices
         try:
             sample = dataset[index]
             check_sample(sample, 'input_ids')
@@ -44,7 +48,7 @@ def identify_data(dataset: Any) -> str:
 
 
 def check_sample(sample: Any, *keys: str) -> None:
-    """Raises ValueError unless a sample is a mapping with the given keys."""
+    """Raises ValueError unless a sample is a mapping with these keys (``input_ids``, ``labels`` or both)."""
     missing = set(keys)
     if hasattr(sample, 'keys'):
         missing -= set(sample.keys())
@@ -54,18 +58,22 @@ def check_sample(sample: Any, *keys: str) -> None:
 
 
 def identify_processor(processor: Any) -> str:
-    """Returns a fingerprint of a processor's settings and chat template, without its vocabulary."""
+    """Returns a fingerprint of a processor's settings and chat template.
+
+    The vocabulary has its own fingerprint, see :func:`identify_vocabulary`.
+    """
     tokenizer = getattr(processor, 'tokenizer', processor)
     template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
     settings = _settings_of(processor)
     settings_of_parts = []
-    for name in ('image_processor', 'video_processor', 'feature_extractor'):
-        settings_of_parts.append(_settings_of(getattr(processor, name, None)))
+    for attribute in PROCESSOR_PARTS.values():
+        part = getattr(processor, attribute, None)
+        settings_of_parts.append(_settings_of(part))
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
 
 
 def _settings_of(part: Any) -> dict[str, Any]:
-    """Returns the settings of a processor or of one of its parts. Empty if it has none."""
+    """Returns the settings of a processor or of one of its parts. Empty if it has none, or there is no such part."""
     if not hasattr(part, 'to_dict'):
         return {}
     return part.to_dict()
@@ -82,5 +90,5 @@ def identify_vocabulary(processor: Any) -> str:
 
 
 def class_name(instance: object) -> str:
-    """Returns the full name of an object's class."""
+    """Returns module and name of an object's class."""
     return f'{type(instance).__module__}.{type(instance).__qualname__}'

@@ -18,8 +18,10 @@ from composer_tokacc.data.records import MediaFile
 from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
+"""Largest value of a channel with 16 bits."""
 MAX_PIXELS = 89_478_485
-"""Limit for one image. Above it PIL warns of a decompression bomb. (100 million pixels take 1.9 GiB.)"""
+"""Most pixels of one image. It is PIL's own limit, above which it warns of a decompression bomb. To read an image of
+100 million pixels takes 1.9 GiB of memory."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (
@@ -42,9 +44,10 @@ QUARTER_TURNS = (5, 6, 7, 8)
 
 
 def read_image(file: MediaFile) -> Image.Image:
-    """Returns an image in RGB, turned as its EXIF entry says."""
+    """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        has_32_bits = image.format == 'TIFF' and image.mode == 'I'  # in a PNG, this mode has 16 bits
+        # PIL's mode I holds 32 bits. An older PIL also uses it for the 16 bits of a PNG.
+        has_32_bits = image.format == 'TIFF' and image.mode == 'I'
         return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=has_32_bits)
 
 
@@ -54,7 +57,7 @@ def image_size(file: MediaFile) -> tuple[int, int]:
         if image.format not in SIZE_IN_HEADER:
             return ImageOps.exif_transpose(image).size
         if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
-            image.load()  # reads this metadata too, which may turn the image
+            image.load()  # also reads this metadata, which may turn the image
         # The base class's `getexif`, because PNG's own method would decode every image to look for such metadata.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
@@ -88,7 +91,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
 
 
 def _known_formats() -> list[str]:
-    """Returns the formats that this installation of PIL can open."""
+    """Returns those of IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is there."""
     Image.init()
     if 'HEIF' not in Image.OPEN and importlib.util.find_spec('pillow_heif') is not None:
         import pillow_heif  # pyright: ignore[reportMissingImports]
@@ -98,7 +101,10 @@ def _known_formats() -> list[str]:
 
 
 def _has_metadata_after_pixels(file: BinaryIO) -> bool:
-    """Tells whether a PNG file has chunks after its pixels. Does not read the content of the chunks."""
+    """Tells whether a PNG file has chunks after its pixels. Does not read the content of the chunks.
+
+    A chunk is the length of its content (4 bytes), its type (4 bytes), the content, and a checksum (4 bytes).
+    """
     start = file.tell()
     file.seek(8)  # after the signature
     chunk_types = set()
@@ -109,18 +115,24 @@ def _has_metadata_after_pixels(file: BinaryIO) -> bool:
         # Pixels begin at the first IDAT chunk. The types of all chunks from there on are collected.
         if chunk_types or chunk_type == b'IDAT':
             chunk_types.add(chunk_type)
-        file.seek(length + 4, os.SEEK_CUR)  # skips the content and a checksum
+        file.seek(length + 4, os.SEEK_CUR)  # skips the content and the checksum
         head = file.read(8)
-    file.seek(start)
+    file.seek(start)  # PIL goes on from here
     return bool(chunk_types - {b'IDAT', b'IEND'})
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
-    """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white."""
+    """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white.
+
+    Args:
+        image: The image. PIL's mode F holds floats, and modes that begin with I hold integers of 16 or 32 bits.
+        has_32_bits: Whether its file has integers of 32 bits. Such an image is refused, because it is not known which
+            value means white.
+    """
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
-        is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT
-        if has_32_bits or image.mode == 'F' or not is_16_bit:
+        fits_16_bits = np.all((values >= 0) & (values <= MAX_16_BIT))
+        if has_32_bits or image.mode == 'F' or not fits_16_bits:
             raise InvalidInputError(
                 f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel'
             )

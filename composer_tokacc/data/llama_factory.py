@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reads entries of LLaMA-Factory's ``dataset_info.json``, which describe a dataset by its columns and tags."""
+"""Reads entries of LLaMA-Factory's ``dataset_info.json``.
+
+An entry names the file of a dataset and how to read it: its columns (the keys of a record that hold prompt, answer,
+images, ...), and its tags (the keys of a turn, and the names of its speakers).
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,32 @@ from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
 from composer_tokacc.refusals import InvalidInputError
 
-# LLaMA-Factory's name of a column -> the key of a record that `formats.py` reads.
 KEY_OF_COLUMN = {
     'prompt': 'instruction',
     'query': 'input',
     'response': 'output',
     'messages': 'conversations',
+    'history': 'history',
+    'system': 'system',
+    'tools': 'tools',
+    'images': 'images',
+    'videos': 'videos',
+    'audios': 'audios',
+    'chosen': 'chosen',
+    'rejected': 'rejected',
+    'kto_tag': 'kto_tag',
 }
-for column in (
-    'history',
-    'system',
-    'tools',
-    'images',
-    'videos',
-    'audios',
-    'chosen',
-    'rejected',
-    'kto_tag',
-):
-    KEY_OF_COLUMN[column] = column
+"""The key of a record that `formats.py` reads, by LLaMA-Factory's name of a column."""
 DEFAULT_COLUMNS = {
-    'alpaca': {'prompt': 'instruction', 'query': 'input', 'response': 'output'},
+    'alpaca': {
+        'prompt': 'instruction',
+        'query': 'input',
+        'response': 'output',
+    },
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
+"""For each ``formatting``: names of columns in a file whose entry does not name them."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -45,15 +51,21 @@ DEFAULT_TAGS = {
     'function_tag': 'function_call',
     'system_tag': 'system',
 }
-"""Names of keys of a turn, and of speakers. A file without tags uses these names, and `formats.py` reads them."""
+"""The key of a turn, or the name of a speaker, for each tag. A file whose entry has no tags uses these names. They are
+also the names in the records that :meth:`.DatasetEntry.rename` returns, because `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 """The tags that name a key. The others name a speaker."""
 KEYS_OF_STRINGS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
+"""Keys of an entry whose value is a string."""
 KEYS_OF_MAPPINGS = ('columns', 'tags')
+"""Keys of an entry whose value is a mapping. All other keys of an entry are refused."""
 
 
 class DatasetEntry:
-    """One dataset of a ``dataset_info.json``.
+    """One dataset of a ``dataset_info.json``. Locates its file, and renames the keys of its records.
+
+    Args:
+        entry: The object under the name of the dataset.
 
     Raises:
         ValueError: If the entry is wrong, or asks for something that is not supported.
@@ -64,7 +76,7 @@ class DatasetEntry:
             if key in KEYS_OF_STRINGS and not isinstance(value, str | None):
                 raise InvalidInputError(f'`{key}` must be a string, got: {short_repr(value)}')
             is_read = key in KEYS_OF_STRINGS or key in KEYS_OF_MAPPINGS
-            if value and not is_read:  # a false value, as in `ranking: false`, asks for nothing
+            if value and not is_read:  # `ranking: false` asks for nothing
                 raise InvalidInputError(f'`{key[:60]}` is not supported')
         formatting = entry.get('formatting') or 'alpaca'
         if formatting not in DEFAULT_COLUMNS:
@@ -81,10 +93,11 @@ class DatasetEntry:
             **DEFAULT_COLUMNS[formatting],
             **_names_of(entry, 'columns', KEY_OF_COLUMN),
         }
+        """The file's name of a column, by LLaMA-Factory's name."""
         self._keys_of_turn: dict[str, str] = {}
-        """Our key of a turn, by the file's key."""
+        """The key of a turn that `formats.py` reads, by the file's key."""
         self._roles: dict[str, str] = {}
-        """Our name of a speaker, by the file's name."""
+        """The name of a speaker that `formats.py` reads, by the file's name."""
         tags = {
             **DEFAULT_TAGS,
             **_names_of(entry, 'tags', DEFAULT_TAGS),
@@ -95,12 +108,19 @@ class DatasetEntry:
             else:
                 self._roles[name] = DEFAULT_TAGS[tag]
         for tag in TAGS_OF_KEYS:
-            # Under its own name, an untagged key would replace the tagged one. `formats.py` refuses this name.
+            # If a tag names another key, a turn may still have the default key, and this must not replace the value of
+            # the tagged key. So it gets a name that `formats.py` refuses.
             key = DEFAULT_TAGS[tag]
             self._keys_of_turn.setdefault(key, f'{key} (named by no tag)')
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
-        """Returns the path of the file in the folder, or the name of the hub's dataset and its split."""
+        """Returns the path of the file and None, or the name of a dataset of the hub and its split.
+
+        If the entry names both, the hub's dataset is used, as in LLaMA-Factory.
+
+        Args:
+            folder: The folder of ``dataset_info.json``.
+        """
         if self._hub_name:
             name = f'{HUB}{self._hub_name}/{self._subset}'
             return name.rstrip('/'), self._split
@@ -108,7 +128,7 @@ class DatasetEntry:
         return str(path), None
 
     def rename(self, data: JsonObject) -> JsonObject:
-        """Returns a record with the keys that `formats.py` reads. Leaves out a column that the entry does not name."""
+        """Returns a record with the keys that `formats.py` reads. Leaves out a key that is no column of the entry."""
         record = {
             'id': data.get('id'),
             'loss_weights': data.get('loss_weights'),
@@ -135,13 +155,19 @@ class DatasetEntry:
 
 
 def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
-    """Returns the names in the file under ``columns`` or ``tags``, by LLaMA-Factory's names."""
+    """Returns the mapping of an entry under ``columns`` or ``tags``: names in the file, by LLaMA-Factory's names.
+
+    Args:
+        entry: The entry.
+        key: ``columns`` or ``tags``.
+        supported: Its keys are LLaMA-Factory's names that are read. Any other is refused.
+    """
     names = entry.get(key) or {}
     if not isinstance(names, Mapping):
         raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     for name, name_in_file in names.items():
         if name not in supported:
             raise InvalidInputError(f'`{name[:60]}` is not supported')
-        if not isinstance(name_in_file, str | None):
+        if not isinstance(name_in_file, str | None):  # null: the file has no such column, or no such speaker
             raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class LlavaDataset(Dataset):
     samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
     sample over ``max_length``, raises when it is read. With ``'skip'`` every sample is read once at the start, in
     parallel, and the ranks share the work. Bad samples are left out and counted (``skipped``, :meth:`skip_report`). The
-    result is kept with the lengths.
+    result is kept in the length table, so that a later run need not read them again.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
@@ -64,16 +63,17 @@ class LlavaDataset(Dataset):
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
         fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
-            ``docs/data.md``. Then all samples are measured at the start. ``fitted`` lists the changed ones.
+            ``docs/data.md``. Then all samples are measured at the start. :meth:`fitted` lists the changed ones.
         max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
         train_on: ``'all'`` answers of a conversation, or only the ``'last'``; see :class:`.ConversationEncoder`.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
         on_error: ``'raise'`` or ``'skip'``.
-        num_workers: Processes that read the samples (``skip`` and ``fit`` only). ``None``: all cores.
+        num_workers: Processes on each rank that read the samples (``skip`` and ``fit`` only). ``None``: the CPU cores
+            of the node, divided among its ranks.
         lengths_folder: Folder of the length table, which keeps the result (``skip`` and ``fit`` only), see
             :func:`.length_table`.
-        patch_size: Patch size of the vision encoder, for the same table.
+        patch_size: Side of the vision encoder's patches in pixels, for the same table. ``None``: the processor's.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
@@ -118,12 +118,15 @@ class LlavaDataset(Dataset):
         self.measured: tuple[int, LengthTable] | None = None
         """Patch size and length table, once the samples were measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
+        """The good records. A sample is encoded from its record when it is read."""
         self.skipped: list[str] = []
-        """Reasons why samples were left out."""
-        self._read(
+        """For each bad sample that was left out: the reason, which names the sample."""
+        self._keep_good(
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
+        file_names = {record.file_name for record in self.records}
+        self._has_several_files = len(file_names) > 1
         if self.records and (on_error == 'skip' or fit):
             self._measure(
                 patch_size_of(patch_size, processor),
@@ -137,12 +140,12 @@ class LlavaDataset(Dataset):
                 f'`path` must hold at least one good sample, but {str(path)[:300]} has none.{first}'
             )
 
-    def _read(
+    def _keep_good(
         self,
         records: Iterable[Record | BadSampleError],
         on_error: OnError,
     ) -> None:
-        """Keeps the good records. The first bad one raises, or all bad ones are skipped."""
+        """Keeps the good records. Raises the error of the first bad one, or keeps the errors of all in `skipped`."""
         for record in records:
             try:
                 if isinstance(record, BadSampleError):
@@ -157,7 +160,7 @@ class LlavaDataset(Dataset):
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Yields the text of every turn, without placeholders, to train a tokenizer on."""
+        """Yields the text of every turn, without placeholders, to train a tokenizer on. Leaves out bad records."""
         return read_texts(path)
 
     def __len__(self) -> int:
@@ -167,10 +170,11 @@ class LlavaDataset(Dataset):
         return self._encode(index)
 
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
-        """Encodes a sample, with its media as small as they were measured to fit."""
+        """Encodes a sample. With ``fit``, its media are made as small as the length table says."""
         record = self.records[index]
         files = open_files(record)
         options = {}
+        # While the samples are measured there is no table yet. Then the encoder searches for the number of steps.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
@@ -179,17 +183,11 @@ class LlavaDataset(Dataset):
             sample['source'] = [record.file_name]
         return sample
 
-    @cached_property
-    def _has_several_files(self) -> bool:
-        """Whether the records are of several files. Then each sample names its file."""
-        first_name = self.records[0].file_name
-        return any(record.file_name != first_name for record in self.records)
-
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
-        """Returns samples with placeholders that are not expanded, and the sizes of their images.
+        """Returns samples with placeholders that are not expanded, and width and height of their images.
 
-        This is enough to compute the length of a sample, see `sizes.py`. None for a sample that must be read: one with
-        videos or audio, or a bad one.
+        This is enough to compute the length of a sample, see `sizes.py`. None for a sample whose length only reading it
+        can tell: one with videos or audio, or a bad one.
         """
         conversations = [self.records[index].messages() for index in indices]
         samples = self.encoder.encode_unexpanded(conversations)
@@ -198,14 +196,17 @@ class LlavaDataset(Dataset):
             record = self.records[index]
             result = None
             if sample is not None and record.count('image') == len(record.media):
-                with suppress(Exception):  # a file that is not an image raises when the sample is read
+                with suppress(Exception):  # a file that is not an image. Reading the sample raises the error again
                     sizes = [image_size(file) for file in open_files(record)]
                     result = sample, tuple(sizes)
             results.append(result)
         return results
 
     def shapes_of_videos(self, index: int) -> EncodedSample | None:
-        """Returns a sample of the right shapes. Decodes one frame of each video. None if the sample has no video."""
+        """Returns a sample of the right shapes. Decodes one frame of each video. None if the sample has no video.
+
+        This is enough to measure the sample, and much faster than reading it.
+        """
         if not self.records[index].count('video'):
             return None
         return self._encode(index, shapes_only=True)
@@ -216,31 +217,37 @@ class LlavaDataset(Dataset):
         return self.encoder.decode(record, open_files(record))
 
     def modalities(self, index: int) -> frozenset[str]:
-        """Returns the modalities of a sample's media. Reads nothing."""
+        """Returns the modalities of a sample's media. Opens no file."""
         record = self.records[index]
         return frozenset(modality for modality in MODALITIES if record.count(modality))
 
     def identity(self) -> str:
         """Returns a fingerprint of the data a model is trained on.
 
-        It depends on the turns, on names and sizes of files (of embedded ones on the content), and on the frames taken
-        of videos. It does not depend on the folder of files, or the ids of samples. It does not depend on
-        ``max_length`` without ``fit``, because no sample is left out in silence.
+        It depends on the turns, on names and sizes in bytes of files (of embedded ones on the content), on the weights
+        of samples, and on the options of the encoder that change samples. It does not depend on the folder of files, or
+        the ids of samples. ``max_length`` changes samples only with ``fit``.
         """
         return _fingerprint_of(self._parts_of_identity())
 
     def _parts_of_identity(self) -> Iterator[tuple[Any, ...]]:
+        """Yields a part for each record, and one for each option that is not the default.
+
+        The form of a part must not change, so that the data of checkpoints of earlier releases are recognized. For the
+        same reason, a weight or an option that is not given adds nothing.
+        """
         for record in self.records:
             media = []
             for medium in record.media:
-                files = [_identify_file(file, record.folder) for file in medium.files]
+                files = []
+                for file in medium.files:
+                    files.append(_identify_file(file, record.folder))
                 media.append((medium.modality, files))
             sampling = self.encoder.video if record.count('video') else None
             if record.loss_weights is None:
                 yield record.turns, media, sampling
             else:
                 yield record.turns, media, sampling, record.loss_weights
-        # An option with its default adds nothing, so that the data of checkpoints of earlier releases are recognized.
         yield from self.encoder.identity_of_options()
         if isinstance(self.encoder, FittingEncoder):
             yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
@@ -260,7 +267,11 @@ class LlavaDataset(Dataset):
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
     def fitted(self) -> list[dict[str, Any]]:
-        """Returns the samples whose media were made smaller: id, source, tokens now, and the share of the budgets."""
+        """Returns the samples whose media were made smaller.
+
+        Each is a mapping: ``sample`` (its id), ``source`` (its file and place), ``tokens`` (its length now), and
+        ``share`` (of the processor's budget for media that is left, see :func:`.share_of`).
+        """
         if self.measured is None:
             return []
         _, table = self.measured
@@ -280,7 +291,12 @@ class LlavaDataset(Dataset):
         return changed_samples
 
     def _measure(self, patch_size: int, **options: Any) -> None:
-        """Measures all samples, and leaves out the bad ones. Takes the options of :func:`.length_table`."""
+        """Measures all samples, and leaves out the bad ones.
+
+        Args:
+            patch_size: Side of the vision encoder's patches in pixels.
+            **options: Other arguments of :func:`.length_table`.
+        """
         table = length_table(
             self,
             self.encoder.processor,
@@ -295,15 +311,14 @@ class LlavaDataset(Dataset):
                 good_records.append(record)
         self.records = good_records
         self.skipped.extend(table.errors.values())
-        self.measured = patch_size, table.select(good_indices)
+        good_table = table.select(good_indices)
+        self.measured = patch_size, good_table
         if self.skipped:
             log.warning(self.skip_report())
-        self._warn_of_pixel_coordinates()
+        self._warn_of_pixel_coordinates(good_table)
 
-    def _warn_of_pixel_coordinates(self) -> None:
-        """Warns if a sample's media were made smaller and its answers may hold pixel coordinates. Names the first."""
-        assert self.measured is not None
-        _, table = self.measured
+    def _warn_of_pixel_coordinates(self, table: LengthTable) -> None:
+        """Warns of the first sample whose media were made smaller and whose answers may hold pixel coordinates."""
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
             answers = [turn.text for turn in record.turns if turn.role == 'assistant']
@@ -320,13 +335,13 @@ class LlavaDataset(Dataset):
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    # An iterator: `fingerprint` hashes its bytes one by one. Of a list it would hash the JSON text, another value.
+    # Not a list, of which `fingerprint` would hash the JSON text. An iterator of bytes gives another value.
     texts = (repr(part).encode() for part in parts)
     return fingerprint(texts, length=64)
 
 
 def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
-    """Returns name and size of a file, or the checksum of an embedded one."""
+    """Returns name and size in bytes of a file. For an embedded file, no name and the checksum of its content."""
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size

@@ -41,9 +41,13 @@ class LlavaStreamingDataset(StreamingDataset):
     Args:
         processor: Hugging Face processor. For text only, a tokenizer is enough.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        video: As for :class:`.LlavaDataset`. So are ``control_tokens``, ``train_on`` and ``add_end_token``.
-        streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
-            ``remote``, ``proportion``, ...) as in a YAML file. Samples of a mapping carry the name as ``source``.
+        video: As for :class:`.LlavaDataset`.
+        control_tokens: The same.
+        train_on: The same.
+        add_end_token: The same.
+        streams: Several sources: a list of :class:`streaming.Stream`, or, as in a YAML file, a mapping from the name of
+            each stream to its arguments (``local``, ``remote``, ``proportion``, ...). If the mapping has several, each
+            sample carries the name of its stream as ``source``.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
             ``shuffle_seed``, ``batch_size`` (of one rank), ``num_canonical_nodes``, ``cache_limit``, ...
 
@@ -65,7 +69,7 @@ class LlavaStreamingDataset(StreamingDataset):
         **kwargs: Any,
     ) -> None:
         self._stream_names: list[str] = []
-        """Source of the samples of each stream. Empty if there is only one."""
+        """Names of the streams, by their index. Empty if there is one stream, or if they have no names."""
         if isinstance(streams, Mapping):
             if len(streams) > 1:
                 self._stream_names = list(streams)
@@ -81,24 +85,33 @@ class LlavaStreamingDataset(StreamingDataset):
         super().__init__(streams=streams, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> EncodedSample:
-        """Returns a sample by its number in the shards. Downloads its shard if it is not there yet."""
+        """Encodes a sample. Downloads its shard if it is not there yet.
+
+        Args:
+            sample_id: Number of the sample, counted over all shards.
+            retry: Most attempts of StreamingDataset to download the shard. Its own default.
+        """
         record, files = from_row(super().get_item(sample_id, retry))
         sample = self.encoder.encode_record(record, [BytesIO(content) for content in files])
         if self._stream_names:
-            shard, _ = self.spanner[sample_id]
+            shard, _ = self.spanner[sample_id]  # the index of the shard, and of the sample in it
             stream = self.stream_per_shard[shard]
             sample['source'] = [self._stream_names[stream]]
         return sample
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:
-        """Yields the text of every turn, from the first folder that has all shards in uncompressed form."""
+        """Yields the text of every turn, to train a tokenizer on. Downloads nothing.
+
+        Args:
+            *folders: Reads the first of them that has all shards in uncompressed form.
+        """
         for folder in map(Path, folders):
             shards = _read_index(folder)
             if not shards:
                 continue
             for shard in shards:
-                reader = reader_from_json(str(folder), None, shard)
+                reader = reader_from_json(str(folder), None, shard)  # None: the shards are not in a folder of a split
                 for row in range(len(reader)):
                     record, _ = from_row(reader.get_item(row))
                     yield from record.texts
@@ -111,21 +124,22 @@ class LlavaStreamingDataset(StreamingDataset):
         )
 
     def identity(self) -> str:
-        """Returns a text that identifies the data: the samples and bytes of each shard, and the frames taken of videos.
+        """Returns a text that identifies the data. It does not depend on the folder of the shards.
 
-        It does not depend on the folder of the shards.
+        It holds the number of samples and of bytes of each shard, and the options of the encoder that change samples.
         """
         shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
-        # Without the names of the options, as in the checkpoints of earlier releases.
+        # Without the names of the options, because checkpoints of earlier releases hold this text.
         options = [value for _, value in self.encoder.identity_of_options()]
         return repr((shards, self.encoder.video, *options))
 
     def identity_of_order(self) -> dict[str, Any]:
-        """Returns what decides the samples of an epoch and their order. With another order, a resumed run would repeat
-        samples and lose others.
+        """Returns the settings that decide the samples of an epoch and their order.
+
+        A resumed run with other settings would repeat some samples and lose others.
         """
         order = {name: getattr(self, name) for name in ORDER_ARGUMENTS}
-        # The weights of the streams and `epoch_size` decide these numbers.
+        # Samples that an epoch takes of each stream. The weights of the streams and `epoch_size` decide these numbers.
         order['samples_of_streams'] = [int(stream.choose) for stream in self.streams]
         return order
 
@@ -134,6 +148,11 @@ class LlavaStreamingDataset(StreamingDataset):
 
         Between two epochs, Composer already counts 0 samples of the next one. StreamingDataset would take these as 0
         samples of the epoch that it iterated last, and a resumed run would repeat the order of that epoch.
+
+        Args:
+            num_samples: Samples of the epoch that were trained on.
+            from_beginning: Whether they are counted from the beginning of the epoch, and not from where the run
+                resumed.
         """
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0:
@@ -142,7 +161,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:
-    """Returns the entries of the shards in a folder's index. Empty if the index or one of the shards is missing."""
+    """Returns the entries of the shards in a folder's index. Empty if the index or an uncompressed shard is missing."""
     index = folder / 'index.json'
     if not index.is_file():
         return []

@@ -23,30 +23,37 @@ from composer_tokacc.refusals import InvalidInputError
 
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
-
+"""The path of a file, or an open one."""
 JsonObject = Mapping[str, Any]
+"""A decoded object of a JSON file, or a row of a table."""
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
 """One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
-"""By modality: PIL images, :class:`.Video`, and float32 arrays of audio."""
+"""By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
+"""Finds the placeholder of a medium in the text of a turn. Its group is the modality."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
+"""Finds a placeholder with the line breaks around it."""
 
 MAX_REASON = 1000
 """Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
 
 
 class BadSampleError(InvalidInputError):
-    """A sample that cannot be used. The message names its id, its file and its line."""
+    """A sample that cannot be used. The message names its id, its file and its line.
+
+    ``on_error=skip`` leaves out the samples that raise this error. Any other error ends the run.
+    """
 
 
 class RawRecord(NamedTuple):
     """The entry of a file for one sample, before anything is checked."""
 
     path: str
+    """The file."""
     where: str
     """Its place in the file, such as ``line 3``, ``entry 3`` or ``row 3``."""
     data: object
@@ -61,7 +68,7 @@ class Turn(NamedTuple):
     text: str
     """``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
-    """False for an answer that the model reads and does not learn. True for all turns of other roles."""
+    """False for an answer that the model reads and does not learn. True, without effect, for turns of other roles."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Medium(NamedTuple):
 
     modality: str
     files: tuple[str | EmbeddedFile, ...]
-    """One file: a name inside the record's folder, or an embedded file. Several images are the frames of a video."""
+    """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded."""
 
     @property
     def names(self) -> list[str]:
@@ -150,7 +157,7 @@ class Record:
         return BadSampleError(''.join(characters))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Returns the turns as chat templates take them, with ``weight`` 0 for an answer without loss.
+        """Returns the turns as messages whose content is a list of parts, with ``weight`` 0 for an answer without loss.
 
         Line breaks around a placeholder are removed, because the template writes its own.
         """
@@ -176,10 +183,10 @@ def check_message(message: object) -> Message:
         content = message.get('content')
         if isinstance(content, str):
             content = [{'type': 'text', 'text': content}]
-        has_weight = message.get('weight', 1) in (0, 1)
+        is_weight_valid = message.get('weight', 1) in (0, 1)
         role = message.get('role')
         modalities = () if role == 'assistant' else MODALITIES
-        if isinstance(role, str) and has_weight and _is_list_of_parts(content, modalities):
+        if isinstance(role, str) and is_weight_valid and _is_list_of_parts(content, modalities):
             return {**message, 'content': content}
     raise InvalidInputError(
         '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
@@ -206,7 +213,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Takes out the middle of a text that is too long. Keeps the end, because the end of a message says what to do."""
+    """Takes out the middle of a text of more than ``limit`` characters. Its end stays, because it says what to do."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -3,18 +3,19 @@
 
 """Attention document by document, so that a packed row costs no more than its documents.
 
-Three things are passed on, one after the other:
+A packed row holds the tokens of all rows of a microbatch, one row after the other. Each of these rows is a document of
+the packed row. Three steps tell the attention where the documents are:
 
-1. The packed mask is the ``attention_mask`` of a packed row. It has one row for each document, bool
+1. The ``attention_mask`` of a packed row is a packed mask. It has one row for each document, bool
    ``(documents, width)``, True at the tokens of that document.
 2. Transformers calls the mask function of the model's attention with the packed mask. Our function, :func:`_masks`,
-   returns :class:`_Documents`: their lengths, and for each document the mask that it would have alone. It is None if
-   no mask is needed, as in causal attention.
+   returns :class:`_Documents`: the length of each document, and the mask that the document would have alone. This mask
+   is None if none is needed, as in causal attention.
 3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, calls the model's own
    attention function for each document.
 
-Layers with a state or a convolution, and embeddings that look at the mask, receive the packed mask. They are called
-once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
+Layers with a state or a convolution, and embeddings that look at the mask, receive the packed mask itself. They are
+called once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
 
 The documents are passed as arguments of the forward, not kept in the model. So a layer that is computed again in the
 backward, or a model that is called twice before its backward, sees the right documents.
@@ -27,7 +28,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -43,32 +43,38 @@ from composer_tokacc.refusals import NotExactError
 PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
-"""Largest head size that both kernels for half precision take."""
+"""Largest head size of the kernels for half precision, see :func:`_half_kernel`. They also need a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments that matter to the SDPA attention of Transformers, but that the kernels for all documents at once do not
-have. SDPA adds the first to the scores and refuses the second. It ignores all others, such as ``sliding_window``, which
-is in the mask."""
+"""Arguments that the SDPA attention of Transformers does not ignore, but that :func:`_attend_at_once` lacks. SDPA adds
+the first to the scores and refuses the second. It ignores other arguments such as ``sliding_window``: the mask says
+the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
-"""Arguments that are split among the documents if a layer is called once for each. The keys tell the layers apart:
-those with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
+"""Arguments that are split into documents if a layer is called once for each document. The key is the argument by which
+such a layer is known: layers with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
 HostMask: TypeAlias = Any
+"""The mask of an attention function of Transformers, usually a tensor or None."""
 
 
 class DocumentAttention:
     """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention. With ``packing='positions'`` the model keeps its
-    own attention, which finds documents by ``position_ids`` that restart at 0. SDPA and eager attention then build a
-    mask of the size of the packed row squared.
+    Batches that are not packed are computed by the plain attention.
 
-    Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
-    convolution would mix documents.
+    Args:
+        model: The model, or a module that contains it.
+        packing: ``'documents'``, or ``'positions'``: the model keeps its plain attention, which finds documents by
+            ``position_ids`` that restart. SDPA and eager attention then make a mask of ``(width, width)`` for a packed
+            row.
+
+    Raises:
+        RuntimeError: If the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
+            convolution would mix documents.
     """
 
     def __init__(self, model: nn.Module, packing: str = 'documents') -> None:
@@ -79,6 +85,7 @@ class DocumentAttention:
         if not submodels:
             raise NotExactError(f'The model must be a model of Transformers, got: {type(model).__name__}.')
         text_config = submodels[0].config.get_text_config(decoder=True)
+        # Several of them may have the text config: a model with a head contains one without a head.
         text_type = type(text_config)
         self._text_models = [submodel for submodel in submodels if type(submodel.config) is text_type]
         config = self._text_models[0].config
@@ -93,8 +100,8 @@ class DocumentAttention:
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
         self.has_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
-        """Whether packed rows have a mask of their documents. Flash and flex attention have none. They find the
-        documents by ``position_ids`` that restart at 0."""
+        """Whether packed rows have a packed mask. Without one the plain attention finds the documents by
+        ``position_ids`` that restart, as flash and flex attention always do."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
@@ -102,7 +109,7 @@ class DocumentAttention:
         self._cached_configs: list[Any] = []
         self._switch_off_cache()
         if self.has_masks:
-            # These changes stay after undo(): they act only on packed masks, and copies of the model share them.
+            # undo() leaves these changes in place. They act only on packed masks, and copies of the model share them.
             _call_layers_by_document(model)
             _balance_routers_without_mask(submodels)
         try:
@@ -115,8 +122,8 @@ class DocumentAttention:
         """Switches off the cache of keys and values in the configs of the text models.
 
         A cache would carry states from one document to the next, and with a cache Transformers does not look for
-        positions that restart. Composer could not pass `use_cache=False` instead, because the forward of Qwen3.5 has no
-        such argument.
+        positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
+        `use_cache`.
         """
         for text_model in self._text_models:
             config = text_model.config
@@ -127,8 +134,8 @@ class DocumentAttention:
     def _check_convolutions(self) -> None:
         """Refuses a convolution over tokens outside of the layers that are called once for each document.
 
-        It cannot tell documents apart, because Transformers does not give it the positions. The first-batch check may
-        miss this: in a fresh model, convolutions may change the logits by less than round-off.
+        Such a convolution mixes documents, because Transformers does not tell it where they start. The first-batch
+        check may miss this: in a model with fresh weights, a convolution may change the logits by less than round-off.
         """
         for text_model in self._text_models:
             for layer in _convolved_layers(text_model, by_document=self.has_masks):
@@ -147,17 +154,17 @@ class DocumentAttention:
     def positions(self, batch: Batch, real: Tensor) -> Tensor:
         """Returns the position of each real token in its own row, as the model counts positions, ``(rows, width)``.
 
-        ``real`` marks the tokens of each row, ``(rows, width)`` bool. Other positions of the result mean nothing.
+        ``real`` marks the tokens of each row, ``(rows, width)`` bool. The result is undefined at padding.
         """
         padding_position = self._padding_position
         if padding_position is None:
             return real.cumsum(dim=1) - 1
         if 'input_ids' not in batch:
             return real.cumsum(dim=1) + padding_position
-        # The id of padding is the padding position too. RoBERTa and ESM never count that id, not even within the text:
-        # such a token has the padding position. The first counted token has the next one.
-        counted = real & (batch['input_ids'] != padding_position)
-        return counted.cumsum(dim=1) * counted + padding_position
+        # These models use one number for the id of padding and for the position of padding. RoBERTa and ESM do not
+        # count a token with this id, even within the text, and give it the position of padding.
+        is_counted = real & (batch['input_ids'] != padding_position)
+        return is_counted.cumsum(dim=1) * is_counted + padding_position
 
     def rotary_positions(self, batch: Batch) -> Tensor | None:
         """Returns multimodal rotary positions, ``(3, rows, width)``, or None if text positions are enough."""
@@ -192,7 +199,7 @@ class DocumentAttention:
 
 
 def _rope_index_of(model: nn.Module) -> HostFunction | None:
-    """Returns the function with which a multimodal model counts its rotary positions; None if it has none."""
+    """Returns the method by which a multimodal model counts its rotary positions; None if it has no such method."""
     for module in model.modules():
         rope_index: Any = getattr(module, 'get_rope_index', None)
         if rope_index is not None:
@@ -201,10 +208,10 @@ def _rope_index_of(model: nn.Module) -> HostFunction | None:
 
 
 def _padding_position_of(model: nn.Module) -> int | None:
-    """Returns the position that the model's table of positions keeps for padding, or None if it keeps none.
+    """Returns the position that the model's embedding of positions reserves for padding, or None.
 
-    A model with such a position counts its tokens from the next one. This is the convention of fairseq, which RoBERTa,
-    XLM-R, CamemBERT, MPNet and ESM follow.
+    A model with such a position counts its tokens from the next position. This is the convention of fairseq, which
+    RoBERTa, XLM-R, CamemBERT, MPNet and ESM follow.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith('position_embeddings'):
@@ -216,10 +223,15 @@ def _padding_position_of(model: nn.Module) -> int | None:
 
 
 class _Run(NamedTuple):
-    """Consecutive documents with the same length and the same mask: several without a mask, or one with a mask."""
+    """Consecutive documents that one call of the attention function can compute as a batch.
+
+    They have the same length and no mask. A document with a mask is a run by itself.
+    """
 
     length: int
+    """Tokens of each document."""
     count: int
+    """Number of documents."""
     mask: HostMask
 
 
@@ -239,16 +251,22 @@ class _Documents:
         self._ends: dict[torch.device, Tensor] = {}
 
     def ends(self, device: torch.device) -> Tensor:
-        """Returns a 0 and where each document ends, int32 ``(documents + 1,)``. It is moved to a device only once."""
+        """Returns 0, then the column at which each document ends (exclusive), int32 ``(documents + 1,)``.
+
+        All layers share the tensor, so that it is moved to a device only once.
+        """
         if device not in self._ends:
             ends = [0, *accumulate(self.lengths)]
-            in_main_memory = torch.tensor(ends, dtype=torch.int32)
-            self._ends[device] = in_main_memory.to(device, non_blocking=True)
+            ends_on_cpu = torch.tensor(ends, dtype=torch.int32)
+            self._ends[device] = ends_on_cpu.to(device, non_blocking=True)
         return self._ends[device]
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
-        # Not by narrow(). Each call of it would fill a gradient of the size of the whole row in the backward.
+        """Returns a view of the states of each run, ``(documents, heads, length, size)``.
+
+        ``states`` are those of the packed row, ``(1, heads, tokens, size)``.
+        """
+        # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
         sizes = [run.length * run.count for run in self.runs]
         parts = states[0].split(sizes, dim=1)
         states_of_runs = []
@@ -270,25 +288,26 @@ def _lengths_of(packed_mask: Tensor) -> list[int]:
 
 
 def _masks(plain_name: str, **arguments: Any) -> HostMask:
-    """Makes the masks of our attention. Transformers calls it in place of the plain mask function.
+    """Returns the masks for our attention. Transformers calls it in place of the plain mask function.
 
-    The argument ``attention_mask`` is the packed mask, ``(documents, width)``. Returns :class:`_Documents` for it. If
-    rows are not packed it is ``(rows, width)`` or None, and the plain function makes their mask.
+    For a packed mask, ``(documents, width)``, it returns :class:`_Documents`. If rows are not packed,
+    ``attention_mask`` is ``(rows, width)`` or None, and the plain function makes the mask.
     """
     from transformers import AttentionMaskInterface
 
     plain_masks = AttentionMaskInterface()[plain_name]
-    packed_mask = arguments['attention_mask']
-    # A packed batch has one row. One document in it has the mask of a row without padding.
-    if packed_mask is None or len(packed_mask) == arguments['batch_size']:
+    attention_mask = arguments['attention_mask']
+    # A packed row is a batch of one row, so several documents mean more rows in the mask than in the batch. A single
+    # document needs no other mask than a row that is not packed.
+    if attention_mask is None or len(attention_mask) == arguments['batch_size']:
         return plain_masks(**arguments)
     # Each document gets the mask that the model would make for it alone.
-    lengths = _lengths_of(packed_mask)
+    lengths = _lengths_of(attention_mask)
     ends = [0, *accumulate(lengths)]
     masks = []
     for start, end in pairwise(ends):
         document_arguments = {**arguments, 'batch_size': 1, 'attention_mask': None}
-        # The columns keep their numbers in the packed row. Some masks look up which columns of the batch are images.
+        # Offsets keep the column numbers of the packed row, because some masks look up which of its columns are images.
         document_arguments['kv_length'] = end - start
         document_arguments['kv_offset'] = start
         if 'cache_position' in arguments:  # transformers 4
@@ -307,31 +326,31 @@ def _call_layers_by_document(model: nn.Module) -> None:
     """Changes the classes of layers that would mix documents, so that they are called once for each document."""
     for states_name in SPLIT_ARGUMENTS:
         # Classes are changed and not modules, so that copies of a model work too.
-        layer_classes = {type(module) for module in _innermost(model, states_name)}
+        layer_classes = {type(layer) for layer in _layers_that_mix(model, states_name)}
         for layer_class in layer_classes:
             plain_forward = layer_class.forward
-            by_document = partial(_forward_by_document, plain_forward, states_name)
-            layer_class.forward = _in_place_of(plain_forward, _in_plain_python(by_document))
+            if not _is_by_document(plain_forward):  # another model may have changed the class before
+                by_document = partial(_forward_by_document, plain_forward, states_name)
+                layer_class.forward = _marked(_in_plain_python(by_document), plain_forward)
 
 
-def _in_place_of(
-    plain: HostFunction,
-    function: HostFunction,
-) -> HostFunction:
-    """Returns a function that looks like the plain one, or the plain one if it is ours already, for another model."""
-    if hasattr(plain, 'by_document'):
-        return plain
-    replacement: Any = wraps(plain)(function)
+def _marked(by_document: HostFunction, plain: HostFunction) -> HostFunction:
+    """Returns a function with the name and signature of the plain one that it replaces, and our mark."""
+    replacement: Any = wraps(plain)(by_document)
     replacement.by_document = True
     return replacement
 
 
-def _innermost(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
-    """Yields the innermost modules that take a mask and the argument ``states_name``.
+def _is_by_document(function: HostFunction) -> bool:
+    return hasattr(function, 'by_document')
 
-    These are layers with a state or a convolution, or embeddings that look at the mask. Attention modules
-    (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can compile them. Models, and
-    wrappers of models such as PEFT's, are left out too, although they take ids and a mask.
+
+def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
+    """Yields layers that would mix documents: the innermost modules that take a mask and ``states_name``.
+
+    They have a state or a convolution, or are embeddings that look at the mask. Attention modules (``is_causal``) are
+    left out: they receive :class:`_Documents`, and ``torch.compile`` can compile them. Models, and wrappers of models
+    such as PEFT's, are left out too, although they take ids and a mask.
     """
     from transformers import PreTrainedModel
 
@@ -345,23 +364,23 @@ def _innermost(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
         is_attention = hasattr(module, 'is_causal')
         if is_attention or not takes_mask(module):
             continue
-        _, *inner_modules = module.modules()
+        _, *inner_modules = module.modules()  # the first one is the module itself
         if not any(takes_mask(inner) for inner in inner_modules):
             yield module
 
 
 def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Module]:
-    """Yields the layers of a text model that hold a convolution over tokens.
+    """Yields the modules within a text model that hold a convolution over tokens.
 
     Other models inside it, such as encoders of images and sounds, are left out. If layers are called ``by_document``,
-    these are left out too.
+    these layers are left out too.
     """
     from transformers import PreTrainedModel
 
     for part in module.children():
         if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
             yield module
-        is_split = by_document and hasattr(type(part).forward, 'by_document')
+        is_split = by_document and _is_by_document(type(part).forward)
         if not is_split and not isinstance(part, PreTrainedModel):
             yield from _convolved_layers(part, by_document=by_document)
 
@@ -391,11 +410,11 @@ def _forward_by_document(plain_forward: HostFunction, states_name: str, *args: A
         outputs.append(output)
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, dim=1)
-    # Some layers return further results after their output, such as MiniMax the state at the end of its linear
-    # attention. They are for a cache, which is off, so those of the first document only keep their place.
+    # Some layers return more than their states. MiniMax also returns the state at the end of its linear attention. This
+    # is for a cache, which is off, so it does not matter that the further results are those of the first document.
     _, *further_results = outputs[0]
-    first_results = [output[0] for output in outputs]
-    joined = torch.cat(first_results, dim=1)
+    states_of_documents = [output[0] for output in outputs]
+    joined = torch.cat(states_of_documents, dim=1)
     return joined, *further_results
 
 
@@ -405,27 +424,31 @@ def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
         # Each file that defines a model with experts has its own function.
         file = sys.modules[type(submodel).__module__]
         names = vars(file)
-        plain_balance = names.get('load_balancing_loss_func')
-        if plain_balance is not None:
-            without_mask = partial(_balance, plain_balance)
-            names['load_balancing_loss_func'] = _in_place_of(plain_balance, without_mask)
+        plain_loss = names.get('load_balancing_loss_func')
+        if plain_loss is not None and not _is_by_document(plain_loss):
+            loss_of_packed_rows = partial(_balancing_loss, plain_loss)
+            names['load_balancing_loss_func'] = _marked(loss_of_packed_rows, plain_loss)
 
 
-def _balance(plain_balance: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes the load-balancing loss of a router, without a mask if rows are packed, because they have no padding."""
-    signature = inspect.signature(plain_balance)
+def _balancing_loss(plain_loss: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the load-balancing loss of the routers. Drops a packed mask, because packed rows have no padding.
+
+    ``logits`` are those of each router, a tuple of ``(positions, experts)``.
+    """
+    signature = inspect.signature(plain_loss)
     call = signature.bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
     if logits and mask is not None:
-        # The logits of a layer are (positions, experts). A packed mask has more entries: positions times documents.
         num_positions = logits[0].shape[:-1].numel()
+        # A mask of rows has one entry for each position. A packed mask has one for each position and document.
         if mask.numel() != num_positions:
             call.arguments['attention_mask'] = None
-    return plain_balance(*call.args, **call.kwargs)
+    return plain_loss(*call.args, **call.kwargs)
 
 
 def _in_plain_python(function: HostFunction) -> HostFunction:
-    """Hides a function from ``torch.compile``, because the lengths of documents are new in every batch."""
+    """Hides a function from ``torch.compile``, which would compile again for the document lengths of every batch."""
+    # A lambda, because disable() is meant for functions, and a partial() has no name.
     return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
 
 
@@ -441,11 +464,15 @@ def _attend(
     attention_mask: HostMask,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends document by document. Transformers calls it; states are ``(1, heads, tokens, size)``."""
+    """Attends document by document. Transformers calls it in place of the plain attention function.
+
+    For packed rows, query, key and value are ``(1, heads, tokens, size)``, and the result is
+    ``(1, tokens, heads, size)``. The None stands for attention weights, which no one needs.
+    """
     plain_attention = _plain_attention(plain_name, module)
-    documents = attention_mask
-    if not isinstance(documents, _Documents):
+    if not isinstance(attention_mask, _Documents):
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
+    documents = attention_mask
     has_mask = any(run.mask is not None for run in documents.runs)
     is_known_to_kernels = all(kwargs.get(name) is None for name in UNKNOWN_TO_KERNELS)
     is_for_kernels = plain_name == 'sdpa' and not has_mask and is_known_to_kernels
@@ -453,7 +480,6 @@ def _attend(
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
     outputs = []
-    # Consecutive documents of the same length are computed as one batch.
     queries = documents.split(query)
     keys = documents.split(key)
     values = documents.split(value)
@@ -462,13 +488,13 @@ def _attend(
         # From (documents, length, heads, size) to (tokens, heads, size).
         attended = attended.flatten(0, 1)
         outputs.append(attended)
-    # torch.cat would copy a single output.
+    # Without torch.cat(), a single output is not copied.
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined[None], None
 
 
 def _on_gpu(states: Tensor) -> bool:
-    # A function, so that tests can take the way of a GPU.
+    # A function of its own, so that tests can replace it and use the code for GPUs on a CPU.
     return states.is_cuda
 
 
@@ -486,30 +512,33 @@ def _attend_at_once(
 ) -> Tensor:
     """Attends in all documents with one call of a GPU kernel; returns ``(1, tokens, heads, size)``.
 
-    ``ignored`` are arguments that SDPA ignores as well.
+    Query, key and value are ``(1, heads, tokens, size)``. ``ignored`` are arguments that SDPA ignores as well.
     """
     if is_causal is None:
+        # As in the SDPA attention of Transformers.
         is_causal = bool(getattr(module, 'is_causal', True))
-    ends = documents.ends(query.device)
-    longest = max(documents.lengths)
     head_size = query.shape[-1]
     # Rotary embeddings in float32 make float32 queries and keys. Autocast casts them for SDPA, not for other kernels.
     device_type = query.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    dtype = query.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
     is_half = dtype in (torch.float16, torch.bfloat16)
     # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
+    half_kernel = None
     if is_half and has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0:
-        # A kernel for documents of any length needs neither padding nor a copy.
         half_kernel = _half_kernel(has_dropout=dropout > 0)
-        if half_kernel is not None:
-            # From (1, heads, tokens, size) to (tokens, heads, size).
-            token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
-            options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
-            # Queries and keys are of the same documents, so both get the same ends and the same longest length.
-            attended = half_kernel(*token_states, ends, ends, longest, longest, **options)
-            return attended[None]
-    # Nested tensors are for everything else: float32, other head sizes, no kernel installed.
+    if half_kernel is not None:
+        # From (1, heads, tokens, size) to (tokens, heads, size).
+        token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
+        ends = documents.ends(query.device)
+        longest = max(documents.lengths)
+        options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
+        # The kernel asks for the ends of queries and of keys, and for the longest of each. Here both are the same.
+        attended = half_kernel(*token_states, ends, ends, longest, longest, **options)
+        return attended[None]
+    # SDPA of torch takes everything else if the documents are a nested tensor. It needs a copy of the states.
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -523,8 +552,11 @@ def _attend_at_once(
 
 
 def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
-    """Returns states as a nested tensor of documents, with as many heads as the query has."""
-    # Nested tensors have the tokens of all documents in the first dimension. Their kernel takes no groups of heads.
+    """Returns states ``(1, heads, tokens, size)`` as a nested tensor ``(documents, num_heads, length, size)``.
+
+    Keys and values may have fewer heads than the query. They are repeated, because SDPA takes nested tensors only with
+    equally many heads.
+    """
     token_states = _without_groups(states[0].transpose(0, 1), num_heads).contiguous()
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)
@@ -534,62 +566,79 @@ def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
 
 
 def _without_groups(states: Tensor, num_heads: int) -> Tensor:
-    """Repeats each head of keys or values, ``(tokens, heads, size)``, for all queries of its group."""
+    """Repeats each head of keys or values, ``(tokens, heads, size)``, for all query heads that share it."""
     group_size = num_heads // states.shape[1]
     return states.repeat_interleave(group_size, dim=1)
 
 
 @cache
 def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
-    """Returns the first installed kernel for documents of any length: torch's or ``flash_attn``'s; None without one.
+    """Returns torch's kernel for documents of any length, else ``flash_attn``'s, else None.
 
-    The kernel of torch has no dropout.
+    Both are for half precision. They take query, key and value of ``(tokens, heads, size)``, the ends of the documents
+    of queries and of keys, and the longest length of each, and return ``(tokens, heads, size)``.
     """
-    with suppress(ImportError):
+    torch_kernel = None if has_dropout else _kernel_of_torch()
+    return torch_kernel or _kernel_of_flash_attn()
+
+
+def _kernel_of_torch() -> Callable[..., Tensor] | None:
+    """Returns the kernel of torch, which has no dropout; None if this release of torch lacks it."""
+    try:
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    # The first releases of the kernel lack some arguments.
+    arguments = inspect.signature(varlen_attn).parameters
+    if 'window_size' not in arguments:
+        return None
+    shares_heads = 'enable_gqa' in arguments
 
-        # The first releases of the kernel lack some arguments.
-        arguments = inspect.signature(varlen_attn).parameters
-        takes_groups = 'enable_gqa' in arguments
-        if 'window_size' in arguments and not has_dropout:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *ends_and_lengths: Any,
+        causal: bool,
+        scale: float | None,
+        dropout: float,
+    ) -> Tensor:
+        # The columns that a token sees before and after itself; -1: all of them.
+        window = (-1, 0) if causal else (-1, -1)
+        options: dict[str, Any] = {'scale': scale, 'window_size': window}
+        if shares_heads:
+            options['enable_gqa'] = True
+        else:
+            num_heads = query.shape[1]
+            key = _without_groups(key, num_heads)
+            value = _without_groups(value, num_heads)
+        return varlen_attn(query, key, value, *ends_and_lengths, **options)
 
-            def attend_by_torch(
-                query: Tensor,
-                key: Tensor,
-                value: Tensor,
-                *bounds: Any,
-                causal: bool,
-                scale: float | None,
-                dropout: float,
-            ) -> Tensor:
-                # A window of -1 columns has no limit.
-                options: dict[str, Any] = {'scale': scale, 'window_size': (-1, 0) if causal else (-1, -1)}
-                if takes_groups:
-                    options['enable_gqa'] = True
-                else:
-                    num_heads = query.shape[1]
-                    key = _without_groups(key, num_heads)
-                    value = _without_groups(value, num_heads)
-                return varlen_attn(query, key, value, *bounds, **options)
+    return attend
 
-            return attend_by_torch
-    with suppress(ImportError):
+
+def _kernel_of_flash_attn() -> Callable[..., Tensor] | None:
+    try:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
 
-        def attend_by_flash_attn(*states: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
-            return flash_attn_varlen_func(*states, dropout_p=dropout, softmax_scale=scale, causal=causal)
+    def attend(*arguments: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
+        return flash_attn_varlen_func(*arguments, dropout_p=dropout, softmax_scale=scale, causal=causal)
 
-        return attend_by_flash_attn
-    return None
+    return attend
 
 
 def _plain_attention(plain_name: str, module: nn.Module) -> HostFunction:
-    """Returns the plain attention function. The eager one is defined in the file that defines the layer."""
+    """Returns the attention function that the model calls without this module.
+
+    Transformers registers all but the eager one. It is defined in the file of the model.
+    """
     from transformers import AttentionInterface
 
     if plain_name != 'eager':
         return AttentionInterface()[plain_name]
-    # The layer may be a subclass that is defined in another file, so the files of its bases are tried too.
+    # A subclass of the layer may be defined in another file, so the files of its base classes are searched too.
     for layer_class in type(module).__mro__:
         file = sys.modules[layer_class.__module__]
         names = vars(file)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Packed rows: the rows of a microbatch one after the other, without any padding."""
+"""Packs a microbatch: its rows become one row, one after the other, without any padding."""
 
 from __future__ import annotations
 
@@ -34,20 +34,24 @@ def pack_rows(
     batch: Batch,
     attention: DocumentAttention | None = None,
 ) -> BatchDict:
-    """Returns one row with the real tokens of all rows. Each row becomes a document.
+    """Returns one row with the tokens of all rows. Each row becomes a document of it.
 
-    Labels stay at their tokens. If the model predicts a label from the token before it (every rule but
-    ``'unshifted'``), the label of the first token of each document is masked: the document before it would predict it.
+    Labels stay at their tokens. By every loss rule except ``'unshifted'`` the model predicts a label from the token
+    before it. Then the label of the first token of each document is masked, because the last token of the document
+    before would predict it.
 
     Args:
         layout: How the tensors of the batch belong to its rows.
-        batch: Rows without holes. Its counts name the loss rule. Without counts the rule is causal.
-        attention: The attention of the model. None: one that takes masks and counts positions from 0.
+        batch: The rows. They must not have holes, which are positions without attention between attended ones. The
+            counts in the batch name the loss rule. A batch without counts is packed by a rule that shifts.
+        attention: The changed attention of the model. None: one that takes packed masks and counts positions from 0.
 
     Returns:
-        ``input_ids`` ``(1, total)``; ``attention_mask`` bool ``(documents, total)``, True at the tokens of a document;
-        ``position_ids`` that restart with each document, ``(1, total)``, or ``(3, 1, total)`` for multimodal ones.
-        A list with one value per row becomes a list with one list, a list of counts (``num_images``) their sum.
+        ``input_ids``, ``labels`` and all other tensors along the text ``(1, total)``. ``position_ids`` restart with
+        each document, ``(1, total)``; rotary positions of media are ``(3, 1, total)``. ``attention_mask`` is the packed
+        mask, bool ``(documents, total)``, True at the tokens of a document. Attention without packed masks gets no
+        ``attention_mask``, and the position of the text before the rotary ones, ``(4, 1, total)``. For lists see
+        :func:`_pack_value`.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
@@ -56,7 +60,8 @@ def pack_rows(
     real = real_positions(batch)
     _check_rows(batch, real, is_shifted=is_shifted)
     if not bool(real.any()):
-        # A model cannot compute a row without tokens, so one padding token is kept.
+        # A microbatch without any token, such as an empty one that keeps ranks in step, keeps one pad: the model cannot
+        # compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
     packed: BatchDict = {}
@@ -64,7 +69,7 @@ def pack_rows(
         if key == ROWS_KEY:
             packed[key] = [summed(value)]
         elif isinstance(value, Tensor):
-            if key != 'attention_mask':  # the mask of the documents is written below
+            if key != 'attention_mask':  # the packed mask is written below
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))
@@ -88,7 +93,11 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError if a row has holes, or labels on padding, because these positions would become tokens."""
+    """Raises ValueError if the text of a row would change when it is packed.
+
+    Packing keeps the positions with attention or with a label. So a hole would disappear, and padding with a label
+    would become a token.
+    """
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
@@ -97,16 +106,16 @@ def _check_rows(
     attended = attended_positions(batch)
     labelled_padding = real & ~attended
     if is_shifted:
-        # The last token predicts a label right behind it. A label further on is predicted from padding.
+        # The last token of a row may predict one label on the first pad after it. Nothing is predicted from this pad.
         labelled_padding[:, 1:] &= ~attended[:, :-1]
     is_wrong = (num_runs(attended) > 1) | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
         first_wrong_row = int(is_wrong.int().argmax())
         name = sample_name(batch, first_wrong_row)
-        allowed = 'with at most one label behind it' if is_shifted else 'without labels on padding'
+        allowed = 'with at most one label after it' if is_shifted else 'without labels on padding'
         raise InvalidInputError(
-            f'Rows must be one run of tokens, {allowed}, to be packed, got: another '
-            f'`attention_mask` or labels on padding in {name}. Set `packing=False`.'
+            f'Rows must be one run of tokens {allowed} to be packed, got: a hole in `attention_mask`, or labels on '
+            f'padding, in {name}. Mask those labels (-100), or set `packing=False`.'
         )
 
 
@@ -116,16 +125,20 @@ def _pack_tensor(
     key: str,
     real: Tensor,
 ) -> Tensor:
-    """Returns a tensor of the one packed row."""
+    """Returns the tensor of the packed row for one key of the batch. ``real`` marks the tokens that are packed."""
     value = batch[key]
     entry = layout.entry_of(batch, key)
     if key in _ITEM_COUNTS:
-        return value.sum(dim=0, keepdim=True)  # the packed row has the items of all rows
+        # The packed row has the items of all rows.
+        return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:
-        return value.flatten(0, 1)[None]  # the image slots of the rows one after the other
+        # From (rows, images of a row, ...) to (1, rows * images of a row, ...).
+        return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        return value  # images are already in the order of the rows
+        # Items without a dimension of rows are in the order of the rows already.
+        return value
     if value.shape == real.shape and entry.seq_dims:
+        # The real tokens, row after row.
         return value[real][None]
     raise InvalidInputError(
         f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.'
@@ -133,11 +146,11 @@ def _pack_tensor(
 
 
 def _pack_value(key: str, value: Any, *, num_rows: int) -> Any:
-    """Returns a value of the one packed row.
+    """Returns the value of the packed row for a key that has no tensor.
 
-    A list of counts (``num_images``), one per row, becomes a list with their sum. Any other list with one value per row
-    becomes a list with that list: the sum of ``sample_ids`` would name another sample. What is not a list of rows stays
-    as it is.
+    A list with one count per row, such as ``num_images``, becomes a list with the sum. Any other list with one value
+    per row becomes a list with one list. (``sample_ids`` are numbers too, but their sum would name another sample.) All
+    other values stay as they are.
     """
     if not isinstance(value, (list, tuple)) or len(value) != num_rows:
         return value
@@ -152,7 +165,7 @@ def _pack_positions(
     real: Tensor,
     attention: DocumentAttention | None,
 ) -> Tensor:
-    """Returns the position of each token of the packed row in its own document."""
+    """Returns the position of each token of the packed row in its own document; for shapes see :func:`pack_rows`."""
     if attention is None:
         positions_in_row = real.cumsum(dim=1) - 1
         return positions_in_row[real][None]
@@ -161,8 +174,9 @@ def _pack_positions(
     rotary = attention.rotary_positions(batch)
     if rotary is None:
         return positions
+    # From (3, rows, width) to (3, 1, total).
     packed_rotary = rotary[:, real][:, None]
     if attention.has_masks:
         return packed_rotary
-    # Attention without a mask finds the documents by the positions of text, which come first.
+    # Attention without packed masks finds the documents by the positions of text. Transformers expects these first.
     return torch.cat([positions[None], packed_rotary])

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Pieces: rows of a batch that go through the model together, and the microbatches that are built of them.
+"""Pieces: rows of a batch that go through the model together, and the microbatches that are built from them.
 
-:class:`CutRules` say how rows may be cut. A :class:`Piece` is some rows of a batch, with their widths under these
-rules. :class:`DummyRows` are rows without weight. They keep ranks in step and encoders in use. Pieces only hold
-numbers. :func:`build` makes microbatches of them, and is the first to touch a tensor.
+:class:`CutRules` say how much padding may be removed, and whether rows are packed. A :class:`Piece` names some rows of
+a batch, and their widths under these rules. :data:`DummyRows` are rows without weight, for modalities that a
+microbatch must have but lacks. Rows are first distributed over pieces, by numbers only. Then :func:`build` makes the
+tensors of each microbatch.
 """
 
 from __future__ import annotations
@@ -32,74 +33,75 @@ log = logging.getLogger(__name__)
 
 POLICIES = {
     'left': ('trim', 'shift', 'keep'),
-    'left_with_positions': ('trim', 'shift', 'keep'),
+    'left_with_positions': ('trim', 'keep'),
     'right': ('trim', 'keep'),
 }
-"""Padding policies of each field of :class:`CutRules`, cheapest first. A policy that failed once is not tried again in
-a fit."""
-
-
+"""The values that a field of :class:`CutRules` may have, cheapest first."""
+NOT_SHOWN = sys.maxsize
+"""Width of a policy that no check has shown on any row. Such a policy is applied to rows of any width."""
 SETTINGS_OF_CAPS = {
     'tokens': '`device_train_microbatch_size` x `slot_tokens`',
     'image_tokens': '`max_image_tokens`',
     'loss_tokens': '`max_loss_tokens`',
 }
-"""What sets the cap of each size of a microbatch, for messages."""
+"""The setting that raises each cap of a microbatch, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    A policy holds up to the width of the batches on which the first-batch check has shown it. Wider batches keep their
-    padding until the check has looked at one of them.
+    Each padding policy has a width: the width of the widest batch on which the first-batch check has shown the policy,
+    or :data:`NOT_SHOWN`. Wider batches keep their padding until the check has looked at one of them.
 
     Args:
-        left: For rows padded on the left: ``'trim'``; ``'shift'``: trim, and write the numbers of the remaining columns
-            as ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
-        left_width: Width up to which ``left`` was shown to hold.
-        left_with_positions: As ``left``, but for batches that bring ``position_ids``.
-        left_with_positions_width: Width up to which ``left_with_positions`` was shown to hold.
+        left: For rows padded on the left: ``'trim'`` the padding; ``'shift'``: trim, and write the column numbers that
+            the tokens had before as ``position_ids``, for models that count positions from column 0; ``'keep'``.
+        left_width: Width of ``left``, in columns.
+        left_with_positions: For rows padded on the left whose batch has ``position_ids``: ``'trim'`` or ``'keep'``.
+        left_with_positions_width: Width of ``left_with_positions``, in columns.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
-        right_width: Width up to which ``right`` was shown to hold.
-        needs_media: Whether a microbatch without media needs a dummy row with media if others of the step have media.
-            (Mllama skips its cross-attention in a batch without images, but in a batch with an image its text rows
-            attend to padding images.)
-        packing: How a microbatch's rows become one packed row: ``''``: not at all; ``'documents'``: the model's own
-            attention is computed document by document; ``'positions'``: it finds documents by ``position_ids`` itself.
+        right_width: Width of ``right``, in columns.
+        needs_media: Whether each microbatch without media gets a dummy row with media if other microbatches of the
+            step have media. Mllama needs this: it skips its cross-attention only if the whole batch has no image.
+        packing: How a microbatch's rows become one packed row. ``'documents'``: our :class:`DocumentAttention` computes
+            each row by itself; ``'positions'``: the model's own attention tells the rows apart by ``position_ids`` that
+            restart; ``''``: rows are not packed.
     """
 
     left: str = 'keep'
-    left_width: int = sys.maxsize
+    left_width: int = NOT_SHOWN
     left_with_positions: str = 'keep'
-    left_with_positions_width: int = sys.maxsize
+    left_with_positions_width: int = NOT_SHOWN
     right: str = 'keep'
-    right_width: int = sys.maxsize
+    right_width: int = NOT_SHOWN
     needs_media: bool = False
     packing: str = ''
 
     def policy(self, facts: RowFacts) -> str:
-        """Returns the padding policy of a batch: ``'trim'``, ``'shift'`` or ``'keep'``."""
+        """Returns the padding policy of a batch: ``'trim'``, ``'shift'`` or ``'keep'``.
+
+        It is ``'keep'`` if the batch is wider than the width of its policy, or if its tensors cannot be cut.
+        """
         name = _policy_name(facts)
         if not facts.may_be_trimmed or facts.width > getattr(self, f'{name}_width'):
             return 'keep'
         return getattr(self, name)
 
     def depends_on_left_padding(self, facts: RowFacts) -> bool:
-        """Returns whether the check has shown that trimming rows like these on the left changes their losses.
+        """Returns whether the losses of these rows would change with the width of their padding on the left.
 
-        These rows may have no padding themselves. False if the check has trimmed no row on the left yet.
+        Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
+        has not tried to trim rows on the left.
         """
         name = _left_policy_name(facts)
         policy = getattr(self, name)
-        was_shown = getattr(self, f'{name}_width') != sys.maxsize
-        return policy == 'shift' or (policy == 'keep' and was_shown)
+        trimming_failed = policy == 'keep' and getattr(self, f'{name}_width') != NOT_SHOWN
+        return policy == 'shift' or trimming_failed
 
     def widths(self, facts: RowFacts) -> list[int]:
-        """Returns the width that each row keeps; if rows are packed, its own length.
-
-        Without ``input_ids`` all rows keep their width, which is also their length: every position counts as attended.
-        """
+        """Returns the number of columns that each row keeps. A row that is packed keeps only its own tokens."""
+        # Without `input_ids` (Whisper) every position counts as a token, so each length is the full width.
         if self.packing or not facts.has_ids:
             return facts.lengths
         if self.policy(facts) == 'keep':
@@ -107,12 +109,12 @@ class CutRules:
         widths = list(facts.lengths)
         for row, has_label in enumerate(facts.has_label_behind_padding):
             if has_label:
-                # Trimming would remove the last pad before the row, which predicts the row's first label.
+                # The last pad on the left predicts the label of the first token, so this pad must stay.
                 widths[row] = facts.width
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both rules cut alike. Ignores the widths up to which their policies were shown to hold."""
+        """Returns whether both rules have the same policies. Ignores the widths on which these were shown."""
         with_widths_of_other = replace(
             self,
             left_width=other.left_width,
@@ -122,9 +124,10 @@ class CutRules:
         return with_widths_of_other == other
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules with the earlier policies of a side on which the check has not trimmed any row.
+        """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        A policy ``'keep'`` stays: it means that trimming was tried and has failed.
+        The check calls it for rules under which it has not trimmed any row on this side. A policy ``'keep'`` stays,
+        because the check tries it only after trimming has failed.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -137,22 +140,24 @@ class CutRules:
 
 
 def _policy_name(facts: RowFacts) -> str:
+    """Returns the field of :class:`CutRules` that holds the padding policy of these rows."""
     return 'right' if facts.side == 'right' else _left_policy_name(facts)
 
 
 def _left_policy_name(facts: RowFacts) -> str:
-    # If the batch brings positions, tokens keep their positions when columns are cut off. If the model counts the
-    # positions itself, they may change.
+    # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change.
     return 'left_with_positions' if facts.has_positions else 'left'
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules without packing to try on these rows, cheapest first.
+    """Yields the rules without packing that the check tries on these rows, cheapest first.
 
-    ``earlier`` are the rules that were found on other rows.
+    ``earlier`` are the current rules, which the check has found on other rows.
     """
+    # Rows with media can change rows without media only if a batch has both.
     has_media = [count > 0 for count in facts.media]
     is_mixed = any(has_media) and not all(has_media)
+    # `coupling` says how rows of this model family depend on the media of others. It is empty if they do not.
     needs_media = earlier.needs_media or bool(facts.layout.family.coupling)
     earlier = replace(earlier, packing='', needs_media=needs_media)
     for rules in _padding_rules(facts, earlier):
@@ -162,18 +167,18 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the earlier rules with each padding policy that may hold for these rows."""
+    """Yields the earlier rules with each padding policy that may hold for these rows, cheapest first."""
     if not facts.is_padded or not facts.may_be_trimmed:
-        # Nothing can be trimmed, so nothing is learnt about trimming.
+        # Nothing can be trimmed, so the check can show no other policy.
         yield earlier
         return
     name = _policy_name(facts)
     policies = POLICIES[name]
     earlier_policy: str = getattr(earlier, name)
     earlier_width: int = getattr(earlier, f'{name}_width')
-    was_shown = earlier_width != sys.maxsize
+    was_shown = earlier_width != NOT_SHOWN
     if was_shown:
-        # Cheaper policies have failed on other rows.
+        # The policies before this one have failed on other rows.
         policies = policies[policies.index(earlier_policy) :]
     for policy in policies:
         width = facts.width
@@ -182,16 +187,18 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         yield replace(earlier, **{name: policy, f'{name}_width': width})
 
 
-# Dummy rows. They change neither the gradient nor the number of samples.
+# Dummy rows. A microbatch gets one if it lacks a modality that all ranks must compute, or that its own rows depend on.
+# They change neither the gradient nor the number of samples.
 
 DummyRows: TypeAlias = Mapping[str, RowFacts]
-"""For each modality that every microbatch must have, facts of a batch of one row that has it, without weight."""
+"""A dummy row for each modality that every microbatch must have: the facts of a batch that holds only this row."""
 
 
 def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
     """Returns a dummy row for each modality that none of these rows of a batch has."""
     has_media = any(facts.media[row] for row in rows)
     if has_media and facts.layout.family.one_kind:
+        # This model takes only one modality at a time.
         return []
     missing = []
     for modality, dummy in dummies.items():
@@ -210,7 +217,10 @@ def zero_weight(batch: Batch) -> BatchDict:
 
 
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
-    """Returns the row with the fewest items of a modality, and of these the shortest, without weight."""
+    """Returns a copy of the smallest row that has the modality, without weight; None if no row has it.
+
+    The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
+    """
     candidates: list[tuple[RowFacts, int]] = []
     for facts in facts_of_batches:
         items_per_row = facts.counts.get(modality, ())
@@ -236,26 +246,26 @@ def add_rows(
     rows: Sequence[Batch],
     side: str,
 ) -> BatchDict:
-    """Returns the microbatch with dummy rows behind its own.
+    """Returns the microbatch with dummy rows after its own rows.
 
     Args:
         layout: Layout of the microbatch.
         microbatch: The rows with weight.
         rows: The dummy rows, each a batch of one row.
-        side: Padding side of the device batch. The check has shown that padding on this side changes nothing. It
-            cannot be read from the microbatch, which may have no padding after trimming.
+        side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
+            padding.
     """
     positions = microbatch.get('position_ids')
     has_positions = positions is not None and positions.dim() == 2
     batches: list[Batch] = [microbatch]
     for row in rows:
-        fitting = _with_lists_of(microbatch, row)
+        dummy = _with_lists_of(microbatch, row)
         if has_positions:
-            # Trimming has written positions. A row without weight may have any.
+            # Trimming may have written positions that the dummy row lacks. Its loss has no weight, so any will do.
             any_positions = torch.arange(layout.width(row))[None]
-            fitting.setdefault('position_ids', any_positions)
-        batches.append(fitting)
-    # Padding may have any id except a placeholder, so the last id of text will do.
+            dummy.setdefault('position_ids', any_positions)
+        batches.append(dummy)
+    # The id of the padding is not known here. Any id but a placeholder of media will do, because padding is masked.
     is_text = ~layout.is_placeholder(microbatch)
     text_ids = microbatch['input_ids'][is_text]
     pad_token_id = int(text_ids[-1])
@@ -263,16 +273,19 @@ def add_rows(
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row with the lists of a microbatch. Unknown values are None, unknown counts are 0."""
-    fitting = dict(row)
+    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs.
+
+    A list that the dummy row lacks gets the value None, or 0 if its key is that of a count, such as ``num_images``.
+    """
+    dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
-            del fitting[key]
+            del dummy[key]
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
-            unknown = [0] if key.startswith('num_') else [None]
-            fitting[key] = row.get(key, unknown)
-    return fitting
+            missing = [0] if key.startswith('num_') else [None]
+            dummy[key] = row.get(key, missing)
+    return dummy
 
 
 # Pieces.
@@ -283,13 +296,14 @@ class Piece:
     """Some rows of a batch that go through the model together.
 
     Args:
-        facts: Of the batch.
-        rules: How its rows may be cut.
-        options: The caps, and how to cut under them.
-        rows: Numbers of the rows in the batch.
-        widths: Width that each of them keeps.
-        sizes: Their sizes that have a cap (``CutOptions.caps``), by name, such as ``'image_tokens'``.
-        dummies: Facts of the dummy rows that are computed with them.
+        facts: Facts of the batch.
+        rules: How rows of the batch may be cut.
+        options: The caps of a microbatch, and how to cut under them.
+        rows: Numbers of the rows of this piece in the batch.
+        widths: Number of columns that each of these rows keeps.
+        sizes: Image tokens and loss tokens of each of these rows, by ``'image_tokens'`` and ``'loss_tokens'``. Only the
+            sizes that have a cap in ``options``.
+        dummies: Facts of the dummy rows that are computed together with these rows.
     """
 
     facts: RowFacts
@@ -324,10 +338,11 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Width of the trimmed rows, rounded up to ``width_multiple``."""
+        """Width of the microbatch without its dummy rows: that of the widest row, rounded up to ``width_multiple``."""
         return int(self._padded_widths().max())
 
     def _padded_widths(self) -> np.ndarray:
+        """Returns the widths of the rows, each rounded up, but not past the width of the batch."""
         return padded_widths(np.array(self.widths), self.options.width_multiple, self.facts.width)
 
     @property
@@ -337,8 +352,8 @@ class Piece:
             return False
         for size, cap in self.options.caps.items():
             total = sum(self.sizes[size])
-            # The image tokens of dummy rows count only if the rows have some, too. Rows without images cannot be cut
-            # so that fewer image tokens remain.
+            # Image tokens of dummy rows only count if the rows have image tokens themselves. Otherwise cutting the
+            # piece would not help, because each part would need the same dummy rows.
             if size == 'image_tokens' and total > 0:
                 for dummy in self.dummies:
                     total += sum(dummy.image_tokens)
@@ -351,7 +366,6 @@ class Piece:
         """Tokens of the rows and their dummy rows together, with padding."""
         dummy_widths = [dummy.width for dummy in self.dummies]
         if self.rules.packing:
-            # All rows become one row, as wide as they are together.
             return sum(self.widths) + sum(dummy_widths)
         widest = max([self.width, *dummy_widths])
         num_rows = len(self.rows) + len(self.dummies)
@@ -359,12 +373,14 @@ class Piece:
 
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
-        options = replace(self.options, packing=bool(self.rules.packing))
-        widths = self.widths
-        if not options.packing:
+        # `packing='auto'` is decided by now.
+        if self.rules.packing:
+            widths = self.widths
+            options = replace(self.options, packing=True)
+        else:
             widths = self._padded_widths() + self.facts.decoder_width
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
-            options = replace(options, width_multiple=1)
+            options = replace(self.options, packing=False, width_multiple=1)
         groups = cut_rows(
             widths,
             options,
@@ -374,12 +390,13 @@ class Piece:
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
-        """Raises ValueError if the largest row is over a cap. With ``on_oversize='warn'`` it logs a warning.
+        """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        A row counts without the columns that :attr:`width` adds by rounding up. If only they are over the cap, the row
-        is computed alone.
+        Columns that are only there because widths are rounded up do not count. A row that is over the cap only by them
+        becomes a microbatch of its own.
 
-        ``indices`` are the indices of the rows in the dataset, if they are known.
+        ``indices`` are the indices of the rows in the dataset, if they are known. The message names the row by them if
+        the batch has no ``sample_ids``.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
@@ -406,9 +423,10 @@ class Piece:
 
 
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> list[BatchDict]:
-    """Returns the microbatch of each piece.
+    """Returns the microbatch of each piece. ``attention`` is the attention that packed rows have, if it was changed.
 
-    Consecutive pieces of the same batch are selected together, so that the media of the batch are counted once.
+    Consecutive pieces of the same batch are selected together, because the layout then assigns the media of the batch
+    to its rows only once.
     """
     microbatches = []
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
@@ -417,6 +435,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         rows_of_pieces = [list(piece.rows) for piece in pieces_of_batch]
         all_rows = list(range(len(facts.lengths)))
         if rows_of_pieces == [all_rows]:
+            # Nothing is selected. So entries that split() refuses, because it cannot select their rows, are allowed.
             selected = [dict(facts.batch)]
         else:
             selected = facts.layout.split(facts.batch, rows_of_pieces)
@@ -432,16 +451,15 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
 
 
 def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
-    """Returns the rows of a piece without the columns that none of them needs, as far as the rules allow."""
+    """Returns the rows of a piece without the columns of padding that are beyond the width of the piece."""
     facts = piece.facts
     width = piece.width
     if width == facts.width or piece.rules.packing:
         return rows
     start = facts.width - width if facts.side == 'left' else 0
     trimmed = facts.layout.narrow(rows, start, width)
-    if start and piece.rules.policy(facts) == 'shift' and not facts.has_positions:
-        # The model would count positions from the first remaining column. Tokens must keep the positions that they have
-        # in the device batch.
+    if start and piece.rules.policy(facts) == 'shift':
+        # This model counts positions from column 0. Tokens must keep the positions that they have in the device batch.
         columns = torch.arange(start, start + width)
         positions = columns.expand(len(piece.rows), width)
         trimmed['position_ids'] = positions.contiguous()

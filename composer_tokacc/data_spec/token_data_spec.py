@@ -20,8 +20,8 @@ from composer_tokacc.refusals import InvalidInputError
 if TYPE_CHECKING:
     from composer.core import DataSpec
 
-# Functions of a DataSpec that token_data_spec() provides.
-OWN_KWARGS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
+PROVIDED_FUNCTIONS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
+"""Arguments of Composer's DataSpec that token_data_spec() itself provides."""
 
 
 def token_data_spec(
@@ -47,38 +47,39 @@ def token_data_spec(
     may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap. In evaluation rows keep
     their order and ``k`` counts rows.
 
-    Layout and loss rule are the model's own: :class:`.TokenAccumulation` finds them on the first batch. If you use
-    Composer's own ``accumulate_train_batch_on_tokens`` instead, give the ``model``: a wrong rule would not be noticed.
+    :class:`.TokenAccumulation` finds the layout and the loss rule of the model on the first batch. If you use
+    Composer's own ``accumulate_train_batch_on_tokens`` instead, give the ``model``, so that both are found as well.
 
     Args:
         dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``, as
             a Hugging Face processor makes them.
         model: The model that is trained (a ``HuggingFaceModel``, any ``ComposerModel``, or the Hugging Face model
             itself). Only needed without :class:`.TokenAccumulation`, which knows it.
-        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'``, ``'unshifted'``, or ``'auto'``: as
-            the model's own loss. A rule that you give is compared with the model's.
-        layout: How tensors belong to rows. Default: the model's, else as inferred from each batch.
+        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'`` or ``'unshifted'``. ``'auto'``: those
+            of the model's own loss. Any other rule is checked against the model's own.
+        layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
+            the keys of each batch imply.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
-        max_image_tokens: Most placeholders of images, videos and audios in a microbatch: a second hard cap, if the
-            vision encoder needs the memory. Default: no cap.
-        max_loss_tokens: Most loss tokens in a microbatch, a third hard cap. If logits are only computed at labels, they
-            are computed for at most so many positions. Default: no cap.
+        max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
+            encoders that need much memory. Default: no cap.
+        max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it
+            limits the number of positions that have logits. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
-        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: unless the algorithm has seen
-            that gradients are only reduced in the last one, which is DDP's default.
-        width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
-        packing: Whether to make one packed row of the rows of a microbatch, without any padding, with attention
-            document by document. The model's attention must go through transformers' ``AttentionInterface``. The
-            first-batch check shows whether packing is exact. ``'auto'``: if it is, and costs less on the first batch.
-            Default: ``False``.
-        cost: Cost of a microbatch on your machine, for the cut of least cost. Default: a model of hidden size 4096 on a
-            GPU.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: yes, unless the algorithm has
+            seen that gradients are reduced only in the last microbatch, which is DDP's default.
+        width_multiple: Microbatch widths are rounded up to a multiple of this, but never beyond the width of the batch.
+        packing: Whether the rows of a microbatch become one packed row, without any padding, with attention document by
+            document. The model's attention must go through transformers' ``AttentionInterface``. The first-batch check
+            shows whether packing is exact. ``'auto'``: pack if it is exact and costs less on the first batch. Default:
+            ``False``.
+        cost: Cost of a microbatch on your machine. Batches are cut so that the total cost is least. Default: a model of
+            hidden size 4096 on a GPU.
         on_oversize: What to do with a single row over a cap: ``'raise'`` an error that names it, or ``'warn'`` and
             compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
-        DataSpec: For ``Trainer(train_dataloader=...)`` and, by the same functions, ``eval_dataloader``.
+        DataSpec: For ``Trainer(train_dataloader=...)`` or ``Trainer(eval_dataloader=...)``.
 
     Raises:
         ValueError: If an argument is out of range, or a function that this one provides is passed as well.
@@ -100,8 +101,8 @@ def token_data_spec(
     check_rule(loss_tokens, allow_auto=True)
     if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
         got = type(dataloader).__name__
-        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
-    for name in OWN_KWARGS:
+        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. If it is a DataSpec, pass its `dataloader`.')
+    for name in PROVIDED_FUNCTIONS:
         if name in data_spec_kwargs:
             raise InvalidInputError(
                 f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.'
@@ -121,8 +122,9 @@ def token_data_spec(
         check_kind('layout', layout, BatchLayout)
     if model is not None:
         check_kind('model', model, Module)
-        inner_model = getattr(model, 'module', model)  # of DDP
-        config = getattr(inner_model, 'config', None)  # a model of another library may have one of its own type
+        inner_model = getattr(model, 'module', model)  # DDP wraps the model as `module`
+        config = getattr(inner_model, 'config', None)
+        # Only configs of Transformers have a `model_type`, by which the layout is found.
         if layout is None and hasattr(config, 'model_type'):
             layout = BatchLayout.for_model(inner_model)
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)

@@ -16,13 +16,11 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    Reach,
     attended_positions,
     labels_at_text,
-    lengths_of,
-    num_runs,
     real_positions,
     sample_name,
-    side_of,
     text_of,
 )
 from composer_tokacc.layout.found import (
@@ -75,9 +73,19 @@ class RowFacts:
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
+    def _num_real(self) -> list[int]:
+        """Number of real positions of each row."""
+        return self.real.sum(dim=1).tolist()
+
+    @cached_property
+    def _reach(self) -> Reach:
+        """How far the real positions of each row reach."""
+        return Reach.of(self.real)
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
-        return lengths_of(self.real, self.side)
+        return self._reach.lengths(self.side)
 
     @property
     def has_ids(self) -> bool:
@@ -158,7 +166,15 @@ class RowFacts:
     @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models count such positions."""
-        return (num_runs(attended_positions(self.batch)) > 1).tolist()
+        attended = attended_positions(self.batch)
+        num_attended = attended.sum(dim=1).tolist()
+        reach = self._reach
+        if num_attended != self._num_real:  # some labels are on padding
+            reach = Reach.of(attended)
+        has_hole = []
+        for number, span in zip(num_attended, reach.spans, strict=True):
+            has_hole.append(number < span)
+        return has_hole
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -210,22 +226,26 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         ValueError: If ``mm_token_type_ids`` or ``loss_mask`` are padded on another side than the ids.
     """
     real = real_positions(batch)
-    side = side_of(real)
-    is_padded = not bool(real.all())
+    reach = Reach.of(real)
+    num_real = real.sum(dim=1).tolist()
+    is_padded = min(num_real) < reach.width
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape_of(batch, key, real):
                 _check_zero_on_padding(batch, key, real)
         if _has_shape_of(batch, 'mm_token_type_ids', real) and batch.get('input_ids') is not None:
             _check_types_of_images(layout, batch)
-    return RowFacts(
+    facts = RowFacts(
         batch=dict(batch),
         layout=layout,
-        side=side,
-        width=layout.width(batch),
+        side=reach.side,
+        width=reach.width,
         is_padded=is_padded,
         real=real,
     )
+    # They were needed above, so their cached properties need not compute them again.
+    vars(facts).update(_num_real=num_real, _reach=reach)
+    return facts
 
 
 def _has_shape_of(batch: Batch, key: str, text: torch.Tensor) -> bool:
@@ -405,8 +425,10 @@ def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit |
     counts: list[int] = []
     sizes: list[float] = []
     for facts in facts_of_batches:
-        counts += [count for count in facts.counts.get(modality, ()) if count]
-        sizes += [size for size in facts.media_sizes(modality) if size is not None]
+        items_per_row = facts.counts.get(modality, ())
+        if any(items_per_row):
+            counts += [num_items for num_items in items_per_row if num_items]
+            sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
     smallest, largest = min(sizes), max(sizes)

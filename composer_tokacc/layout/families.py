@@ -20,19 +20,21 @@ from composer_tokacc.layout.tensors import Entry
 
 
 def _never(batch: Batch) -> bool:
+    """Matches no batch: for families that only a model's config names."""
     return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """One modality of a family.
+    """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
-            ``layout.placeholders``. None: placeholders do not tell the items apart.
-        token_type: The value of ``mm_token_type_ids`` at its placeholders; 0: it has none.
-        frames: If frames of videos have the placeholder of an image: True for the placeholders between the tokens that
-            start and end a video, False for those outside. None: the modality has a placeholder of its own.
+        sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
+            tells these numbers.
+        token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
+        frames: For models that write a frame of a video with the placeholder of an image, between two tokens that
+            start and end the video. True: the modality has the placeholders within videos; False: those outside. None:
+            the modality has a placeholder of its own.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -45,13 +47,13 @@ class Media:
         config: Any,
         unit: str,
     ) -> torch.Tensor | None:
-        """Returns the positions of the placeholders of a modality, ``(rows, width)`` bool.
+        """Returns the positions of the placeholders of this modality, ``(rows, width)`` bool.
 
-        None: neither the config's ids nor ``mm_token_type_ids`` tell them.
+        ``unit`` is the name of the modality. None: neither the config's ids nor ``mm_token_type_ids`` tell them.
         """
         ids: torch.Tensor = batch['input_ids']
-        modality = unit if self.frames is None else 'image'
-        placeholder_ids = placeholders.token_ids(config, modality)
+        name_in_config = unit if self.frames is None else 'image'
+        placeholder_ids = placeholders.token_ids(config, name_in_config)
         if not placeholder_ids:
             types = batch.get('mm_token_type_ids')
             if types is None or not self.token_type:
@@ -73,10 +75,11 @@ class Family:
     Args:
         name: Name for error messages.
         model_types: ``config.model_type`` values that use it.
-        entries: Media tensors by key; text tensors are the same for all (``TEXT_ENTRIES``).
+        entries: Media tensors by key. Text tensors are the same for all families: :data:`TEXT_ENTRIES`.
         media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
-        matches: Whether a batch has this format, if there is no model.
-        slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
+        matches: Returns whether a batch has this format. Only asked if the model is not known.
+        slots: Returns which image slots of a batch hold an image and are not padding, ``(rows, slots)`` bool. None: the
+            images of a batch have no slots, see ``Entry.slot_dim``.
         one_kind: Whether a forward takes only images or only videos, never both.
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
@@ -117,6 +120,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
 _IMAGE = Entry(unit='image')
 _VIDEO = Entry(unit='video')
 _AUDIO = Entry(unit='audio')
+# Tensors that several families have: the patches of all items one after the other, with grids that tell their number;
+# clips of videos; images cut into tiles; and audios.
 _GRIDS = {
     'pixel_values': Entry(unit='patch'),
     'image_grid_thw': _IMAGE,
@@ -140,15 +145,15 @@ _AUDIOS = {
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
-    """Returns the entries of a query transformer: pixels, and one instruction for each image or video."""
+    """Returns the tensors that InstructBLIP has for each image or video: its pixels and an instruction."""
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
 
 
 class _Format(NamedTuple):
-    """Matches batches by the keys of their tensors.
+    """Matches batches by the keys of their tensors. An object is called like a function.
 
     Args:
-        has: Number of dimensions of each tensor that the batch must have; None: any number.
+        has: Keys of the tensors that a batch must have, with their number of dimensions; None: any number.
         lacks: Keys that it must not have.
     """
 
@@ -173,7 +178,7 @@ def _has_tiles_or_clips(batch: Batch) -> bool:
     return has_tiles(batch) or has_clips(batch)
 
 
-def _masked_slots(batch: Batch) -> torch.Tensor:
+def _slots_of_idefics(batch: Batch) -> torch.Tensor:
     mask = batch.get('pixel_attention_mask')
     if mask is None:
         # Without a mask only the pixels tell: padding images are all 0.
@@ -185,17 +190,20 @@ def _masked_slots(batch: Batch) -> torch.Tensor:
     return flat_mask[:, :, 0] != 0
 
 
-def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
+def _slots_of_mllama(batch: Batch) -> torch.Tensor:
+    # The id of an image is at least 1. Padding has id 0.
     return batch['aspect_ratio_ids'] != 0
 
 
 TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
-# Each family was taken out in turn, and the tiny models of its types were trained without it. The comment above it says
-# what it is needed for. "Without a model" means that only the keys of a batch tell its format, and no config names the
-# placeholders: in the evaluation of a loader without a layout, and if callbacks read a pre-split batch. Then the first
-# family that matches is taken, so a special format stands before the more general ones.
+# The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
+# models of its types were trained without it.
+#
+# Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
+# placeholders. This is so in the evaluation of a loader without a layout, and if callbacks read a pre-split batch. The
+# first family that matches is taken, so a special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
-    # Needed without a model. The types are exact without the family.
+    # Only needed if the model is not known.
     Family(
         # Whisper, TrOCR: one audio or image per row, and the labels are the only text.
         name='encoder-decoder',
@@ -212,7 +220,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_Format(lacks=('input_ids',)),
     ),
-    # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the family.
+    # Only needed if the model is not known. Then `mm_token_type_ids` tell the placeholders.
     Family(
         name='Qwen-VL',  # and Qwen-Omni, which also has audios
         model_types=(
@@ -265,13 +273,13 @@ FAMILIES: tuple[Family, ...] = (
             'cross_attention_mask': Entry(seq_dims=(1,), slot_dim=2),
         },
         media={'image': Media()},
-        slots=_aspect_ratio_slots,
-        # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
+        slots=_slots_of_mllama,
+        # For rows without images, MllamaCrossAttentionDecoderLayer masks its MLP, but not its attention.
         coupling='Mllama skips cross-attention in a batch without images, but if any row has an image, rows without '
         'one attend to padding images',
         matches=_Format({'aspect_ratio_ids': None}),
     ),
-    # Without it all types are refused, because a row of slots is taken for one image.
+    # Without it all types are refused, because all slots of a row would be taken for one image.
     Family(
         name='Idefics',
         model_types=(
@@ -285,7 +293,7 @@ FAMILIES: tuple[Family, ...] = (
             'pixel_attention_mask': Entry(slot_dim=1),
         },
         media={'image': Media()},
-        slots=_masked_slots,
+        slots=_slots_of_idefics,
         # LFM2-VL has `pixel_attention_mask` too, but no slots.
         matches=_Format({'pixel_attention_mask': None, 'pixel_values': 5}),
     ),
@@ -298,7 +306,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
-    # Without it the type dies in the forward: only the family tells that instructions belong to videos.
+    # Without it the forward raises: only the family tells that instructions belong to videos.
     Family(
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
@@ -307,7 +315,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
-    # Without it the type dies on a batch of text only, to which `has_queries` adds a dummy image.
+    # Without it the forward of a batch of text only raises. With it such a batch gets a dummy image by `has_queries`.
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
@@ -315,7 +323,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Needed without a model. Both types are exact without the family, because `found.py` counts runs of placeholders.
+    # Only needed if the model is not known. If it is, `found.py` counts runs of placeholders.
     Family(
         name='LLaVA-NeXT',
         model_types=(
@@ -331,7 +339,7 @@ FAMILIES: tuple[Family, ...] = (
         # both formats divide clips among rows in the same way.
         matches=_Format({'image_sizes': None, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
-    # Needed without a model. The type is exact without the family.
+    # Only needed if the model is not known.
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
@@ -360,7 +368,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_tiles_or_clips,
     ),
-    # Needed without a model. Both types are exact without the family.
+    # Only needed if the model is not known.
     Family(
         name='LLaVA',
         model_types=(
@@ -374,7 +382,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_Format({'pixel_values': 4}),
     ),
-    # Needed without a model. The type is exact without the family.
+    # Only needed if the model is not known.
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),

@@ -1,15 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Layouts of tensors that no family registers.
+"""Finds out how tensors that no family registers belong to rows.
 
-The name and the shape of a tensor, the config and the batch tell how it belongs to rows. Shapes can mislead: a memory
-of 16 states looks like text if the text happens to be 16 tokens wide. So each key has a list of possible readings,
-which only gets shorter during a fit: a reading that one batch has ruled out does not come back.
+The name and the shape of a tensor, the config and the batch tell it. Shapes can mislead: a memory of 16 states looks
+like text if the text happens to be 16 tokens wide. So each key has a list of possible readings, which only gets shorter
+during a fit: a reading that one batch has ruled out does not come back.
 
-An item is an image, a video or an audio. A tensor of items has one entry per item, or several: one per patch, tile or
-frame. The placeholders in the text tell which entries belong to which row, if only one answer fits. The first-batch
-check proves the answer for the first batch. A batch with no answer, or with two, is refused.
+An item is an image, a video or an audio. A tensor of media has one entry per item, or several: one per patch, tile or
+frame. How many entries each row has is inferred from the placeholders in its text, in several ways that may or may not
+fit. A batch that no way fits, or for which two ways give different numbers, is refused. The first-batch check shows
+that the numbers for the first batch are right.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Reading(Enum):
 Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
-ORDER = list(Reading)
-"""Decides between readings that two batches put in opposite orders."""
+MOST_LIKELY_FIRST = list(Reading)
+"""Readings from the most to the least likely, for two readings that two batches rank in opposite orders."""
 
 ENTRIES = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -49,13 +50,13 @@ ENTRIES = {
     Reading.SHARED_TEXT: Entry(unit='shared', seq_dims=(1,)),
     Reading.SHARED: Entry(unit='shared'),
 }
-"""How a tensor belongs to rows, by its reading; a tensor of media depends on the batch."""
+"""How a tensor belongs to rows, by its reading. For media see :func:`_entry_of_media`."""
 
 
 def inferred_family(config: Any) -> Family:
-    """Returns the family of a model that is not in ``FAMILIES``. Its config names its modalities.
+    """Returns the family of a model that is not in ``FAMILIES``, with the modalities that its config names.
 
-    Encoders of images and audios have a config of their own. Videos go through the encoder of images.
+    A config names a modality by its placeholders, or by the config of its encoder. Videos use the encoder of images.
     """
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
@@ -70,7 +71,7 @@ def inferred_family(config: Any) -> Family:
     return Family(name=config.model_type, media=media)
 
 
-# The meaning of a key.
+# The readings of a key.
 
 
 def possible_readings(
@@ -86,7 +87,7 @@ def possible_readings(
     has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
     if modality is not None:
-        # Pixels are floats. Integers can be a mask over the text, although the name speaks of media.
+        # The name of the tensor is that of media. But integers in the shape of the text may be a mask over its tokens.
         if value.is_floating_point() or not has_text_shape:
             return (Reading.MEDIA,)
         if _masks_media(batch, value, modality):
@@ -107,15 +108,15 @@ def possible_readings(
 def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
     """Returns the readings that two batches both allow, the most likely one first.
 
-    A reading is as unlikely as in the batch that ranks it lower.
+    Both sequences are in the order of likelihood. If their orders differ, the lower place of a reading counts.
     """
     common = [reading for reading in earlier if reading in later]
 
-    def unlikeliness(reading: Reading) -> tuple[int, int]:
-        lower_rank = max(earlier.index(reading), later.index(reading))
-        return lower_rank, ORDER.index(reading)
+    def place(reading: Reading) -> tuple[int, int]:
+        lower_place = max(earlier.index(reading), later.index(reading))
+        return lower_place, MOST_LIKELY_FIRST.index(reading)
 
-    return tuple(sorted(common, key=unlikeliness))
+    return tuple(sorted(common, key=place))
 
 
 def joined_readings(first: Readings, second: Readings) -> Readings:
@@ -134,7 +135,7 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
 
 
 def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
-    """Returns the message for a key that can no longer mean the same as in earlier batches."""
+    """Returns the message for a key without a reading that this batch and the earlier batches allow."""
     later_meaning = ' or '.join(reading.value for reading in possible) or 'none of these'
     earlier_meaning = ' or '.join(reading.value for reading in earlier)
     return (
@@ -152,12 +153,16 @@ def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
 
 
 def _entry_of_media(batch: Batch, key: str) -> Entry:
+    """Returns an entry whose unit holds modality and number of entries, such as ``'image/12'``.
+
+    By this unit the layout has :func:`entries_per_row` divide the 12 entries among the rows.
+    """
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
     assert modality is not None
     row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
     pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
-    # In Molmo 2 such a tensor holds numbers of patches, counted over the batch.
+    # In Molmo 2 a tensor with this name holds numbers of patches, counted over the whole batch.
     has_patch_numbers = key.endswith('_token_pooling') and pixels in batch
     return Entry(
         unit=f'{modality}/{value.shape[row_dim]}',
@@ -167,9 +172,10 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
 
 
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
-    """Returns whether the shape of a mask fits a float tensor of the same modality.
+    """Returns whether a mask ``(entries, width)`` may be for a float tensor ``(entries, ..., width, ...)`` of media.
 
-    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. Such a mask can be as wide as the text.
+    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. Such a mask can have the shape of the text by
+    chance.
     """
     num_entries, mask_width = mask.shape[:2]
     for key, value in batch.items():
@@ -185,7 +191,7 @@ def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
 def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool:
     """Returns whether the patches of all images lie side by side, ``(1, channels, side, patches x side)`` (MiniCPM-V).
 
-    Then another tensor holds the height and the width of each image, in patches.
+    Then another tensor, ``(images, 2)``, holds the height and the width of each image in patches.
     """
     if value.dim() < 3 or value.shape[0] != 1:
         return False
@@ -202,7 +208,7 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
 
 
 def has_audio_along_text(batch: Batch, config: Any) -> bool:
-    """Returns whether an audio has a fixed number of frames per token (Voxtral Realtime).
+    """Returns whether each token of the text has a fixed number of audio frames (Voxtral Realtime).
 
     Such text cannot be trimmed, because the frames would have to be trimmed with it.
     """
@@ -211,6 +217,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
         if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
             continue
         if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
+            # If audios have placeholders, they belong to these, and the shape is a coincidence.
             return not placeholder_ids(config, 'audio')
     return False
 
@@ -219,7 +226,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
 
 
 def carried_counts(batch: Batch, modality: str) -> list[int] | None:
-    """Returns ``num_images`` (or ``num_videos``, ...), one number per row; None if the batch does not have it."""
+    """Returns ``num_images`` (or ``num_videos``, ...), one number per row; None if the batch has no such key."""
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
@@ -236,26 +243,35 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
 
 
 def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
-    """Returns the length of each run of placeholders without a gap, by row; the argument is ``(rows, width)`` bool."""
-    numbers = is_placeholder.int()
-    padded = torch.nn.functional.pad(numbers, (1, 1))
-    changes = padded.diff(dim=1)
-    is_start = changes == 1
-    is_end = changes == -1
-    # `nonzero` goes row by row, so each start meets the end of its run.
-    _, starts = is_start.nonzero(as_tuple=True)
-    _, ends = is_end.nonzero(as_tuple=True)
-    lengths = ends - starts
-    runs_per_row = is_start.sum(dim=1).tolist()
-    lengths_of_rows = lengths.split(runs_per_row)
-    return [lengths_of_row.tolist() for lengths_of_row in lengths_of_rows]
+    """Returns the lengths of the runs of placeholders in each row. A run has no gap.
+
+    ``is_placeholder`` is ``(rows, width)`` bool.
+    """
+    num_rows = len(is_placeholder)
+    lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
+    padded = torch.nn.functional.pad(is_placeholder, (1, 1))
+    left = padded[:, :-1]
+    right = padded[:, 1:]
+    is_change = left != right
+    # `nonzero` goes row by row, so the start of a run is followed by its end.
+    changes = is_change.nonzero().tolist()
+    starts = changes[::2]
+    ends = changes[1::2]
+    for start, end in zip(starts, ends, strict=True):
+        row, first_column = start
+        _, end_column = end
+        length = end_column - first_column
+        lengths_of_rows[row].append(length)
+    return lengths_of_rows
 
 
 class _Placeholders(NamedTuple):
-    """The placeholders of a modality in each row: how many there are, and how many runs without a gap."""
+    """Counts of the placeholders of a modality."""
 
     tokens: list[int]
+    """Number of placeholder tokens of each row."""
     runs: list[int]
+    """Number of runs of placeholders of each row."""
 
 
 def entries_per_row(
@@ -264,10 +280,10 @@ def entries_per_row(
     modality: str,
     num_entries: int,
 ) -> list[int]:
-    """Returns how many entries of a modality's tensors belong to each row.
+    """Returns how many of the ``num_entries`` entries of a tensor of media belong to each row.
 
     Raises:
-        ValueError: If nothing tells, or if there are two answers.
+        ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
     ids = placeholder_ids(config, modality)
     is_placeholder = has_any_id(text_of(batch), ids)
@@ -278,25 +294,29 @@ def entries_per_row(
     )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
-    # A model without placeholders attends to one item per row. Without a config the placeholders may just be unknown.
+    # In a model without placeholders each row has one item. Without a config the placeholders may just be unknown.
     if num_tokens == 0 and num_entries == num_rows and config is not None:
         return [1] * num_rows
+    # The entries of each row, by the key or by the way that tells them.
     answers: dict[str, list[int]] = {}
     for key, value in batch.items():
         if modality_of(key) != modality:
             continue
         if not isinstance(value, torch.Tensor) or value.is_floating_point():
             continue
-        if value.dtype == torch.bool:  # a mask of items or tiles
+        if value.dtype == torch.bool:
+            # A mask of items or tiles holds no sizes.
             continue
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries
-    # If no tensor tells sizes that fit, all items are taken to be equally large.
+    # If no tensor holds sizes that fit, all entries are taken to have equally many placeholders. The entries of a row
+    # are then num_entries * tokens / num_tokens, which must be an integer.
     if num_tokens and not answers:
-        scaled = [num_entries * tokens for tokens in placeholders.tokens]
-        if all(count % num_tokens == 0 for count in scaled):
-            answers['placeholders'] = [count // num_tokens for count in scaled]
+        products = [num_entries * tokens for tokens in placeholders.tokens]
+        if all(product % num_tokens == 0 for product in products):
+            answers['placeholders'] = [product // num_tokens for product in products]
+    # Another way to find them: each entry has one run of placeholders.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
@@ -315,9 +335,9 @@ def _entries_by_sizes(
     num_entries: int,
     placeholders: _Placeholders,
 ) -> list[int] | None:
-    """Returns the entries of each row if ``value`` holds the size of each item; None if it does not seem to.
+    """Returns the entries of each row if ``value`` holds the size of each item. None: its values do not fit as sizes.
 
-    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of tiles, ``(items,)``. An item may have no tile.
+    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of patches or tiles, ``(items,)``.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None
@@ -325,57 +345,61 @@ def _entries_by_sizes(
     patches_of_items = value.prod(dim=1) if is_grid else value
     patches: list[int] = patches_of_items.tolist()
     num_patches = sum(patches)
-    is_mask = is_grid and min(patches) < 1  # a grid has no 0
+    # No side of a grid is 0, so this is a mask. But an item may have no tile.
+    is_mask = is_grid and min(patches) < 1
     if not num_patches or is_mask:
         return None
-    items = _items_by_sizes(patches, placeholders)
-    if items is None:
+    items_per_row = _items_by_sizes(patches, placeholders)
+    if items_per_row is None:
         return None
-    if num_entries % num_patches == 0:  # an entry is a patch, or a fixed part of one
+    if num_entries % num_patches == 0:
+        # An entry is a patch, or each patch has the same number of entries.
         entries_per_patch = num_entries // num_patches
-        return [entries_per_patch * count for count in sums_of_runs(patches, items)]
+        patches_per_row = sums_of_groups(patches, items_per_row)
+        return [entries_per_patch * count for count in patches_per_row]
     if num_entries == len(patches):
-        return items
+        return items_per_row
     return None
 
 
 def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list[int] | None:
-    """Returns the items of each row. Tries three meanings of the placeholders; the first that fits the totals decides.
+    """Returns the number of items of each row; None if the placeholders do not tell.
 
-    ``patches`` is the number of patches (or tiles, or frames) of each item.
+    Placeholders may have three meanings. The first one that fits the totals of the batch decides. ``patches`` is the
+    number of patches, tiles or frames of each item.
     """
     num_tokens = sum(placeholders.tokens)
     num_patches = sum(patches)
-    # A placeholder stands for a fixed number of merged patches.
+    # A placeholder stands for a fixed number of patches, which the model merges.
     if num_tokens and num_patches % num_tokens == 0:
         patches_per_token = num_patches // num_tokens
         if all(count % patches_per_token == 0 for count in patches):
             tokens_per_item = [count // patches_per_token for count in patches]
             return items_of_rows(placeholders.tokens, tokens_per_item)
-    # Each item has one run of placeholders, of any length.
+    # Or each item has one run of placeholders, of any length.
     if sum(placeholders.runs) == len(patches):
         return list(placeholders.runs)
-    # Each frame of a video has one run.
+    # Or each frame of a video has one run, and `patches` are frames.
     if sum(placeholders.runs) == num_patches:
         return items_of_rows(placeholders.runs, patches)
     return None
 
 
-def sums_of_runs(values: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Returns the sum of the first ``counts[0]`` values, of the next ``counts[1]``, and so on."""
+def sums_of_groups(values: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Splits values into groups of these sizes, and returns the sum of each group."""
     sums = []
     start = 0
-    for count in counts:
-        sums.append(sum(values[start : start + count]))
-        start += count
+    for size in sizes:
+        sums.append(sum(values[start : start + size]))
+        start += size
     return sums
 
 
 def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
     """Returns the number of items of each row; None if an item would lie in two rows.
 
-    Rows with 20 and 10 tokens, and items of 10 tokens each: the rows have 2 items and 1. There is at most one answer,
-    because every item has tokens, and items come in the order of the rows.
+    For example, rows of 20 and 10 tokens have 2 items and 1 item if all items have 10 tokens. No other answer is
+    possible, because every item has tokens, and items are in the order of the rows.
 
     Args:
         tokens: Placeholders of each row.
@@ -387,10 +411,11 @@ def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | No
     next_item = 0
     for num_tokens in tokens:
         first_item = next_item
-        while num_tokens > 0:
-            num_tokens -= sizes[next_item]
+        remaining = num_tokens
+        while remaining > 0:
+            remaining -= sizes[next_item]
             next_item += 1
-        if num_tokens < 0:  # the row ends inside of an item
+        if remaining < 0:  # the row ends inside of an item
             return None
         items.append(next_item - first_item)
     return items

@@ -17,10 +17,8 @@ import torch
 from composer_tokacc.batch import (
     MODALITIES,
     Batch,
-    lengths_of,
-    reach_of,
+    Reach,
     real_positions,
-    side_of,
     text_of,
 )
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
@@ -35,7 +33,7 @@ from composer_tokacc.layout.found import (
     items_of_rows,
     meaning_has_changed,
     possible_readings,
-    sums_of_runs,
+    sums_of_groups,
 )
 from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.tensors import (
@@ -214,11 +212,12 @@ class BatchLayout:
                 the tensor has no dimension for its rows or images.
         """
         value: torch.Tensor = batch[key]
+        num_rows, width = text_of(batch).shape[:2]
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
         elif key not in self.extra:  # an entry of the user holds for every shape
-            entry = _entry_by_shape(batch, key, entry)
+            entry = _entry_by_shape(key, value, entry, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
@@ -231,7 +230,7 @@ class BatchLayout:
         # `loss_weights` may have one weight per row.
         lies_along_text = True
         for dim in entry.seq_dims:
-            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == self.width(batch)
+            lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
@@ -321,7 +320,7 @@ class BatchLayout:
             )
         parts_per_item = batch[part.grid_key].prod(dim=1).tolist()
         items_per_row = self.units_per_row(batch, part.modality)
-        return sums_of_runs(parts_per_item, items_per_row)
+        return sums_of_groups(parts_per_item, items_per_row)
 
     def _needed_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
         """Returns how many leading slots hold all images of a row; ``is_occupied`` is ``(rows, slots)`` bool."""
@@ -331,18 +330,19 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        return reach_of(is_occupied, side='right').tolist()
+        return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
-        unit = self._unit_of_items(batch, unit)
+        entries = media_entries(self, batch)
+        unit = _unit_of_items(entries, unit)
         modality, _, num_inferred = unit.partition('/')  # the unit may be 'image/12', see _unit_of_items()
         carried = carried_counts(batch, modality)
         # The numbers are optional. If they cannot be those of these rows, the placeholders must tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
+        num_items = int(num_inferred) if num_inferred else _num_items(batch, entries, unit)
         if num_items is None:
             # No tensor is cut by these numbers.
             return [0] * num_rows if carried is None else carried
@@ -357,29 +357,6 @@ class BatchLayout:
         if num_inferred:
             return entries_per_row(batch, self.config, modality, num_items)
         return self._items_by_placeholders(batch, unit, num_items)
-
-    def _num_items(self, batch: Batch, unit: str) -> int | None:
-        """Returns how many items the registered tensors of a unit have; None without a tensor."""
-        num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not num_entries:
-            return None
-        distinct_nums = set(num_entries.values())
-        if len(distinct_nums) > 1:
-            raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-        (num_items,) = distinct_nums
-        return num_items
-
-    def _unit_of_items(self, batch: Batch, unit: str) -> str:
-        """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
-
-        Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one
-        per item, the others have one per tile or patch.
-        """
-        units = {entry.unit for entry in media_entries(self, batch).values()}
-        inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
-        if unit in units or not inferred_units:
-            return unit
-        return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
 
     def _items_by_placeholders(
         self,
@@ -528,9 +505,9 @@ class BatchLayout:
         # Frames of an audio that lies along the text would have to be trimmed with it.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
-        real = real_positions(batch)
-        side = side_of(real)
-        longest = max(lengths_of(real, side))
+        reach = Reach.of(real_positions(batch))
+        side = reach.side
+        longest = max(reach.lengths(side))
         width = self.width(batch)
         num_multiples = -(-longest // width_multiple)  # rounded up
         trimmed_width = min(num_multiples * width_multiple, width)
@@ -692,10 +669,11 @@ class BatchLayout:
         return values
 
 
-def _entry_by_shape(batch: Batch, key: str, entry: Entry) -> Entry:
-    """Returns the entry of a known key. Masks and positions have another one in some shapes."""
-    value: torch.Tensor = batch[key]
-    num_rows, width = text_of(batch).shape[:2]
+def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
+    """Returns the entry of a known key. Masks and positions have another one in some shapes.
+
+    ``num_rows`` and ``width`` are those of the text.
+    """
     is_shared = num_rows > 1 and value.shape[:1] == (1,)
     unit = 'shared' if is_shared else 'row'
     if key == 'attention_mask' and value.dim() > 2:
@@ -744,6 +722,41 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
             if entry.is_media:
                 entries[key] = entry
     return entries
+
+
+def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
+    """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
+
+    Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one per
+    item, the others have one per tile or patch.
+
+    Args:
+        entries: The entries of all media of the batch: see :func:`media_entries`.
+        unit: ``'image'``, ``'video'`` or ``'audio'``, or another unit that the user has registered.
+    """
+    units = {entry.unit for entry in entries.values()}
+    inferred_units = [inferred for inferred in units if inferred.startswith(f'{unit}/')]
+    if unit in units or not inferred_units:
+        return unit
+    return min(inferred_units, key=lambda inferred: int(inferred.removeprefix(f'{unit}/')))
+
+
+def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
+    """Returns how many items the registered tensors of a unit have; None without a tensor.
+
+    ``entries`` are those of all media of the batch: see :func:`media_entries`.
+    """
+    num_entries = {}
+    for key, entry in entries.items():
+        if entry.unit == unit:
+            num_entries[key] = len(batch[key])
+    if not num_entries:
+        return None
+    distinct_nums = set(num_entries.values())
+    if len(distinct_nums) > 1:
+        raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+    (num_items,) = distinct_nums
+    return num_items
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:

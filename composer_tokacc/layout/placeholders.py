@@ -3,10 +3,7 @@
 
 """Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
 
-The functions from :func:`equal` on are the ``sizes`` of :class:`.Media`:
-``(batch, config, num_items, num_tokens) -> list[int]``. They return the number of placeholders of each item. The batch
-has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list means that the batch does not tell. The
-config is only None if ``mm_token_type_ids`` tell the placeholders.
+The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
 """
 
 from __future__ import annotations
@@ -26,27 +23,29 @@ MODALITY_WORDS = {
     'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
     'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
 }
-"""Words in the names of tensors and of config entries, by modality. The first modality that fits counts."""
+"""Words in the names of tensors and of config entries, by modality. The first modality that fits counts, because names
+of videos and audios also contain words of images, as `pixel_values_videos` does."""
 ID_SUFFIX = re.compile('_(id|index)$')
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
-"""Words in the names of ids that are no placeholders: of tokens at the edges of an item or between the lines of an
-image, of padding, and of numbers that are no ids of tokens."""
+"""Words in names that end as ids do, but do not name a placeholder: tokens at the edges of an item or between the lines
+of an image, padding, and numbers that are no ids of tokens."""
 
 
 @cache  # called for every key of every microbatch
 def modality_of(name: Hashable) -> str | None:
-    """Returns the modality that a name speaks of. Keys of a batch may be other values than strings."""
+    """Returns the modality that the name of a tensor or config entry tells, or None."""
     for modality, words in MODALITY_WORDS.items():
+        # Keys of a batch need not be strings.
         if words.search(str(name)):
             return modality
     return None
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns all ids that a config names as placeholders of a modality, without ids of edges and lines."""
-    ids: dict[str, int] = {}
+    """Returns all ids that a config names as placeholders of a modality, each id once."""
+    ids: dict[str, int] = {}  # by name
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
     for part in (config, vision_config, audio_config):
@@ -59,12 +58,12 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             is_id = ID_SUFFIX.search(name) and not _NO_PLACEHOLDER.search(name)
             if not is_integer or not is_id:
                 continue
-            # Kimi-VL calls it `media_placeholder_token_id`.
-            usual_name = name.replace('media', 'image')
-            if modality_of(usual_name) == modality:
-                # An encoder's config may repeat the name, perhaps with its default. The first value is the model's own.
+            # Kimi-VL names the placeholder of images `media_placeholder_token_id`.
+            name_of_image = name.replace('media', 'image')
+            if modality_of(name_of_image) == modality:
+                # An encoder's config may repeat the name, perhaps with a default. The first value is the model's own.
                 ids.setdefault(name, value)
-    return tuple(dict.fromkeys(ids.values()))  # each id once
+    return tuple(dict.fromkeys(ids.values()))
 
 
 def all_placeholders(config: Any) -> list[int]:
@@ -72,13 +71,16 @@ def all_placeholders(config: Any) -> list[int]:
     ids: list[int] = []
     for modality in MODALITY_WORDS:
         ids += placeholder_ids(config, modality)
-        # A config may compute the id with the usual name. Then it is not in its `__dict__`.
+        # placeholder_ids() does not find an id that the config computes as a property. token_ids() does.
         ids += token_ids(config, modality)
     return ids
 
 
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the id with the usual name, ``image_token_id``. If there is none, all ids of :func:`placeholder_ids`."""
+    """Returns the ids of the placeholders that the model replaces with the embeddings of a modality.
+
+    This is the id with the usual name, such as ``image_token_id``, or without it all of :func:`placeholder_ids`.
+    """
     for suffix in ('id', 'index'):  # older configs call it an index
         token_id = getattr(config, f'{modality}_token_{suffix}', None)
         if token_id is not None:
@@ -93,6 +95,11 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     for token_id in ids:
         has_id |= text == token_id
     return has_id
+
+
+# Placeholders of each item. These functions are the `sizes` of `families.Media`. They return the number of placeholders
+# of each item, or an empty list if the batch does not tell it. The batch has `num_items` items of the modality, and
+# `num_tokens` placeholders in all. The config is only None if `mm_token_type_ids` tell the placeholders.
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -119,12 +126,15 @@ def _tokens_of_grid(
     config: Any,
     num_tokens: int,
 ) -> list[int]:
-    """Returns the placeholders of each item of a grid. The model merges a few patches into one token."""
+    """Returns the number of placeholders of each item. The model merges a few patches into one token.
+
+    ``grid`` holds frames, height and width of each item in patches, ``(items, 3)``.
+    """
     patches = grid.prod(dim=1).tolist()
     if config is not None and hasattr(config, 'vision_config'):
         patches_per_token = config.vision_config.spatial_merge_size**2
     elif num_tokens and sum(patches) % num_tokens == 0:
-        # The model requires that all tokens together stand for all patches.
+        # The config does not tell. But all placeholders of the batch together stand for all its patches.
         patches_per_token = sum(patches) // num_tokens
     else:
         return []
@@ -139,10 +149,11 @@ def _tokens_of_grid(
 
 
 def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA: images of one shape; with ``image_sizes`` (Pixtral) as many tokens as merged patches."""
+    """LLaVA: images of one shape. Pixtral has ``image_sizes``, and as many tokens as merged patches."""
     sizes = batch.get('image_sizes')
     if sizes is None:
         return equal(batch, config, num_items, num_tokens)
+    # Side of a merged patch, and height and width of each image, in pixels.
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
     grids = torch.as_tensor(sizes) // side
     return grids.prod(dim=-1).tolist()
@@ -160,8 +171,8 @@ def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-Audio: convolutions that halve the number of real frames, and a pooling that halves it again."""
-    # Processors up to transformers 4.45 write one token per audio, and the model expands it.
+    """Qwen-Audio: a convolution halves the number of real frames, and a pooling halves it again."""
+    # Processors up to transformers 4.45 write one token per audio. The model expands it.
     if num_tokens == num_items:
         return [1] * num_items
     frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
@@ -170,26 +181,27 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
         frames_per_item = mask.sum(dim=-1).tolist()
     tokens_per_item = []
     for num_frames in frames_per_item:
-        after_convolutions = (int(num_frames) - 1) // 2 + 1
-        tokens_per_item.append((after_convolutions - 2) // 2 + 1)
+        after_convolution = (int(num_frames) - 1) // 2 + 1  # stride 2, kernel 3, padding 1
+        after_pooling = (after_convolution - 2) // 2 + 1  # stride 2, kernel 2
+        tokens_per_item.append(after_pooling)
     return tokens_per_item
 
 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line.
 
-    LLaVA-OneVision shrinks all tiles together to the size of a largest number of tiles. It cuts an image into tiles
-    only if its row has no other image.
+    LLaVA-OneVision shrinks the tiles of a large image to as many tokens as a largest number of tiles has. It cuts an
+    image into tiles only if its row has no other image.
     """
     max_tiles = None
-    aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # such as 'anyres_max_9'
+    aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # LLaVA-OneVision: such as 'anyres_max_9'
     if aspect_ratio is not None:
         max_tiles = int(aspect_ratio.removeprefix('anyres_max_'))
-    images_per_row = [1] * num_items
+    images_per_row = [1] * num_items  # LLaVA-NeXT tiles every image as if it were alone in its row
     counts = batch.get('batch_num_images')
     if counts is not None:
         images_per_row = torch.as_tensor(counts).tolist()
-    is_tiled: list[bool] = []
+    is_tiled: list[bool] = []  # for each image
     for count in images_per_row:
         is_tiled += [count == 1] * count
     if len(is_tiled) != num_items:
@@ -215,7 +227,10 @@ def _tokens_of_tiles(
     *,
     max_tiles: int | None = None,
 ) -> int:
-    """Returns the tokens of one tiled image, computed as in ``pack_image_features``, with the models' own functions."""
+    """Returns the number of tokens of one tiled image of ``size``, its height and width in pixels.
+
+    Computed as in ``pack_image_features`` of Transformers, with the functions that it calls.
+    """
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
     side = _side(config)
@@ -225,7 +240,7 @@ def _tokens_of_tiles(
     if max_tiles is not None:
         most_tokens = max_tiles * side**2
         ratio = math.sqrt(height * width / most_tokens)
-        if ratio > 1.1:  # the threshold of the model
+        if ratio > 1.1:  # the model keeps images that are only a little too large
             height = int(height // ratio)
             width = int(width // ratio)
     tokens_of_whole_image = side**2

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A batch that consists of microbatches. A loader collates them one by one, and they are never joined for the model."""
+"""A pre-split batch: a batch that consists of microbatches. The loader collates each of them by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, map_tensors, padding_side
+from composer_tokacc.batch import Batch, map_tensors, padding_side, text_of
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -27,7 +27,7 @@ from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
 ALIGNMENT = 64
-"""Bytes. A tensor of any type may begin at a multiple of it."""
+"""In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
 TEXT_KEYS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
 """Keys that tell :class:`.BatchLayout` the rows, their widths and their padding."""
 
@@ -35,16 +35,16 @@ TEXT_KEYS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_i
 class PreSplitBatch(Mapping[str, Any]):
     """One rank's part of a global batch, in the planned microbatches, each collated by itself.
 
-    The model is trained on the microbatches. For callbacks that look at the whole batch it is also a mapping:
+    The model is trained on the microbatches. For callbacks that look at the whole batch, the object is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
-    when it is first read. The model does not see it, so a change has no effect, and items cannot be set. Lists and
-    tuples with one value per row are joined too, to a list. Of any other value the first microbatch's is returned.
+    when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists and
+    tuples with one value per row are joined to one list. Any other value is that of the first microbatch.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget that the microbatches were planned for.
+        max_tokens: Most tokens of a microbatch, by which the loader has planned them.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
@@ -59,8 +59,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.max_tokens = max_tokens
         self.indices = indices
         self.plan: PlanRecord | None = None
-        """What this rank knows of the plan of the global batch, for the comparison of the ranks."""
-        self._joined: dict[str, Any] = {}
+        """This rank's record of the plan of the global batch, by which ranks compare their plans. None: no plan."""
+        self._joined: dict[str, Any] = {}  # the entries of all rows that were read, by key
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -74,9 +74,9 @@ class PreSplitBatch(Mapping[str, Any]):
         return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
-        """Returns one plain batch of all rows, padded to the widest one on the side of the microbatches' padding."""
+        """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
         sides = {padding_side(microbatch) for microbatch in self.microbatches}
-        # A microbatch without padding reads as 'right', so one 'left' decides.
+        # padding_side() says 'right' for a microbatch without padding. So one 'left' decides.
         side = 'left' if 'left' in sides else 'right'
         pad_token_id = _pad_token_id(self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
@@ -109,21 +109,25 @@ class PreSplitBatch(Mapping[str, Any]):
         return self._joined[key]
 
     def _joined_entry(self, key: str) -> Any:
+        """Returns the entry for all rows; None if it is None in all microbatches."""
         with_key = [microbatch for microbatch in self.microbatches if microbatch.get(key) is not None]
         if not with_key:
             return None
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
-            # A microbatch without the key may have no images, and would not tell the family.
+            # The layout is inferred from a microbatch with the key. Another may have no images, which name the family.
             return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
-        if isinstance(value, (list, tuple)):
-            values: list[Any] = []
-            for microbatch in with_key:
-                values += microbatch[key]
-            return values
-        return value  # a plain value, which should be the same in all microbatches
+        if not isinstance(value, (list, tuple)):
+            return value
+        # A microbatch without media may lack their counts (`num_images`). Its rows have no value in other lists.
+        missing = 0 if key.startswith('num_') else None
+        values: list[Any] = []
+        for microbatch in self.microbatches:
+            values += microbatch.get(key) or [missing] * len(text_of(microbatch))
+        return values
 
     def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
+        """Returns the tensor for all rows, without joining the tensors of other keys."""
         needed_keys = TEXT_KEYS | {key}
 
         def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:
@@ -131,16 +135,16 @@ class PreSplitBatch(Mapping[str, Any]):
 
         return self.map(without_other_keys).joined(layout)[key]
 
-    # On the way from a worker process.
+    # A worker process pickles the batch to send it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
-        """Returns a deep copy. Without this method a copy would go through shared memory, by :meth:`__getstate__`."""
+        """Returns a deep copy. Without this method it would be made by :meth:`__getstate__`, through shared memory."""
         return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Puts all tensors into one piece of memory to send them.
+        """Returns the attributes for pickle, with all tensors in one piece of shared memory.
 
-        Torch opens a file for each tensor that it sends, and the open files of a process are limited.
+        Torch would open a file for each tensor that it sends, and the open files of a process are limited.
         """
         memory, packed = _packed(self.microbatches)
         return {
@@ -151,18 +155,20 @@ class PreSplitBatch(Mapping[str, Any]):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the tensors from the memory that arrived, without a copy."""
+        """Sets the attributes from pickle. Each tensor is a view of the shared memory."""
         memory = state.pop('memory')
         vars(self).update(state)
         for microbatch in self.microbatches:
             for key, value in microbatch.items():
                 if isinstance(value, _Place):
-                    microbatch[key] = value.of(memory)
+                    microbatch[key] = value.view_of(memory)
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
-    """Returns the microbatches of a pre-split batch. Any other batch counts as its only microbatch."""
-    return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
+    """Returns the microbatches of a pre-split batch, or a list of the batch itself if it is any other batch."""
+    if isinstance(batch, PreSplitBatch):
+        return batch.microbatches
+    return [batch]
 
 
 def widened(
@@ -170,10 +176,10 @@ def widened(
     width_multiple: int,
     limit: int = sys.maxsize,
 ) -> Batch:
-    """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
+    """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    It is not padded past ``limit``. A ``width_multiple`` above the width becomes the new width. The batch stays as it
-    is if a tensor that no family registers may lie along the text, because no layout of the model is known here.
+    It is padded on the side on which it has padding. The batch stays as it is if a tensor that no family registers may
+    lie along the text. The layout of the model would tell, but it is not known in the loader.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -186,6 +192,7 @@ def widened(
     if any(Reading.TEXT in possible for possible in layout.readings_of(batch).values()):
         return batch
     side = padding_side(batch)
+    # A batch without mask and positions gets a mask, because the new columns must be hidden.
     (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)
     registered = TEXT_ENTRIES.keys() | layout.family.entries.keys()
@@ -201,10 +208,10 @@ def widened(
 
 
 def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: the first id that a mask hides, because most are padding. Else a row's last id.
+    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, a row's last id.
 
-    Any id will do, because the mask hides the new padding, but a placeholder of an image would be counted. A row's last
-    token never is one.
+    A hidden id is nearly always that of padding. Any id would do, because the new padding is masked, except a
+    placeholder of media, because placeholders are counted. The last token of a row is no placeholder.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
@@ -216,19 +223,20 @@ def _pad_token_id(batches: Sequence[Batch]) -> int:
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in the memory that is sent; ``start`` in bytes."""
+    """Where a tensor lies in the shared memory. It stands for the tensor in a pickled microbatch."""
 
     dtype: torch.dtype
     shape: torch.Size
     start: int
+    """The first byte."""
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor at this place."""
+    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor at this place of the memory, uint8 ``(bytes,)``."""
         count = self.shape.numel()
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        # `frombuffer` makes a storage that covers only this tensor. A slice of `memory` would share the whole storage,
-        # and Composer's deep copy for metrics would copy all of it.
+        # The storage of a slice of `memory` would be the whole memory, and Composer's deep copy for metrics would copy
+        # all of it. frombuffer() makes a storage that covers only this tensor.
         buffer = memory.numpy()
         values = torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=self.start)
         return values.view(self.shape)
@@ -236,21 +244,22 @@ class _Place(NamedTuple):
 
 def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Returns shared memory with all tensors, uint8 ``(bytes,)``, and the microbatches with a place for each tensor."""
-    size = 0
+    size = 0  # bytes of the tensors so far, each rounded up to ALIGNMENT
     packed = [dict(microbatch) for microbatch in microbatches]
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in packed:
         for key, value in microbatch.items():
-            # Subclasses, sparse tensors and tensors on a GPU are sent by torch.
-            if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
+            # Subclasses, sparse tensors and tensors on a GPU stay in the microbatch, and torch sends them.
+            is_plain = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_plain and value.device.type == 'cpu':
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))
-                num_blocks = -(-value.nbytes // ALIGNMENT)  # rounded up
+                num_blocks = -(-value.nbytes // ALIGNMENT)
                 size += num_blocks * ALIGNMENT
     # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
     storage = new_shared_storage(max(size, 1))
     memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     for place, value in tensors:
-        place.of(memory).copy_(value)
+        place.view_of(memory).copy_(value)
     return memory, packed

@@ -1,9 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Selects the entries of some rows from a tensor, and joins tensors of several batches. Copies only if it must.
+"""Selects the entries of some rows from a tensor, and joins tensors of several batches.
 
-An :class:`Entry` says how a tensor belongs to the rows of its batch.
+An :class:`Entry` says how a tensor belongs to the rows of its batch. The functions copy no more than they must, because
+the tensors of images are large, and keep page-locked tensors page-locked.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from composer_tokacc.refusals import InvalidInputError
 
 
 class PartUnit(NamedTuple):
-    """A unit that is a part of an item, such as a patch of an image."""
+    """A unit that is a part of an image or video, such as a patch."""
 
     modality: str
     grid_key: str
-    """Key of the grid, ``(items, 3)``. The product of the three numbers of an item is the number of its parts."""
+    """Key of a tensor ``(images or videos, 3)``: frames, height and width of each in parts. Their product is the number
+    of its parts."""
 
 
 PART_UNITS = {
@@ -39,19 +41,21 @@ class Entry:
     """How one tensor of a batch belongs to its rows.
 
     Args:
-        unit: The unit of the entries along ``row_dim``. ``'row'``: each row has one. ``'image'``, ``'patch'``,
-            ``'video'``, ``'video_patch'``, ``'audio'``: a row has any number, in the order of the rows. ``'shared'``:
-            the tensor belongs to all rows. Any other name is allowed if the batch carries ``num_<name>s``, one number
-            per row. Such entries go with their rows, but this package makes no dummy rows with them. ``found.py`` also
-            writes ``'image/12'``: 12 entries of images, whose rows are inferred.
-        row_dim: The dimension that enumerates the units.
+        unit: What each entry along ``row_dim`` is for. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
+            ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
+            them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
+            ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
+            with them. For tensors that are not registered, ``found.py`` writes units such as ``'image/12'``: 12 entries
+            of images. How many of them each row has is inferred.
+        row_dim: The dimension of the entries.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
-        slot_dim: A dimension along the images of a row, padded to the row with the most images (Idefics3).
+        slot_dim: A dimension for the images of a row. All rows have as many slots as the row with the most images has
+            images (Idefics3).
         fill: Padding value.
-        absent: Value of the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
-            batches cannot be joined. Media entries need none.
+        absent: Value for the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
+            batches cannot be joined. It is not needed for media: a row without them has no entry.
         points_into: Key of the pixel tensor, if the values are numbers of its patches, counted over the whole batch.
-            They are renumbered when rows are selected or joined. Negative values stay.
+            They are renumbered when rows are selected or joined. Negative values point to no patch and stay.
     """
 
     unit: str = 'row'
@@ -64,12 +68,12 @@ class Entry:
 
     @property
     def is_media(self) -> bool:
-        """Whether the tensor exists only if there are images, videos, audios or items of another unit."""
+        """Whether the tensor is only in batches that have images, videos, audios or items of another unit."""
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
 
     @property
     def modality(self) -> str:
-        """The modality of the entries. A unit without a modality, such as ``'row'``, stays as it is."""
+        """The modality of the entries. For a unit without a modality, such as ``'row'``, this is the unit itself."""
         if self.slot_dim is not None:
             return 'image'
         if self.unit in PART_UNITS:
@@ -77,16 +81,13 @@ class Entry:
         return self.unit.partition('/')[0]
 
 
-# Only the next four names ask about a GPU, so that tests can replace them.
+# Only the next four functions ask about a GPU. Tests without a GPU replace some of them.
 
 _has_gpu = cache(torch.cuda.is_available)
 """Cached, because it is called for every tensor of every microbatch and torch reads the environment each time."""
 
 
-def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # If the microbatch moves to a GPU, the move copies it, so a view saves one copy. On a CPU the view would stay.
-    # Composer deep-copies each microbatch for the metrics of training, and a deep copy of a view copies the whole
-    # tensor behind it.
+def _will_move_to_gpu(value: torch.Tensor) -> bool:
     return _has_gpu() and value.device.type == 'cpu'
 
 
@@ -103,10 +104,12 @@ def take(
     dim: int,
     index: list[int],
 ) -> torch.Tensor:
-    """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
+    """Returns the entries at these indices along ``dim``, a view or a copy that is page-locked if the tensor was."""
     start = index[0] if index else 0
     end = start + len(index)
-    if index == list(range(start, end)) and _on_the_way_to_a_gpu(value):
+    # A view saves a copy if the microbatch moves to a GPU, because the move copies it. If it stays on the CPU, Composer
+    # deep-copies it for the metrics of training, and the deep copy of a view copies the whole tensor behind it.
+    if index == list(range(start, end)) and _will_move_to_gpu(value):
         view = value.narrow(dim, start, len(index))
         if view.is_contiguous():
             return view
@@ -118,7 +121,7 @@ def take(
 
 
 def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Returns the view, or a copy if the view has gaps."""
+    """Returns the view, or if it has gaps in memory a copy, page-locked if ``like`` is."""
     if view.is_contiguous():
         return view
     return _empty(view.shape, like).copy_(view)
@@ -130,9 +133,10 @@ def cat_padded(
     width: int,
     side: str,
 ) -> torch.Tensor:
-    """Joins tensors along ``entry.row_dim``, with every other dimension padded to its largest size.
+    """Joins tensors along ``entry.row_dim``.
 
-    Dimensions along the text are padded to ``width``, on the side ``side``; all others at their end.
+    Dimensions along the text are padded to ``width``, on ``side``. All others are padded at their end to the largest
+    size among the tensors.
     """
     num_dims = values[0].dim()
     row_dim = entry.row_dim % num_dims
@@ -163,8 +167,8 @@ def cat_padded(
 
 
 RowOffsets = Mapping[str, Sequence[int]]
-"""Where the entries of each row begin, by unit. Row i has the entries ``offsets[i]:offsets[i + 1]``, so the last offset
-is the number of all entries."""
+"""By unit, the first entry of each row, then the number of all entries. Row i has the entries
+``offsets[i]:offsets[i + 1]``."""
 
 
 def select_rows(
@@ -177,43 +181,45 @@ def select_rows(
 
     Args:
         batch: The batch.
-        entries: How each tensor belongs to rows.
-        offsets: Where the entries of each row of the batch begin, for every unit.
+        entries: How each tensor of the batch belongs to rows.
+        offsets: The offsets of every unit of these entries.
         rows: Numbers of rows.
     """
     selected: dict[str, Any] = {}
     for key, value in batch.items():
         entry = entries.get(key)
         if entry is None:
+            # No tensor: a list has one value per row, any other value belongs to all rows.
             selected[key] = value
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
             continue
-        chosen = _select_units(key, value, entry, offsets, rows)
+        chosen = _select_entries(key, value, entry, offsets, rows)
         if entry.points_into is not None:
+            # The pixel tensor is (images, patches of an image, ...).
             patches_per_item = batch[entry.points_into].shape[1]
             item_offsets = offsets[entries[entry.points_into].unit]
-            chosen = _repointed(chosen, offsets[entry.unit], item_offsets, patches_per_item, rows)
+            chosen = _renumber_patches(chosen, offsets[entry.unit], item_offsets, patches_per_item, rows)
         # Rows without images get no image tensors at all. Models do not take empty ones.
         if not entry.is_media or chosen.numel() > 0:
             selected[key] = chosen
     return selected
 
 
-def _repointed(
+def _renumber_patches(
     pointers: torch.Tensor,
     pointer_offsets: Sequence[int],
     item_offsets: Sequence[int],
     patches_per_item: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Renumbers pointers to patches, so that they count the patches of the chosen rows instead of the whole batch.
+    """Turns numbers of patches in the whole batch into numbers of patches in the chosen rows.
 
     Args:
-        pointers: Pointers of the chosen rows.
-        pointer_offsets: Where the pointers of each row of the batch begin.
-        item_offsets: Where the images of each row of the batch begin.
-        patches_per_item: Patches of an image.
+        pointers: The patch numbers of the chosen rows.
+        pointer_offsets: Offsets of the pointers of all rows of the batch, as in :data:`RowOffsets`.
+        item_offsets: Offsets of the images or videos of all rows of the batch.
+        patches_per_item: Number of patches of an image or video. All have equally many.
         rows: Numbers of the chosen rows.
     """
     num_pointers = []
@@ -228,14 +234,14 @@ def _repointed(
     return renumber(pointers, num_pointers, shifts)
 
 
-def _select_units(
+def _select_entries(
     key: str,
     value: torch.Tensor,
     entry: Entry,
     offsets: RowOffsets,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns the entries of some rows, in the order of ``rows``, without image slots that none of these rows needs."""
+    """Returns the entries of some rows, in the order of ``rows``. Drops image slots that none of these rows needs."""
     if entry.unit == 'shared':
         return value
     unit_offsets = offsets[entry.unit]
@@ -257,12 +263,15 @@ def _select_units(
         most_images = max(most_images, image_offsets[row + 1] - image_offsets[row])
     num_slots = min(most_images, chosen.shape[entry.slot_dim])
     narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
-    # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
+    # The models view rows and slots as one dimension, which torch refuses for a tensor with gaps.
     return compact(narrowed, like=value)
 
 
 def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
-    """Adds ``shifts[0]`` to the first ``counts[0]`` entries, and so on. Negative numbers stay as they are."""
+    """Adds ``shifts[0]`` to the first ``counts[0]`` entries, ``shifts[1]`` to the next ``counts[1]``, and so on.
+
+    Negative values stay: they point to no patch.
+    """
     shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts))
     shift_of_entry = shift_of_entry.to(value)
     inner_dims = [1] * (value.dim() - 1)

@@ -9,6 +9,7 @@ are counted here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class StepCounts(NamedTuple):
     device_flops: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float  # time that the rank waited for the data of the step
     peak_memory: float  # most bytes of the device that were allocated so far; 0 without a GPU
-    gradient_square: float  # square of the gradient's norm; NaN without a gradient
+    gradient_square: float  # share of the rank in the squared norm of the gradient; NaN after an overflow
     weighting_distance: float  # of the previous step; its sum is the metric `sample_weighting_error`
 
 
@@ -55,8 +56,10 @@ class BatchCounts(NamedTuple):
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a device batch, which is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
-    rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
-    return _counts_of(batch, rows)
+    if is_counted(batch):
+        return _counts_of(batch, rows_of(batch))
+    counted_rows = count_rows(batch, rule)
+    return _counts_of(batch, counted_rows)
 
 
 def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
@@ -114,6 +117,29 @@ def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
         rows = count_rows(batch, rule)
     else:
         return []
+    counts = _unpacked(batch, rows)
+    for row, _ in counts:
+        if row.source is not None:
+            return counts
+    return []
+
+
+def rows_by_width(batch: Batch) -> Counter[int]:
+    """Returns the number of rows of each width in a microbatch, so that attention is counted within a row.
+
+    A packed row is replaced by its documents, because each document attends only to itself.
+    """
+    num_rows: Counter[int] = Counter()
+    for _, width in _unpacked(batch, rows_of(batch)):
+        num_rows[width] += 1
+    return num_rows
+
+
+def _unpacked(
+    batch: Batch,
+    rows: Sequence[RowCounts],
+) -> list[tuple[RowCounts, int]]:
+    """Returns the counts of each row, with its number of positions. A packed row is replaced by its documents."""
     width = text_of(batch).shape[1]
     counts = []
     for row in rows:
@@ -122,5 +148,4 @@ def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
         for document in row.documents:
             # A document of a packed row has no padding of its own, so its positions are its tokens.
             counts.append((document, document.real_tokens))
-    has_source = any(row.source is not None for row, _ in counts)
-    return counts if has_source else []
+    return counts

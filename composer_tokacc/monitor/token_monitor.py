@@ -19,68 +19,78 @@ from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_tokacc.batch import text_of
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
-from composer_tokacc.monitor.step_counts import BatchCounts, StepCounts, count_device_batch, count_microbatch
+from composer_tokacc.monitor.step_counts import (
+    BatchCounts,
+    StepCounts,
+    count_device_batch,
+    count_microbatch,
+    rows_by_width,
+)
 from composer_tokacc.refusals import InvalidInputError
 
-WINDOW = 200
-"""Number of last steps whose seconds are kept for the percentiles."""
+NUM_TIMED_STEPS = 200
+"""Number of last steps whose seconds are kept. Two of them are above the 99th percentile."""
 PROGRESS_BAR = {
     'tokens_per_second': ('tok/s', '{:,.0f}'),
     'padding_ratio': ('padding', '{:.0%}'),
     'gradient_norm': ('|grad|', '{:.3g}'),
 }
-"""Metrics in Composer's progress bar: their short names and formats."""
+"""Metrics in Composer's progress bar: short name and format of each."""
 
 
 @runtime_checkable
 class Flops(Protocol):
-    """Counts the floating point operations of a microbatch, forward and backward."""
+    """Predicts the floating point operations of a microbatch, forward and backward."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns the operations of the language model for rows of a width."""
+        """Returns the operations of the language model for this many rows of this padded width."""
         ...
 
     def media(self, batch: Mapping[str, Any]) -> float:
-        """Returns the operations of the encoders for a batch on the CPU."""
+        """Returns the operations of the encoders. The batch is still on the CPU, so its values can be read."""
         ...
 
 
 class _PreviousStep(NamedTuple):
-    """The step before. Its sums over all ranks are known."""
+    """Counts of the previous step, for ``sample_weighting_error``: it needs sums that exist only after a step."""
 
     microbatches: Sequence[BatchCounts]  # of this rank
-    samples: float  # of all ranks
-    loss_tokens: float  # of all ranks
+    samples: float  # sum over all ranks
+    loss_tokens: float  # sum over all ranks
 
 
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    It takes one small all-gather per step, and does not wait for the device in a microbatch.
+    It takes one small all-gather per step, and waits for the device only at the end of a step.
+
+    The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
+    that is not padding.
 
     ============================================ ====================================================================
     Key                                          Logged in each step, over all ranks
     ============================================ ====================================================================
     ``token_monitor/padding_ratio``              Share of padding in the computed positions
     ``token_monitor/dummy_ratio``                Share of dummy rows in the computed positions. They count as padding
-    ``token_monitor/device_batch_padding_ratio`` Share of padding if no microbatch was trimmed, as in stock Composer
+    ``token_monitor/device_batch_padding_ratio`` Share of padding before the batch is split and trimmed. Stock Composer
+                                                 computes all of it
     ``token_monitor/loss_generating_share``      Loss-generating tokens over real tokens
     ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
-    ``token_monitor/tokens_per_second``          Computed positions over the time, padding included
+    ``token_monitor/tokens_per_second``          Computed positions over the step's wall-clock time
     ``token_monitor/seconds_p50``, ``..._p99``   Median and 99th percentile of the seconds of the last 200 steps
     ``token_monitor/gradient_norm``              Norm of the step's gradient before it is clipped
     ``token_monitor/loader_seconds``             Longest time that a rank waited for the data of the step
     ``token_monitor/peak_memory_gib``            Largest memory of a rank's device so far (GPU)
-    ``token_monitor/hours_left``                 Time to the end of the run, at the median of these steps
-    ``token_monitor/tflops_per_second``          Operations of the model's matrix products, forward and backward, of
-                                                 all ranks, over the step's time (``flops``)
-    ``token_monitor/mfu``                        The same over the peak rate of the devices (``device_tflops``)
-    ``token_monitor/rank_imbalance``             Most positions computed by a rank over the mean; 1 is even
+    ``token_monitor/hours_left``                 Time to the end of the run if each further step takes ``seconds_p50``
+    ``token_monitor/tflops_per_second``          10^12 operations of the model's matrix products, forward and backward,
+                                                 of all ranks, over the step's time. Only with ``flops``
+    ``token_monitor/mfu``                        The same over the peak rate of all devices, if that is known
+    ``token_monitor/rank_imbalance``             Largest number of positions that a rank computes, over the mean of the
+                                                 ranks; 1 is even
     ``token_monitor/microbatches``               Number of microbatches
     ``token_monitor/empty_microbatches``         Number of microbatches without loss-generating tokens
     ``token_monitor/sample_weighting_error``     Total variation distance between sample and token weights of the
@@ -96,10 +106,11 @@ class TokenMonitor(Callback):
             Default: ``'causal'``.
         sources (str | bool): ``'auto'``: logs each source by itself if batches have ``source``, a list with a name for
             each row. ``False``: never. Default: ``'auto'``.
-        device_tflops (float, optional): Peak rate of a device, for ``mfu``. Default: ``None``, the rate that Composer
-            knows for the GPU and the precision.
-        flops (Flops, optional): Operations of a microbatch. Default: ``None``. ``train`` counts them in a trace of the
-            model if ``device_tflops`` is set, or known to Composer.
+        device_tflops (float, optional): Peak rate of a device, in 10^12 operations per second, for ``mfu``. Default:
+            ``None``, the rate in Composer's table for the GPU and the precision.
+        flops (Flops, optional): Predicts the operations of a microbatch, as :class:`.FlopModel` does. Default:
+            ``None``, no operations are logged. The program ``composer_tokacc.train`` fills it in if the peak rate is
+            set or in Composer's table.
 
     Raises:
         ValueError: If an argument is not one of the above.
@@ -127,20 +138,26 @@ class TokenMonitor(Callback):
         self.flops = flops
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
-        self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._previous: _PreviousStep | None = None
-        # Counts of the step.
+        # Counts of the present step.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch = BatchCounts(0, 0, 0, 0, 0.0)
+        self._device_batch = BatchCounts(
+            samples=0,
+            real_tokens=0,
+            loss_tokens=0,
+            positions=0,
+            dummy_positions=0.0,
+        )
         self._media_flops = 0.0
-        # Counts of an attempt to compute the step. If it runs out of memory, Composer makes another one.
+        # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.
         self._microbatches: list[BatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Looks up the peak rate of the device, and begins to measure gradients."""
+        """Looks up the peak rate of the device, and adds the algorithm that measures the gradient."""
         self._norm = GradientNorm.of_run(state)
         if self.device_tflops is not None:
             self._device_flops = 1e12 * self.device_tflops
@@ -156,7 +173,7 @@ class TokenMonitor(Callback):
         self._loader_seconds = time.perf_counter() - self._wait_began
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Counts the device batch while it is on the CPU."""
+        """Counts the device batch: all rows of this rank, still on the CPU and not split."""
         self._device_batch = count_device_batch(state.batch, self.loss_tokens)
         self._media_flops = 0.0
         if self.flops is not None:
@@ -164,41 +181,35 @@ class TokenMonitor(Callback):
                 self._media_flops += self.flops.media(microbatch)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        """Forgets an attempt that ran out of memory."""
+        """Begins an attempt to compute the step. Forgets an earlier one, which ran out of memory."""
         self._microbatches = []
         self._text_flops = 0.0
         self._ledger.begin_attempt()
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        """Counts a microbatch, on the device if it carries no counts."""
+        """Counts a microbatch. If it carries no counts, its loss tokens are counted on the device."""
         counts = count_microbatch(state.batch, self.loss_tokens)
         self._microbatches.append(counts)
         if self.flops is not None:
-            rows, width = text_of(state.batch).shape[:2]
-            self._text_flops += self.flops.text(rows, width)
+            for width, rows in rows_by_width(state.batch).items():
+                self._text_flops += self.flops.text(rows, width)
         if self.sources:
-            # A model may return hidden states in place of logits. `TokenAccumulation.has_logits` tells.
-            has_logits = True
-            for algorithm in state.algorithms:
-                has_logits &= getattr(algorithm, 'has_logits', True)
+            # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
+            has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
             self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Exchanges the counts with the other ranks, and logs."""
-        microbatches = []
-        for counts in self._microbatches:
-            num_tokens = int(counts.loss_tokens)  # waits for the device if they were counted there
-            microbatches.append(counts._replace(loss_tokens=num_tokens))
-        step_counts = self._step_counts(microbatches)
-        numbers, sources = self._ledger.gather(step_counts, state.device)
-        ranks = [StepCounts(*numbers_of_rank) for numbers_of_rank in numbers.tolist()]
-        sums = numbers.sum(dim=0)
+        """Gathers the counts of all ranks, and logs the metrics of the step."""
+        # One row of `table` is the `StepCounts` of one rank.
+        table, sources = self._ledger.gather(self._step_counts(), state.device)
+        ranks = [StepCounts(*row) for row in table.tolist()]
+        sums = table.sum(dim=0)
         total = StepCounts(*sums.tolist())
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
-        if not math.isnan(total.gradient_square):
+        if not math.isnan(total.gradient_square):  # an overflow in half precision makes it NaN
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
-        assert state.timestamp.batch_wct is not None, 'Composer sets it before BATCH_END'
+        assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
         if seconds > 0:
             self._seconds.append(seconds)
@@ -206,21 +217,21 @@ class TokenMonitor(Callback):
             metrics |= self._time_metrics(state)
         if self._previous is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
-        self._previous = _PreviousStep(microbatches, total.samples, total.loss_tokens)
+        self._previous = _PreviousStep(self._microbatches, total.samples, total.loss_tokens)
         metrics |= _source_metrics(sources, total.positions)
         named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
         logger.log_metrics(named_metrics)
         _show(metrics, logger)
 
-    def _step_counts(self, microbatches: Sequence[BatchCounts]) -> StepCounts:
-        """Returns the counts of this rank. Waits for the device."""
+    def _step_counts(self) -> StepCounts:
+        """Returns the counts of this rank in the step. Waits for the device."""
         positions = 0
         dummy_positions = 0.0
         empty_microbatches = 0
-        for counts in microbatches:
+        for counts in self._microbatches:
             positions += counts.positions
             dummy_positions += counts.dummy_positions
-            if counts.loss_tokens == 0:
+            if int(counts.loss_tokens) == 0:  # may be a tensor on the device
                 empty_microbatches += 1
         return StepCounts(
             samples=self._device_batch.samples,
@@ -229,7 +240,7 @@ class TokenMonitor(Callback):
             device_batch_positions=self._device_batch.positions,
             positions=positions,
             dummy_positions=dummy_positions,
-            microbatches=len(microbatches),
+            microbatches=len(self._microbatches),
             empty_microbatches=empty_microbatches,
             flops=self._media_flops + self._text_flops,
             device_flops=self._device_flops,
@@ -251,21 +262,22 @@ class TokenMonitor(Callback):
 
 
 def _steps_of_run(state: State) -> float | None:
-    """Returns how many steps the run has from its first step to its last one; None if that is not known."""
+    """Returns how many steps the run has in all, those already done included; None if that is not known."""
     duration = state.max_duration
     if duration is not None and duration.unit == TimeUnit.EPOCH:
-        # Composer's elapsed duration counts whole epochs only, so within an epoch it tells nothing.
+        # Composer's elapsed duration (below) counts whole epochs only, so it stands still within an epoch.
         if state.dataloader_len is None:
             return None
         return duration.value * state.dataloader_len.value
     elapsed = state.get_elapsed_duration()
     if elapsed is None or elapsed.value == 0:
         return None
-    return state.timestamp.batch.value / elapsed.value  # the elapsed duration is a share of the run
+    share_of_run = elapsed.value  # from 0 to 1
+    return state.timestamp.batch.value / share_of_run
 
 
 def _token_metrics(total: StepCounts) -> dict[str, float]:
-    """Returns the shares of padding and of loss tokens, and the numbers of microbatches."""
+    """Returns the shares of padding and of loss tokens, and the numbers of microbatches, over all ranks."""
     positions = max(total.positions, 1)
     device_batch_positions = max(total.device_batch_positions, 1)
     return {
@@ -279,7 +291,7 @@ def _token_metrics(total: StepCounts) -> dict[str, float]:
 
 
 def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
-    """Returns the balance of the ranks, and their largest values."""
+    """Returns the imbalance of the ranks, the longest wait for data and the highest memory."""
     positions = [counts.positions for counts in ranks]
     mean_positions = sum(positions) / len(ranks)
     metrics = {
@@ -293,7 +305,7 @@ def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
 
 
 def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
-    """Returns the tokens and operations per second."""
+    """Returns the tokens and operations per second, over all ranks."""
     metrics = {
         'real_tokens_per_second': total.real_tokens / seconds,
         'tokens_per_second': total.positions / seconds,
@@ -306,7 +318,10 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 
 
 def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
-    """Returns the metrics of each source. A source without tokens, or of a model without logits, has no loss."""
+    """Returns the metrics of each source. `positions` is the number of computed positions in the step.
+
+    A source has no loss if it has no tokens in the step, or if the model returns no logits.
+    """
     total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # if all weights are 0, each share is 0
     metrics = {}
     for name, sums in sources.items():
@@ -319,10 +334,10 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
 
 
 def _weighting_distance(step: _PreviousStep | None) -> float:
-    """Returns how far the sample weights of the microbatches of a step are from their token weights, on this rank.
+    """Returns how far the sample weights of a step's microbatches are from their token weights, on this rank.
 
-    The sum over all ranks is the total variation distance. A weight is a share of the total over all ranks, so it is
-    known only after the step.
+    A weight of a microbatch is its share of the samples, or of the loss tokens, of all ranks. The distances of all
+    ranks add up to the total variation distance.
     """
     if step is None or step.samples == 0 or step.loss_tokens == 0:
         return 0.0
@@ -335,7 +350,7 @@ def _weighting_distance(step: _PreviousStep | None) -> float:
 
 
 def _show(metrics: Mapping[str, float], logger: Logger) -> None:
-    """Adds a few metrics to Composer's progress bar. It shows them with the next loss."""
+    """Adds a few metrics to Composer's progress bar. The bar shows them when Composer next draws it."""
     bar_metrics = {}
     for name, (short_name, number_format) in PROGRESS_BAR.items():
         if name in metrics:
@@ -346,7 +361,7 @@ def _show(metrics: Mapping[str, float], logger: Logger) -> None:
 
 
 class GradientNorm(Algorithm):
-    """Measures the gradient after the last backward of a step.
+    """Measures the norm of the gradient after the last backward pass of a step, before it is clipped.
 
     It is an algorithm, because Composer clips the gradient in an algorithm, and callbacks run after all algorithms.
     At events whose name begins with ``AFTER_`` Composer runs the list of algorithms from the last to the first. This
@@ -368,13 +383,13 @@ class GradientNorm(Algorithm):
         return algorithm
 
     def match(self, event: Event, state: State) -> bool:
-        """Returns whether to run: before the optimizer's step, when gradients are already unscaled."""
+        """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
         num_shards = _shards_of_fsdp1(state.model)
-        # By the number of ranks that hold the same part of a gradient.
+        # This rank's part of each gradient, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
@@ -392,18 +407,22 @@ class GradientNorm(Algorithm):
             self._norms.append((norm, num_copies))
 
     def square_on_rank(self) -> float:
-        """Returns this rank's share of the squared norm; NaN without a gradient. Waits for the device.
+        """Returns this rank's share of the squared norm. Waits for the device.
 
         The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
-        takes an equal share of that part.
+        takes an equal share of that part. A rank has no share if FSDP1 gives it only frozen parameters.
         """
-        if not self._norms:
-            return math.nan
-        return sum(float(norm) ** 2 / num_copies for norm, num_copies in self._norms)
+        square = 0.0
+        for norm, num_copies in self._norms:
+            square += float(norm) ** 2 / num_copies
+        return square
 
 
 def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
-    """Returns the number of parts into which FSDP1 divides each parameter. Its plain tensors do not tell."""
+    """Returns the number of ranks over which FSDP1 divides each parameter. Its gradients are plain tensors.
+
+    Parameters outside of FSDP1 are left out.
+    """
     num_shards = {}
     unit: Any
     for unit in fsdp_units(model):  # outer units first, so that the innermost unit of a parameter counts
@@ -416,10 +435,15 @@ def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
 
 
 def _num_copies(gradient: torch.Tensor, num_shards: int) -> int:
-    """Returns how many ranks hold the same part of a gradient. `num_shards` counts the parts of a plain tensor."""
+    """Returns how many ranks hold the same part of a gradient.
+
+    Args:
+        gradient: The gradient on this rank.
+        num_shards: Number of ranks over which a plain tensor is divided. A ``DTensor`` has this in its placements.
+    """
     num_ranks = dist.get_world_size()
     if not isinstance(gradient, DTensor):
-        return num_ranks // num_shards  # DDP has made the whole gradient the same on all ranks
+        return num_ranks // num_shards  # after DDP, with 1 shard, all ranks hold the whole gradient
     mesh = gradient.device_mesh
     num_copies = num_ranks // mesh.size()
     for dimension, placement in enumerate(gradient.placements):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Token-budget microbatches: pure functions that cut a global batch and assign it to ranks, without torch."""
+"""Pure functions that cut a global batch into microbatches under a token budget, and assign them to ranks. No torch."""
 
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
 from composer_tokacc.planning.options import (

@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of similar cost.
+"""Assignment of microbatches to ranks: so that all ranks have equal loads, or in step slots of similar cost.
 
-``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
-:func:`assign_longest_first` and :func:`rebalance` return ranks and the load of the slowest rank.
+Everywhere ``costs`` is the cost of each of K microbatches, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
+The load of a rank is the summed cost of its microbatches. A step slot is what all ranks compute at the same time: one
+microbatch of each rank.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 from composer_tokacc.planning.compiled import compiled
 
 CLOSE_ENOUGH = 1e-3
-"""Excess of the slowest rank over the mean at which rebalancing stops. Predicted times of steps are ten times less
-exact."""
+"""Rebalancing stops when the greatest load exceeds the mean load by this share. Predicted times of steps are off by ten
+times as much."""
 
 
 @compiled
@@ -25,12 +26,16 @@ def assign_longest_first(
     costs: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K)."""
+    """Gives each microbatch, the costliest first, to the rank with the least load so far (Graham 1969).
+
+    Returns:
+        The ranks, and the greatest load.
+    """
     ranks = np.zeros(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
     greatest_load = 0.0
     for k in np.argsort(-costs, kind='mergesort'):
-        # So far: all costlier microbatches are placed, and the top of the heap is the least loaded rank.
+        # So far: all costlier microbatches have a rank, and the top of the heap is the rank with the least load.
         load, rank = heap[0]
         load += float(costs[k])
         ranks[k] = rank
@@ -45,11 +50,14 @@ def rebalance(
     ranks: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
+    """Moves microbatches away from the rank with the greatest load, as long as that lowers the greatest load.
 
-    An exchange changes two ranks. Every round takes the exchange after which the slower of the two is as fast as
-    possible, so the slowest rank never becomes slower. There are at most four rounds a rank, to bound the time. Every
-    rank must have a microbatch, and keeps at least one.
+    In each round the rank with the greatest load exchanges a microbatch for a cheaper one of another rank, or gives one
+    away. Of all possible exchanges it takes the one after which the greater load of the two ranks is least. There are
+    at most four rounds a rank, to limit the time of a plan. Every rank must have a microbatch, and keeps at least one.
+
+    Returns:
+        The new ranks, and the greatest load.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -61,13 +69,13 @@ def rebalance(
         total += costs[k]
     close_to_mean = total / num_ranks * (1.0 + CLOSE_ENOUGH)
     for _ in range(4 * num_ranks):
-        # So far: loads and counts agree with ranks, and no rank is slower than the slowest one was at the start.
+        # So far: loads and counts are those of `ranks`, and the greatest load has not grown.
         slowest = np.argmax(loads)
         if loads[slowest] <= close_to_mean:
             break
         outgoing, incoming, target = _best_exchange(costs, ranks, loads, slowest, counts[slowest] > 1)
         if outgoing < 0:
-            break  # no exchange makes the slower of the two ranks faster
+            break  # no exchange helps
         ranks[outgoing] = target
         saving = costs[outgoing]
         if incoming < 0:
@@ -93,11 +101,12 @@ def _best_exchange(
 
     The second is -1 if it gets none. All are -1 if no exchange helps.
     """
-    best = loads[slowest] * (1.0 - 1e-9)  # a gain that is only rounding does not count
+    # The greater load of the two ranks after the best exchange so far. A gain that is only rounding does not count.
+    best = loads[slowest] * (1.0 - 1e-9)
     outgoing = -1
     incoming = -1
     target = -1
-    idlest = np.argmin(loads)
+    fastest = np.argmin(loads)
     for k in range(len(costs)):
         if ranks[k] != slowest:
             continue
@@ -106,21 +115,20 @@ def _best_exchange(
             rank = ranks[other]
             saving = cost - costs[other]
             if rank == slowest or saving <= 0.0:
-                continue  # the slowest rank would become no faster
-            # Whichever of the two is slower after the swap; every other rank stays as it is.
-            slower = max(loads[slowest] - saving, loads[rank] + saving)
-            if slower < best:
-                best = slower
+                continue  # the load of the slowest rank would not fall
+            greater_load = max(loads[slowest] - saving, loads[rank] + saving)
+            if greater_load < best:
+                best = greater_load
                 outgoing = k
                 incoming = other
                 target = rank
-        # Or the microbatch is given away, to the least loaded rank.
-        slower = max(loads[slowest] - cost, loads[idlest] + cost)
-        if may_give_away and slower < best:
-            best = slower
+        # Or the microbatch is given away, to the rank with the least load.
+        greater_load = max(loads[slowest] - cost, loads[fastest] + cost)
+        if may_give_away and greater_load < best:
+            best = greater_load
             outgoing = k
             incoming = -1
-            target = idlest
+            target = fastest
     return outgoing, incoming, target
 
 
@@ -130,24 +138,29 @@ def best_slot_order(
     vision: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Returns the cost by which to sort microbatches into step slots, (K,), and the time of all slots.
+    """Returns the cost by which to sort microbatches into step slots, float64 (K,), and the time of all slots.
 
     Ranks that gather each layer's weights together wait for each other twice in a microbatch: at the end of the vision
     encoder, and at the end of the microbatch. So a slot takes the time of its slowest encoder plus the time of its
-    slowest remainder. ``vision`` is the cost of each microbatch in the encoder, ``text`` all other cost, float64 (K,).
+    slowest remainder.
 
     Without images, sorting by cost is optimal. Take any slots, the slowest first. The first k of them hold
-    k * num_ranks microbatches, so one of the k * num_ranks + 1 costliest microbatches is in a slot after them. So the
-    slowest slot after them costs at least as much as the cheapest of these microbatches. Sorted slots cost just that.
+    k * num_ranks microbatches, so one of the k * num_ranks + 1 costliest microbatches is in a later slot. So the
+    slowest of the later slots takes at least the time of the cheapest of these. Sorted slots take just that time.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.
+
+    Args:
+        text: Cost of each microbatch outside the vision encoder, float64 (K,).
+        vision: Cost of each microbatch in the vision encoder, float64 (K,).
+        num_ranks: Number of ranks, which is the size of a slot.
     """
     best = text
-    least = _slots_time(text, text, vision, num_ranks)
+    least = _time_of_slots(text, text, vision, num_ranks)
     if vision.max() > 0.0:
         for order_by in (text + vision, vision):
-            time = _slots_time(order_by, text, vision, num_ranks)
+            time = _time_of_slots(order_by, text, vision, num_ranks)
             if time < least:
                 least = time
                 best = order_by
@@ -155,13 +168,13 @@ def best_slot_order(
 
 
 @compiled
-def _slots_time(
+def _time_of_slots(
     order_by: np.ndarray,
     text: np.ndarray,
     vision: np.ndarray,
     num_ranks: int,
 ) -> float:
-    """Returns the time of all slots if microbatches are sorted by one cost, the greatest first."""
+    """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
     order = np.argsort(-order_by, kind='mergesort')
     time = 0.0
     # Every slot takes the next `num_ranks` microbatches, one a rank.
@@ -178,10 +191,10 @@ def _slots_time(
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
 
-    K is a multiple of `num_ranks`. The k-th costliest microbatches of all ranks are a slot. The loads of the ranks stay
-    close, too.
+    The costliest `num_ranks` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
+    `num_ranks`. The loads of the ranks stay close, too: ranks in snake order (0, 1, 2, 2, 1, 0, 0, ...), so that the
+    rank with the costliest microbatch of one slot gets the cheapest of the next.
     """
-    # In snake order (0, 1, 2, 2, 1, 0, 0, ...) the rank with the costliest of one slot gets the cheapest of the next.
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)
     snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
     ranks = np.empty(len(costs), dtype=np.int64)

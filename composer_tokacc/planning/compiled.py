@@ -28,19 +28,19 @@ def compiled(function: Function) -> Function:
     if njit is None:
         return function
     dispatcher: Any = njit(function)
-    # This does what `njit(cache=True)` does, but with our class. numba raises RuntimeError if neither the folder of the
-    # package nor the user's cache folder can be written. Then nothing is cached. `_cache` is private:
-    # tests/test_compat.py checks it.
+    # As `njit(cache=True)` does it, but with our class of cache. numba raises RuntimeError if neither the folder of the
+    # package nor the user's cache folder can be written. Then nothing is cached. `_cache` is a private attribute of
+    # numba, so tests/test_compat.py checks that it exists.
     with suppress(RuntimeError):
         dispatcher._cache = _ForgivingCache(function)
     return cast(Function, dispatcher)
 
 
 class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues]
-    """A cache whose errors stop no run. If a file is damaged or the disk is full, the function is compiled again."""
+    """A cache on disk whose errors stop no run. If it is damaged or full, functions are compiled again."""
 
     def load_overload(self, *arguments: Any) -> Any:
-        """Returns the machine code on disk, or None."""
+        """Returns the machine code on disk, or None if there is none that can be read."""
         with suppress(Exception):  # unpickling a damaged file may raise anything
             return super().load_overload(*arguments)
         return None

@@ -3,11 +3,19 @@
 
 """Cuts of rows into microbatches: with least padding, filled up to a limit, or of equal cost. Also packs rows.
 
-A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``, int64 (K + 1,). The
-caps are given by ``reach``, int64 (n,): a microbatch that starts at row ``i`` ends at ``reach[i]`` at the latest.
-``reach[i]`` is at least ``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the next.
-A microbatch costs its number of rows times ``row_costs`` of its widest row, float64 (n,), plus the vision cost of its
-rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
+The functions share these arrays, which :class:`.OrderedRows` holds for n rows in their order:
+
+- ``bounds``, int64 (K + 1,), is a cut into K microbatches. Microbatch ``k`` holds rows ``bounds[k]`` to
+  ``bounds[k + 1] - 1``.
+- ``reach``, int64 (n,), stands for the caps. A microbatch that starts at row ``i`` must end at ``reach[i]`` or before.
+  ``reach[i]`` is at least ``i + 1``, so that a row over a cap is placed alone. It never falls from one row to the next.
+- ``row_costs``, float64 (n,), is the cost of each row at its width, without the vision encoder.
+- ``vision``, float64 (n + 1,), is a running sum: the cost in the vision encoder of all rows before each row.
+
+A microbatch of rows ``start`` to ``end - 1`` costs ``(end - start) * row_costs[widest row]``, its *padded cost*, plus
+``vision[end] - vision[start]``, plus a fixed cost.
+
+*Sorted rows* are sorted from the longest to the shortest, so the widest row of a microbatch is its first.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ def cut_rows(
     loss_tokens: Table | None = None,
     max_width: int | None = None,
 ) -> list[list[int]]:
-    """Cuts the rows of one rank into microbatches of least cost under hard caps, or packs them into the fewest.
+    """Cuts the rows of one rank into microbatches of least cost under hard caps, or packs them, by ``options.packing``.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``, the width
     of the collated batch. Rows times width never exceeds ``max_tokens``, the image tokens of its rows never exceed
@@ -44,7 +52,7 @@ def cut_rows(
 
     Returns:
         Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
-        the order of the rows. For packed rows see :func:`.pack_lengths`.
+        the order of the rows. If rows are packed, see :func:`.pack_lengths`.
 
     Example:
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16))
@@ -79,14 +87,15 @@ def pack_lengths(
     loss_tokens: Table | None = None,
     max_loss_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Groups rows so that lengths, image tokens and loss tokens sum to at most their caps: first fit, longest first.
+    """Groups rows so that the lengths, image tokens and loss tokens of a group sum to at most their caps.
 
-    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over a cap by itself is
+    From the longest row to the shortest, each is put into the first group that has room. With one cap, such
+    first-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over a cap by itself is
     placed alone.
 
     Returns:
-        Row indices of each group, longest first, so that rows of one length are next to each other: attention computes
-        them at once. Groups come in the order of their longest row.
+        Row indices of each group, longest row first. So rows of one length are next to each other, which attention then
+        computes together. Groups come in the order of their longest row.
 
     Example:
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
@@ -98,14 +107,13 @@ def pack_lengths(
 
 def _pack(rows: Rows) -> list[list[int]]:
     """Packs rows as :func:`pack_lengths` does."""
-    # A packed row is as long as its documents together. So its length is one of the sizes that add up to a cap.
+    # (n, number of caps). Packing adds no padding, so the token budget is a cap on the sum of lengths, like the others.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    # How much each group may still take under each cap. There are at most as many groups as rows.
+    # How much each group may still take under each cap, (n, number of caps). There are at most as many groups as rows.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
-        # So far: every longer row is in a group.
         room_of_groups = room[: len(groups)]
         has_room = np.all(sizes[row] <= room_of_groups, axis=1)
         if has_room.any():
@@ -138,51 +146,51 @@ def least_padded_cut(
     reach: np.ndarray,
     price: float,
 ) -> np.ndarray:
-    """Cuts rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
+    """Cuts rows, sorted or not, so that the padded cost plus ``price`` for each microbatch is least.
+
+    The higher the price, the fewer microbatches there are.
 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
     O(n log n) is possible, with three times the code; measured, a whole plan of up to 1,024 rows took as long.)
-
-    The higher the price, the fewer microbatches there are.
     """
     n = len(row_costs)
-    totals = np.zeros(n + 1)
-    last = np.zeros(n + 1, dtype=np.int64)
+    # For each `end`: the least total of a cut of the rows before it, and where the last microbatch of that cut starts.
+    least_totals = np.zeros(n + 1)
+    last_starts = np.zeros(n + 1, dtype=np.int64)
     earliest = 0
     is_sorted = True
     for end in range(1, n + 1):
-        # So far: for every earlier end, totals[end] is the least total of the rows before it, and last[end] is where
-        # the last microbatch of that cut starts.
+        # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. On sorted rows (end - start) * row_costs[start] is a
-        # Monge cost, and so the best last microbatch never starts earlier for a later end (Galil and Park 1992):
-        # nothing before the previous best start needs a look.
+        # Now `earliest` is the first start that the caps allow. On sorted rows no start before the last start of the
+        # previous end needs a trial: (end - start) * row_costs[start] is a Monge cost, for which the best start never
+        # falls when the end grows (Galil and Park 1992).
         if end > 1 and row_costs[end - 1] > row_costs[end - 2]:
             is_sorted = False
-        first = max(earliest, last[end - 1]) if is_sorted else earliest
-        best = end - 1
-        widest = row_costs[best]
-        least = totals[best] + widest
+        first = max(earliest, last_starts[end - 1]) if is_sorted else earliest
+        best_start = end - 1
+        widest = row_costs[best_start]
+        least = least_totals[best_start] + widest
         for start in range(end - 2, first - 1, -1):
             widest = max(widest, row_costs[start])
-            total = totals[start] + (end - start) * widest
+            total = least_totals[start] + (end - start) * widest
             if total < least:
                 least = total
-                best = start
-        totals[end] = least + price
-        last[end] = best
+                best_start = start
+        least_totals[end] = least + price
+        last_starts[end] = best_start
     # Walk back from the last end: first to count the microbatches, then to write their bounds.
     count = 0
     end = n
     while end > 0:
-        end = last[end]
+        end = last_starts[end]
         count += 1
     bounds = np.zeros(count + 1, dtype=np.int64)
     end = n
     for k in range(count, 0, -1):
         bounds[k] = end
-        end = last[end]
+        end = last_starts[end]
     return bounds
 
 
@@ -190,24 +198,31 @@ class _Corner(NamedTuple):
     """A cut at a corner of the curve of :class:`LeastPaddedCuts`."""
 
     padded_cost: float
+    """The sum over its microbatches."""
     bounds: np.ndarray
+    """See the module."""
 
 
 class LeastPaddedCuts:
     """Cuts sorted rows with least padded cost, for any number of microbatches.
 
-    The least cost falls with the number of microbatches K along a convex curve (the cost is Monge; Aggarwal, Schieber
-    and Tokuyama 1994). A cut at a price touches the curve where its slope is minus the price, at a corner:
+    The least padded cost is a convex curve over the number of microbatches K, because the cost is Monge (Aggarwal,
+    Schieber and Tokuyama 1994). :func:`least_padded_cut` at some price finds a corner of this curve: the point at which
+    a line of slope ``-price`` touches it from below.
 
-        least cost
+        least padded cost
           |*
-          | .                    * corners, each found by a cut at some price
+          | .                    * corners
           |  .
-          |   *                  The slope between the corners on either side of K is the price of the next trial. It
-          |     .                either finds a corner between them, or says that they share a straight piece of the
-          |       * .            curve. Then a splice of their two cuts lies on that piece, at K.
+          |   *
+          |     .
+          |       * .
           |           . * . _ *
           +-------------------- K
+
+    To find the cut for one K, take the nearest known corners on both sides. The next price is the slope of the line
+    through them. At that price there either is a new corner between them, and the search goes on; or there is none, so
+    the curve is straight between them. Then a splice of their two cuts lies on the curve, at K.
 
     Corners are kept, so that the cuts for many K take little more time than one. To save trials, a cut may cost more
     than the least, by the share `tolerance`.
@@ -222,42 +237,45 @@ class LeastPaddedCuts:
         self._tolerance = tolerance
         self._corners: dict[int, _Corner] = {}
         """By number of microbatches."""
-        # The left end of the curve: no saving is worth a price above the cost of all rows at the greatest width.
+        # The left end of the curve. No cut saves more than the cost of all rows at the greatest width, so above this
+        # price another microbatch never pays. Twice as much, because of rounding.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
-        self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
-        # The right end: one row each.
+        self.fewest = self._add_corner(2.0 * cost_at_greatest_width + 1.0)
+        """The fewest microbatches under the caps."""
+        # The right end of the curve: one row each.
         bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
         cost_of_single_rows = float(rows.row_costs.sum())
         self._corners[len(rows)] = _Corner(cost_of_single_rows, bounds_of_single_rows)
 
-    def _try(self, price: float) -> int:
-        """Finds the corner of a price, and returns its number of microbatches."""
+    def _add_corner(self, price: float) -> int:
+        """Finds the corner of a price, which may be known already. Returns its number of microbatches."""
         bounds = least_padded_cut(self._rows.row_costs, self._rows.reach, price)
         cost_of_widest = self._rows.row_costs[bounds[:-1]]
         padded = float(np.dot(np.diff(bounds), cost_of_widest))
         count = len(bounds) - 1
+        # A cut of as many microbatches may be known, from another price. Rounding may have made it costlier.
         if count not in self._corners or padded < self._corners[count].padded_cost:
             self._corners[count] = _Corner(padded, bounds)
         return count
 
     def exactly(self, count: int) -> np.ndarray:
-        """Returns bounds of the cut of least padded cost with ``count`` microbatches, ``fewest <= count <= n``.
+        """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``.
 
-        Its cost is at most the tolerance above the least one: the least cost lies between the costs of the corners on
-        both sides, and a splice of the two costs no more than the costlier corner.
+        The least cost lies between the costs of the corners on both sides. If these differ by less than the tolerance,
+        it returns a splice, which costs no more than the costlier corner.
         """
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
             above = min(k for k in self._corners if k > count)
             few = self._corners[below]
             many = self._corners[above]
-            # The price at which both corners cost the same. A cut at this price costs less only at a corner between.
             saving = few.padded_cost - many.padded_cost
             between = below
             if saving > self._tolerance * many.padded_cost:
-                between = self._try(saving / (above - below))
+                # At this price both corners cost the same, so only a corner between them can cost less.
+                between = self._add_corner(saving / (above - below))
             if not below < between < above:
-                # There is no corner in between: the curve is straight here, or nearly straight.
+                # There is no corner in between, or the two cost nearly the same.
                 return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
@@ -268,18 +286,20 @@ def _splice(
     many: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    """Follows `few`, then changes over to `many` inside one microbatch of `few`, for `count` microbatches in all.
+    """Returns a cut into ``count`` microbatches that follows the cut ``few`` up to some row, and then the cut ``many``.
 
-    If both cuts are best at the same price, so is the result. The reason: this splice and the one from `many` to `few`
-    together cost no more than the two cuts (exchange argument on a Monge cost). The microbatch of the change lies
-    inside one of `few`, so it keeps the caps.
+    ``few`` has fewer than ``count`` microbatches, and ``many`` has more. If both are best at the same price, so is the
+    result. For there is a second splice, from ``many`` to ``few``, and since the cost is Monge, the two splices
+    together cost no more than the two cuts. The microbatch in which the cuts change lies inside one of ``few``, so it
+    keeps the caps.
     """
-    # With t microbatches of `few` first, `many` still has to make count - t, which start at place t + shift.
+    # The last microbatches are those of `many`, so bound t of the result is many[t + shift].
     shift = len(many) - 1 - count
     t = 0
     while few[t + 1] < many[t + 1 + shift]:
         t += 1
-    # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]: change over in microbatch t.
+    # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]. So microbatch t starts as in `few` and ends as
+    # in `many`.
     bounds = np.zeros(count + 1, dtype=np.int64)
     bounds[: t + 1] = few[: t + 1]
     bounds[t + 1 :] = many[t + 1 + shift :]
@@ -293,17 +313,17 @@ def fill(
     reach: np.ndarray,
     limit: float,
 ) -> np.ndarray:
-    """Fills one microbatch of sorted rows after the other, up to the caps and the limit.
+    """Fills one microbatch of sorted rows after the other, up to the caps and a limit of its cost.
 
-    A microbatch of two or more rows costs at most the limit, without its fixed cost. No cut that keeps the caps and the
-    limit has fewer microbatches.
+    The fixed cost of a microbatch does not count. A row that costs more than the limit is placed alone. No other cut
+    under the caps and the limit has fewer microbatches.
     """
     n = len(row_costs)
     bounds = np.zeros(n + 1, dtype=np.int64)
     count = 0
     start = 0
     while start < n:
-        # The last end that keeps the limit, by bisection: the cost grows with every row.
+        # Find the last end under the limit by bisection, because the cost grows with every row.
         low = start + 1
         high = reach[start]
         while low < high:
@@ -314,7 +334,7 @@ def fill(
                 low = middle
             else:
                 high = middle - 1
-        # Now `low` is the last end under cap and limit: the microbatch is full, and the next one starts there.
+        # Now `low` is that end. The next microbatch starts there.
         start = low
         count += 1
         bounds[count] = start
@@ -330,21 +350,21 @@ def equal_cost_cut(
 ) -> np.ndarray:
     """Cuts sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
 
-    ``count`` is at least the number of :func:`fill` without a limit.
+    ``count`` is at least the number of microbatches that the caps demand.
     """
-    # Both limits are added up in the order of `fill`. With other rounding, a microbatch could cost more there than the
-    # limit that was computed from it.
+    # `low` and `high` are the costs of some microbatches. They are computed with the same operations as in `fill`, so
+    # that they are equal there, and rounding does not put these microbatches above the limit.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     most_rows = reach - np.arange(len(reach))
     cost_of_most_rows = most_rows * row_costs + (vision[reach] - vision[:-1])
     high = cost_of_most_rows.max()
-    # The costliest row cannot be cut, so no lower limit does better than its own cost.
+    # No limit below the cost of the costliest row does better, because that row is in some microbatch.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
-    # Bisection: `low` needs more than `count` microbatches. `high` does not, because no microbatch that the caps allow
-    # costs more.
+    # Bisection. The limit `low` needs more than `count` microbatches. The limit `high` does not, because no microbatch
+    # that the caps allow costs more.
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)
         if len(fill(row_costs, vision, reach, middle)) - 1 <= count:
@@ -360,23 +380,25 @@ def split_largest(
     bounds: np.ndarray,
     count: int,
 ) -> np.ndarray:
-    """Splits the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
+    """Splits the microbatch of greatest padded cost in the middle of its rows, again and again.
+
+    It stops at ``count`` microbatches, or when each has one row.
 
     Returns:
-        Bounds of ``min(count, n)`` microbatches, or the given bounds if these are of more. The given bounds are always
+        Bounds of ``min(count, n)`` microbatches, or the given bounds if these have more. The given bounds are always
         among them.
     """
-    # Each entry is minus the size of a microbatch, its start and its end. The first one only tells numba the types.
+    # A heap of entries of `_heap_entry`. The first entry only tells numba the types.
     heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
-        heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
-    # The largest is at the top. Single rows have a positive entry, so once one is at the top nothing is left to split.
+        heapq.heappush(heap, _heap_entry(row_costs, bounds[k], bounds[k + 1]))
+    # The costliest that can be split is at the top. If a single row is there, nothing is left to split.
     while len(heap) < count and heap[0][0] < 0.0:
         start, end = heap[0][1], heap[0][2]
-        middle = (start + end) // 2  # the shorter half holds the longer rows
-        heapq.heapreplace(heap, _by_size(row_costs, start, middle))
-        heapq.heappush(heap, _by_size(row_costs, middle, end))
+        middle = (start + end) // 2  # of an odd number of rows the half of longer ones gets fewer
+        heapq.heapreplace(heap, _heap_entry(row_costs, start, middle))
+        heapq.heappush(heap, _heap_entry(row_costs, middle, end))
     new_bounds = [0]
     for _, _, end in heap:
         new_bounds.append(end)
@@ -384,12 +406,15 @@ def split_largest(
 
 
 @compiled
-def _by_size(
+def _heap_entry(
     row_costs: np.ndarray,
     start: int,
     end: int,
 ) -> tuple[float, int, int]:
-    """Returns the entry of a microbatch in a heap whose top is the largest one that can be split."""
+    """Returns the entry of a microbatch in the heap of :func:`split_largest`: minus its padded cost, its start and end.
+
+    The smallest entry is at the top. A single row cannot be split, so its entry is greater than all others.
+    """
     num_rows = end - start
     if num_rows == 1:
         return (1.0, start, end)

@@ -1,10 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Options of a cut into microbatches, and the cost model of one.
-
-Costs are in units of one token through the dense layers.
-"""
+"""Options of a cut into microbatches, the cost model of a microbatch, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import numpy as np
 from composer_tokacc.refusals import InvalidInputError
 
 Table = Sequence[float] | np.ndarray
-"""One number a sample, (n,)."""
+"""One number for each sample, (n,)."""
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
@@ -29,17 +26,18 @@ docs/architecture.md#a-further-cap lists what else a further cap needs."""
 class CostModel:
     """Cost of a microbatch of ``n`` rows of width ``w``: ``n * (w + w^2 / quadratic) + vision + launch``.
 
-    The unit is the time of one token position in the dense layers, so that the cost of a short row is its width.
+    The unit is the time of one token position in the dense layers. So a short row costs about its width. The defaults
+    are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits the prices to measured times.
 
     Args:
-        quadratic: Width at which attention costs as much as the dense layers; six times the hidden size for a
-            standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
+        quadratic: Width at which attention costs as much as the dense layers: six times the hidden size for a standard
+            transformer block. ``math.inf`` for no quadratic term.
         vision_per_token: Cost of the vision encoder for one image token, if nothing else is known about its cost.
-        vision_per_image: Cost of the vision encoder that does not depend on the patches of an image.
-        vision_per_patch: Cost of each patch.
-        vision_per_square: Cost of the patches squared: attention over the whole image.
-        launch: Cost of starting a microbatch of any size. Zero would make microbatches of one row free.
-        document: Cost of starting attention for one document of a packed row.
+        vision_per_image: Cost of the vision encoder for one image of any size.
+        vision_per_patch: Cost of the vision encoder for one patch.
+        vision_per_square: Factor of the squared number of patches of an image: attention over the whole image.
+        launch: Fixed cost of a microbatch of any size. With zero, microbatches of one row would have no price.
+        document: Fixed cost of attention for one document of a packed row.
         seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
     Example:
@@ -83,8 +81,8 @@ class CostModel:
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
-            patches: Patches that the encoder computes for each sample, (n,); None if unknown. All patches of a sample
-                are priced as one image.
+            patches: Patches that the encoder computes for each sample, (n,); None if unknown. If a sample has several
+                images, all its patches count as one image.
 
         Example:
             >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
@@ -104,17 +102,22 @@ class CostModel:
 
 
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
-    """Returns the most positions that a microbatch may hold. Splitting, planning and sizing use the same number."""
+    """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
+
+    Args:
+        microbatch_size: Composer's ``device_train_microbatch_size``, which may be a fraction.
+        slot_tokens: Width in tokens that one of its rows stands for.
+    """
     return int(microbatch_size * slot_tokens)
 
 
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
-    """Returns how many samples of mean length hold this number of tokens together, rounded up."""
+    """Returns how many samples of mean length have `tokens` tokens together, rounded up."""
     return -(-len(lengths) * tokens // int(lengths.sum()))
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raises ValueError unless an argument is a positive integer."""
+    """Raises ValueError unless an argument is a positive integer that fits into int64."""
     if not _is_integer(value) or not 1 <= value < 2**63:
         raise InvalidInputError(f'`{name}` must be a positive integer, got: {value!r}.')
 
@@ -129,7 +132,7 @@ def check_kind(
     value: Any,
     kind: type,
 ) -> None:
-    """Raises ValueError unless an argument is of a class."""
+    """Raises ValueError unless an argument is an instance of `kind`."""
     if not isinstance(value, kind):
         raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
 
@@ -141,14 +144,14 @@ def check_choice(
 ) -> None:
     """Raises ValueError unless an argument is one of the choices."""
     types = [type(choice) for choice in choices]
-    # The type is compared, too, because 1 equals True.
+    # The type is compared, too, because 1 == True.
     if type(value) not in types or value not in choices:
         *first_choices, last_choice = [repr(choice) for choice in choices]
         raise InvalidInputError(f'`{name}` must be {", ".join(first_choices)} or {last_choice}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, and integers from 0 under the keys in ``counts``."""
+    """Raises ValueError unless a state to load has these keys, and an integer from 0 under each key in ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
@@ -162,24 +165,27 @@ def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
-    """How rows are cut into microbatches. Split, sampler, exchange, planner and sizing all hold one.
+    """How rows are cut into microbatches. The split, the samplers, the planner and sizing share this class.
 
     Args:
-        max_tokens: Token budget of a microbatch, padding included. The split computes it for each batch from
-            ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
-        slot_tokens: Width of a slot; None: the width of each device batch.
+        max_tokens: Token budget of a microbatch, padding included. The split computes it for each batch: the microbatch
+            size times ``slot_tokens`` (plus the labels of the decoder, if the model has an encoder, too).
+        slot_tokens: Width in tokens that one row of the microbatch size stands for; None: the width of each device
+            batch.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
-        max_loss_tokens: Most loss tokens of a microbatch. It caps logits that are computed at labels. None: no cap.
+        max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
+            labels. None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.
-        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: only if they must.
-        packing: Whether a microbatch's rows become one packed row; ``'auto'``: if that is possible and costs less.
+        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: if they wait in each.
+        packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
-        on_oversize: A row over a cap by itself: ``'raise'`` or ``'warn'``.
+        on_oversize: What the split does with a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'``
+            and place it alone.
 
     Raises:
-        ValueError: If one of them is out of range.
+        ValueError: If an argument is out of range.
     """
 
     max_tokens: int = sys.maxsize
@@ -210,7 +216,7 @@ class CutOptions:
 
     @property
     def caps(self) -> dict[str, int]:
-        """The caps that are set, by the name of the size in :data:`CAPPED_SIZES`."""
+        """The caps that are not None, by the name of the size that they limit (:data:`CAPPED_SIZES`)."""
         caps = {}
         for size, option in CAPPED_SIZES.items():
             cap = getattr(self, option)

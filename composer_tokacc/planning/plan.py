@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The plan of one global batch: which rank computes which samples in which microbatch."""
+"""The plan of one global batch: which rank computes which samples in which microbatch.
+
+Under ``'ddp'`` ranks wait for each other at the end of a step. Under ``'fsdp'`` they also wait in every microbatch: the
+k-th microbatches of all ranks run at the same time. Together these are a *step slot*.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +23,37 @@ from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, micro
 from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
-# Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
-# ranks, memory of 1 to 8 rows. Other values are given with the modelled time of a step, relative to the chosen value.
+# These four were chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal
+# length, 2 to 64 ranks, budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is, in the
+# mean over these plans, with other values.
 STEPS = 8
-"""How many numbers of microbatches are tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 %
-at worst; 12: as fast to 0.1 %."""
+"""In how many growing steps the search goes from the fewest microbatches to one a sample. With 4 a step takes 0.05 %
+longer (3.6 % at worst), with 12 it is as short, to 0.1 %."""
 NEAR = 4
-"""With step slots: how many further numbers are tried on each side of the best one. 2: 0.6 % slower at worst; none:
-1.7 %."""
+"""With step slots: how many further numbers of microbatches are tried on each side of the best one. With 2 a step takes
+up to 0.6 % longer, with none up to 1.7 %."""
 TOLERANCE = 0.001
-"""Relative excess of padded cost that is accepted of a cut. 0.01: 0.1 % slower under ``'ddp'``; 0: as fast to 0.02 %,
-for more trials."""
+"""By what share the padded cost of a cut may exceed the least one. With 0.01 a step takes 0.1 % longer under ``'ddp'``.
+With 0 it is as short, to 0.02 %, but more cuts are tried."""
 PROMISING = 8
-"""How many of the best cuts, assigned longest first, are also rebalanced. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
-16: 0.02 % faster, and the time of the plan grows."""
+"""How many of the best cuts, once they are assigned longest first, are also rebalanced. With 4 a step takes 0.08 %
+longer, with 1 it takes 0.3 % longer (4.7 % at worst). With 16 it is 0.02 % shorter, but planning takes longer."""
 
 _TIME = attrgetter('time')
 
 
 class Microbatch(NamedTuple):
-    """Rows that go through the model together. A tuple, which is fast to make: a plan makes hundreds of them a step."""
+    """Rows that go through the model together. A tuple, because that is fast to make: a plan has hundreds of them."""
 
     indices: tuple[int, ...]
-    """Which samples of ``lengths``, ascending."""
+    """Indices of its samples in ``lengths``, ascending."""
     width: int
     """Padded width in tokens."""
     cost: float
-    """Modelled cost, the fixed cost included."""
+    """Modelled cost, ``CostModel.launch`` included."""
     filled: bool = False
-    """True for a dummy: a copy of a sample that weighs nothing, added if a rank would have too few microbatches."""
+    """True for a dummy: a copy of a sample that weighs nothing. It is added if a rank would have no microbatch, or none
+    in a step slot."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,16 +63,16 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStats:
-    """How good a plan is. Ratios of padding are shares of all computed positions."""
+    """How good a plan is. A padding ratio is the share of padding in all computed positions."""
 
     num_tokens: int
     """Real tokens of the global batch."""
     padding_before: float
-    """Padding ratio with all samples padded to the longest."""
+    """Padding ratio if all samples were padded to the longest one."""
     padding_after: float
     """Padding ratio of the plan, dummies counted as padding."""
     rank_imbalance: float
-    """Cost of the slowest rank over the mean, 1.0 at best."""
+    """Cost of the costliest rank divided by the mean cost of a rank, 1.0 at best."""
     cost: float
     """Modelled time of the step under the objective."""
     bound: float
@@ -78,7 +84,7 @@ class PlanStats:
 
     @property
     def share_of_bound(self) -> float:
-        """Reached share of the bound: 1.0 is as good as can be."""
+        """The bound divided by the cost: 1.0 if no plan can be better."""
         return self.bound / self.cost
 
 
@@ -87,7 +93,7 @@ class MicrobatchPlan:
     """The microbatches of each rank in one global batch."""
 
     ranks: tuple[tuple[Microbatch, ...], ...]
-    """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run at the same time."""
+    """Microbatches of each rank, costliest first. Under ``'fsdp'`` the k-th of all ranks are a step slot."""
     _rows: Rows = field(repr=False, compare=False)  # for `stats`
 
     @cached_property
@@ -95,13 +101,14 @@ class MicrobatchPlan:
         """Tells how good the plan is. Computed on first use."""
         rows = self._rows
         microbatches = [microbatch for rank in self.ranks for microbatch in rank]
-        loads_of_ranks = []
+        costs_of_ranks = []
         for rank in self.ranks:
-            loads_of_ranks.append(sum(microbatch.cost for microbatch in rank))
-        loads = np.array(loads_of_ranks)
-        time = float(loads.max())
+            costs_of_ranks.append(sum(microbatch.cost for microbatch in rank))
+        cost_of_mean_rank = float(np.mean(costs_of_ranks))
+        cost_of_slowest_rank = max(costs_of_ranks)
+        time = cost_of_slowest_rank
         if rows.options.objective == 'fsdp':
-            time = time_in_slots([self._phases(rank) for rank in self.ranks])
+            time = time_in_slots([self._vision_and_text_costs(rank) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
@@ -109,25 +116,25 @@ class MicrobatchPlan:
             num_tokens=num_tokens,
             padding_before=1.0 - num_tokens / tokens_padded_to_longest,
             padding_after=1.0 - num_tokens / tokens_computed,
-            rank_imbalance=float(loads.max() / loads.mean()),
+            rank_imbalance=cost_of_slowest_rank / cost_of_mean_rank,
             cost=time,
             bound=lower_bound(rows, len(self.ranks)),
             oversize=tuple(np.flatnonzero(rows.is_over).tolist()),
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
 
-    def _phases(self, rank: Sequence[Microbatch]) -> list[tuple[float, float]]:
+    def _vision_and_text_costs(self, rank: Sequence[Microbatch]) -> list[tuple[float, float]]:
         """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost."""
-        phases = []
+        costs = []
         for microbatch in rank:
             vision_costs = self._rows.vision_cost[list(microbatch.indices)]
             vision = float(vision_costs.sum())
-            phases.append((vision, microbatch.cost - vision))
-        return phases
+            costs.append((vision, microbatch.cost - vision))
+        return costs
 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of ranks that wait in each step slot, for the slowest vision encoder and for the slowest rest.
+    """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
 
     Args:
         costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
@@ -168,11 +175,11 @@ def plan_microbatches(
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             at the same time, because a rank that leaves the vision encoder unused hangs the others.
         loss_tokens: Loss tokens of each sample, (n,).
-        vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
-            tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
+        vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`. Needed if it
+            depends on more than image tokens; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
         max_image_tokens: Most image tokens of a microbatch.
-        max_loss_tokens: Most loss tokens of a microbatch. Logits are computed for as many positions if the model
-            computes them only at labels.
+        max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of the logits if the model only computes
+            them at labels.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
             ``'fsdp'``: they wait at every microbatch, after its vision encoder and at its end, and have equal numbers.
         cost: Cost model of a microbatch.
@@ -213,18 +220,18 @@ def plan_rows(
     loss_tokens: Table | None = None,
     vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
-    """Plans as :func:`.plan_microbatches`, with options that are checked already."""
+    """Plans as :func:`.plan_microbatches`, for a caller that has checked options but not yet :class:`.Rows`."""
     check_count('num_ranks', num_ranks)
     rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
     return plan_checked_rows(rows, num_ranks)
 
 
 def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Plans as :func:`.plan_microbatches`, with rows that are checked already."""
+    """Plans as :func:`.plan_microbatches`, for a caller that has checked rows."""
     options = rows.options
-    # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
-    # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
+    # Each group of samples is planned by itself. It is one group, unless samples with and without images could share a
+    # step slot, which they must not.
     groups = [np.arange(len(rows.lengths))]
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
@@ -235,7 +242,8 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
         ranks_of_groups.append(search.ranks())
     ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
     if in_slots:
-        # The slots of all groups in one order, the costliest first. Then back from slots to ranks.
+        # `zip` turns ranks into slots. The slots of all groups are sorted together, the costliest first. Then `zip`
+        # turns them into ranks again.
         slots: list[tuple[Microbatch, ...]] = []
         for ranks_of_group in ranks_of_groups:
             slots.extend(zip(*ranks_of_group, strict=True))
@@ -245,28 +253,30 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
 
 
 def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
+    """Returns the cost of the costliest microbatch of a slot."""
     return max(microbatch.cost for microbatch in slot)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
-    """Returns a time that no plan can beat: no padding, the fewest microbatches, and equal loads of all ranks.
+    """Returns a time that no plan can beat.
 
-    It is ``max(sum of costs / num_ranks, greatest cost)``.
+    It is the cost of a rank without padding, with as few microbatches as possible, and with equal costs of all ranks.
+    If the costliest row alone costs more, it is that cost.
     """
     cost = rows.options.cost
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
-    # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
+    # Any plan needs a microbatch for each rank, and as many as the caps demand.
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
-        fewest = max(fewest, _fewest(sizes, cap))
+        fewest = max(fewest, _fewest_under_cap(sizes, cap))
     total = float(row_costs.sum()) + fewest * cost.launch
     mean_of_ranks = total / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
 
 
-def _fewest(sizes: np.ndarray, cap: int) -> int:
-    """Returns the fewest microbatches that hold all sizes: one for each size over the cap, the others filled up."""
+def _fewest_under_cap(sizes: np.ndarray, cap: int) -> int:
+    """Returns the least number of microbatches under a cap: one for each size over it, and all others full."""
     is_over = sizes > cap
     num_over = int(is_over.sum())
     total_of_others = int(sizes[~is_over].sum())
@@ -274,34 +284,38 @@ def _fewest(sizes: np.ndarray, cap: int) -> int:
 
 
 class _Cut(NamedTuple):
-    """A cut of sorted rows, with the time of a step under the objective."""
+    """A cut of sorted rows into K microbatches, and how these are assigned together with the dummies."""
 
     time: float
-    """Modelled time of the step."""
+    """Modelled time of the step under the objective."""
     bounds: np.ndarray
-    """Bounds of the microbatches in the sorted rows, int64 (K + 1,)."""
+    """Bounds of the microbatches in the sorted rows, int64 (K + 1,), see :mod:`.cuts`."""
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """Microbatches are assigned in the order of this cost, the greatest first, float64 (K + dummies,)."""
+    """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots it may be
+    only the cost in the vision encoder, or only all other cost."""
     ranks: np.ndarray | None
-    """Rank of each microbatch, int64 (K + dummies,); None for step slots, which are assigned at the end."""
+    """Rank of each microbatch, int64 (K + dummies,). None with step slots, where only the best cut gets ranks."""
 
 
 class _CutSearch:
-    """Search for the best cut of one set of rows: over the number of microbatches, two cuts for each.
+    """Searches for the best cut of a set of rows.
 
-    Both cuts are needed. With only the cut of least padded cost a step is up to 1.7 times slower under ``'ddp'``, and
-    1.3 times under ``'fsdp'``. That happens if a rank has few rows or images cost much: all other ranks wait for a
-    microbatch of four long rows. With only the cut of most equal cost a step is up to 1.1 times slower under ``'ddp'``,
-    and 1.07 times under ``'fsdp'``.
+    It tries several numbers of microbatches. For each number it tries the cut of least padded cost, which saves
+    computation, and a cut of most equal cost, which saves waiting. Both are needed. With only the first a step takes up
+    to 1.7 times as long under ``'ddp'``, and 1.3 times under ``'fsdp'``. That happens if a rank has few rows, or if
+    images cost much: all other ranks wait for a microbatch of a few long rows. With only the second a step takes up to
+    1.1 times as long under ``'ddp'``, and 1.07 times under ``'fsdp'``.
 
-    Under ``'fsdp'`` ranks run in step slots: they wait for each other after every microbatch, and after its vision
-    encoder. So two cuts of equal cost are tried: one with equal cost in the encoder, and one with equal cost outside of
-    it. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter if 64 tokens stand for a tile, 10 to 22 % if
-    the text attends to images that are not among its tokens, and up to 1 % if the length of a sample tells the cost of
-    its images. Tried and left out: other mixtures of the two costs (1 % more), swaps of microbatches between slots (0
-    to 2 %), and annealing of all rows (0 to 1 %, for half a minute a plan).
+    In step slots ranks wait for each other twice in every microbatch: after the vision encoder, and at the end. So two
+    cuts of equal cost are tried: one with equal cost in the encoder, and one with equal cost outside of it. Together
+    with :func:`.best_slot_order` that makes the step 1 to 5 % shorter if an image tile has 64 tokens, 10 to 22 % if the
+    text attends to images that are not among its tokens, and up to 1 % if the cost of images follows from the length of
+    the sample.
+
+    Tried and left out: other mixtures of the two costs (1 % shorter), swaps of microbatches between slots (0 to 2 %),
+    and simulated annealing of all rows (0 to 1 %, for half a minute a plan).
     """
 
     def __init__(
@@ -315,28 +329,29 @@ class _CutSearch:
         self._num_ranks = num_ranks
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
-        zeros = np.zeros_like(rows.vision)
         self._costs_to_equalize = [(rows.row_costs, rows.vision)]
-        """Row costs and vision costs of each equal-cost cut that is tried, as for :func:`.equal_cost_cut`."""
-        if in_slots and rows.vision[-1] > 0.0:
+        """For each equal-cost cut that is tried the two costs that :func:`.equal_cost_cut` takes."""
+        total_vision = rows.vision[-1]
+        if in_slots and total_vision > 0.0:
             # One cut ignores the cost in the vision encoder. The other one ignores all other cost.
-            without_vision = (rows.row_costs, zeros)
-            only_vision = (zeros[1:], rows.vision)
+            without_vision = (rows.row_costs, np.zeros_like(rows.vision))
+            only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
         self._least_padded = LeastPaddedCuts(rows, TOLERANCE)
         self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         """Cost of a microbatch of each row alone, float64 (n,)."""
         self._cheapest = int(np.argmin(self._costs_alone))
-        """The row that dummies copy."""
+        """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
     def ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first."""
         best = self._best()
         rank_of_microbatch = best.ranks
-        if rank_of_microbatch is None:
+        if rank_of_microbatch is None:  # with step slots
             rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
+        # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-best.order_by, kind='stable').tolist():
             ranks[rank_of_microbatch[k]].append(microbatches[k])
         return ranks
@@ -360,20 +375,21 @@ class _CutSearch:
     def _best(self) -> _Cut:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
-        # Few microbatches have few fixed costs, and much padding. Many have the opposite. The best number is between.
+        # `count` is the number of microbatches. With few of them there is much padding, with many there are many fixed
+        # costs. The best number is between.
         for count in self._counts_to_try():
             cuts.extend(self._cuts_into(count))
-            # Fixed costs grow with the count, so the least possible time grows, too. Once it reaches the best time so
-            # far, no greater count can win.
+            # The least possible time grows with the count. Once it reaches the best time so far, no greater count can
+            # win.
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
         if self._in_slots:
-            # The time jumps with the number of slots, so the counts near the best one are worth a trial, too.
+            # A slot more or less changes the time by much, so the counts next to the best one are tried, too.
             for count in self._counts_near_best(cuts):
                 cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
-            # Another cut may be the best once microbatches are rebalanced. It is nearly always among the first ones.
+            # After rebalancing another cut may be the best. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
                 assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
@@ -381,57 +397,58 @@ class _CutSearch:
         return min(cuts[:PROMISING], key=_TIME)
 
     def _counts_to_try(self) -> Iterator[int]:
-        """Yields numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
+        """Yields numbers of microbatches to try, rising: the fewest and the next two, then with growing distances.
 
-        The steps are small at first, because there one more microbatch changes the load of a rank the most. With step
-        slots the numbers are multiples of the number of ranks, because every slot is full.
+        The distances are small at first, because there one more microbatch changes the cost of a rank the most. With
+        step slots it yields the number of microbatches in whole slots.
         """
-        step = self._num_ranks if self._in_slots else 1
-        fewest = -(-max(self._least_padded.fewest, self._num_ranks) // step)
-        most = max(fewest, -(-len(self._rows) // step))
-        # By at least 6 %, so that few numbers are tried if `most` is near.
+        slot_size = self._num_ranks if self._in_slots else 1
+        # From here to the `yield` slots are counted. Without step slots each microbatch counts as one.
+        fewest = -(-max(self._least_padded.fewest, self._num_ranks) // slot_size)
+        most = max(fewest, -(-len(self._rows) // slot_size))
+        # At least 6 %, so that not every number is tried if `most` is less than twice the fewest.
         growth = max(1.06, (most / fewest) ** (1 / STEPS))
-        count = float(fewest)
+        num_slots = float(fewest)
         tried = 0
-        while int(count) <= most:
-            yield int(count) * step
+        while int(num_slots) <= most:
+            yield int(num_slots) * slot_size
             tried += 1
-            next_count = int(count) + 1
+            next_number = int(num_slots) + 1
             if tried < 3:
-                count = next_count
+                num_slots = next_number
             else:
-                count = max(next_count, count * growth)
+                num_slots = max(next_number, num_slots * growth)
 
     def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
-        """Returns untried numbers of microbatches between the best number and its tried neighbours."""
+        """Returns untried numbers of microbatches, in whole slots, between the best number and its tried neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
         best_cut = min(cuts, key=_TIME)
         best = len(best_cut.costs)
-        place = tried.index(best)
-        below = tried[max(place - 1, 0)]
-        above = tried[min(place + 1, len(tried) - 1)]
-        step = self._num_ranks
-        fewer = range(best - step, below, -step)
-        more = range(best + step, above, step)
+        index = tried.index(best)
+        below = tried[max(index - 1, 0)]
+        above = tried[min(index + 1, len(tried) - 1)]
+        slot_size = self._num_ranks
+        fewer = range(best - slot_size, below, -slot_size)
+        more = range(best + slot_size, above, slot_size)
         return [*fewer[:NEAR], *more[:NEAR]]
 
     def _least_time(self, count: int) -> float:
-        """Returns a time that no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
-        fixed_costs_of_rows = len(self._rows) * self._fixed_cost
-        cost_without_padding = float(self._costs_alone.sum()) - fixed_costs_of_rows
+        """Returns a time that no cut into ``count`` or more microbatches beats: no padding, and ranks of equal cost."""
+        fixed_costs_alone = len(self._rows) * self._fixed_cost
+        cost_without_padding = float(self._costs_alone.sum()) - fixed_costs_alone
         return (cost_without_padding + count * self._fixed_cost) / self._num_ranks
 
     def _cuts_into(self, count: int) -> list[_Cut]:
         """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
         rows = self._rows
         if count > len(rows):
-            # Every row is a microbatch, and dummies are added.
+            # Every row is a microbatch, and the others are dummies.
             bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
             return [self._timed(bounds_of_single_rows, count)]
         cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            # The cut may have fewer microbatches than `count`. Then the largest are split.
+            # It may have fewer microbatches than `count`. Then the largest are split, which makes none costlier.
             if len(equal) - 1 != count:
                 equal = split_largest(rows.row_costs, equal, count)
             cuts.append(equal)
@@ -442,11 +459,11 @@ class _CutSearch:
         bounds: np.ndarray,
         count: int,
     ) -> _Cut:
-        """Returns the cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
+        """Returns a cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
         rows = self._rows
-        num_dummies = count + 1 - len(bounds)
+        num_microbatches = len(bounds) - 1
+        num_dummies = count - num_microbatches
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
-        # A dummy is the cheapest row again, without weight.
         cheapest = self._cheapest
         cost_of_dummy = self._costs_alone[cheapest]
         costs = np.append(costs, [cost_of_dummy] * num_dummies)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of a plan: their checked sizes and caps, their order for a cut, and where the caps end a microbatch."""
+"""The rows of a plan: their checked sizes, their order for a cut, and where the caps end a microbatch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from composer_tokacc.refusals import InvalidInputError
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedRows:
-    """Rows in the order in which they are cut.
+    """Rows in the order in which they are cut. A microbatch holds neighbours.
 
-    From the longest to the shortest, a contiguous cut is optimal for padded rectangles: swapping two rows of different
-    length between two microbatches never narrows either of them. Widths and costs then never increase.
+    If rows are sorted from the longest to the shortest, that adds no padding: the microbatch of the longest row is as
+    wide if it holds the next longest ones, and then the others are narrower, or as wide. In this order ``widths`` and
+    ``row_costs`` never increase.
     """
 
     order: np.ndarray
@@ -31,11 +32,12 @@ class OrderedRows:
     row_costs: np.ndarray
     """Cost of one row of that width, without vision, float64 (n,)."""
     vision: np.ndarray
-    """Cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
+    """Running sum: the cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
     """Latest end of a microbatch that starts at the row, int64 (n,). Never decreases."""
 
     def __len__(self) -> int:
+        """Returns the number of rows."""
         return len(self.order)
 
 
@@ -57,17 +59,18 @@ class Rows:
     ) -> None:
         self.options = options
         self._max_width = max_width
+        """Width of the collated batch, which no microbatch exceeds by rounding; None: not collated yet."""
         self.lengths = checked_table('lengths', lengths, least=1)
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        """Sizes of :data:`.CAPPED_SIZES` for which there is a table, int64 (n,). All that have a cap are there."""
+        """Tables of image tokens and loss tokens, int64 (n,), by name. One without a cap may be missing."""
         self.vision_cost_table: np.ndarray | None = None
         """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it from image tokens."""
         if vision_cost is not None:
             self.vision_cost_table = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     def of(self, indices: np.ndarray) -> Rows:
-        """Returns the rows with these indices."""
+        """Returns the rows with these indices, with the same options."""
         rows = copy.copy(self)
         rows.lengths = self.lengths[indices]
         rows.sizes = {}
@@ -79,7 +82,7 @@ class Rows:
 
     @property
     def image_tokens(self) -> np.ndarray:
-        """Image tokens of each row, int64 (n,)."""
+        """Image tokens of each row, int64 (n,). Zeros if there is no table."""
         return self.sizes.get('image_tokens', np.zeros_like(self.lengths))
 
     @property
@@ -91,13 +94,13 @@ class Rows:
 
     @property
     def caps(self) -> np.ndarray:
-        """Caps on the sizes of a microbatch, the token budget first, int64 (number of caps,)."""
+        """The token budget, then the caps that are set of :data:`.CAPPED_SIZES`, int64 (number of caps,)."""
         caps = [self.options.max_tokens, *self.options.caps.values()]
         return np.array(caps, dtype=np.int64)
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The size of each row that each of these caps limits, int64 (number of caps, n), the lengths first."""
+        """The sizes that :attr:`caps` limit, in the same order, of each row, int64 (number of caps, n)."""
         tables = [self.lengths]
         for size in self.options.caps:
             tables.append(self.sizes[size])
@@ -119,20 +122,20 @@ class Rows:
     def in_order(self, order: np.ndarray) -> OrderedRows:
         """Returns the rows in the given order."""
         options = self.options
-        # Widths are not rounded up beyond the collated width, nor beyond the token budget.
+        # Widths are not rounded up beyond the token budget, nor beyond the collated width.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        num_caps = len(self.caps)
-        sums = np.zeros((num_caps, len(order) + 1), dtype=np.int64)
+        caps = self.caps
+        running_sums = np.zeros((len(caps), len(order) + 1), dtype=np.int64)
         ordered_sizes = self.capped_sizes[:, order]
-        sums[:, 1:] = np.cumsum(ordered_sizes, axis=1)
-        vision_of_rows = np.cumsum(self.vision_cost[order])
+        running_sums[:, 1:] = np.cumsum(ordered_sizes, axis=1)
+        running_vision = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
-            vision=np.concatenate([[0.0], vision_of_rows]),
-            reach=_reach(widths, sums, self.caps),
+            vision=np.concatenate([[0.0], running_vision]),
+            reach=_reach(widths, running_sums, caps),
         )
 
 
@@ -178,14 +181,15 @@ def checked_table(
     if dtype is np.int64:
         kinds = 'iu'
         expected = 'integers'
-        end = 2**31  # products of two must not overflow
+        end = 2**31  # so that the product of two numbers fits into int64
     else:
         kinds = 'iuf'
         expected = 'numbers'
         end = np.inf
+    # Kinds of numpy: signed and unsigned integers, floats.
     if table.dtype.kind not in kinds:
-        raise InvalidInputError(f'`{name}` must be {expected}, got: {table.dtype}. Pass token counts.')
-    # Not written as `min < least or max >= end`: a comparison with NaN is always False.
+        raise InvalidInputError(f'`{name}` must be {expected}, got: {table.dtype}.')
+    # `min < least or max >= end` would accept NaN, because a comparison with NaN is always False.
     if not (table.min() >= least and table.max() < end):
         first_bad = int(np.argmin((table >= least) & (table < end)))
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
@@ -201,7 +205,7 @@ def checked_sizes(
     options: CutOptions,
     num_samples: int,
 ) -> dict[str, np.ndarray]:
-    """Returns the tables that are given, int64 (n,), by name. Raises ValueError if a cap is set without its table."""
+    """Returns the tables that are not None, int64 (n,), by name. Raises ValueError if one is None, but has a cap."""
     checked = {}
     for size, table in tables.items():
         if table is not None:
@@ -214,29 +218,31 @@ def checked_sizes(
 @compiled
 def _reach(
     widths: np.ndarray,
-    sums: np.ndarray,
+    running_sums: np.ndarray,
     caps: np.ndarray,
 ) -> np.ndarray:
-    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,).
+    """Returns for each row the latest end of a microbatch that starts there, int64 (n,). Rows may have any order.
 
     Args:
         widths: Width of each row, (n,).
-        sums: Of each capped size, its sum over all rows before each row, int64 (number of caps, n + 1).
+        running_sums: Each capped size, summed over all rows before each row, int64 (number of caps, n + 1). The first,
+            of lengths, is not used.
         caps: Cap on each of these sizes, int64 (number of caps,). The first one is on padded tokens: the number of rows
             times the greatest width.
     """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
-    # A microbatch only grows in every size with every row, so the first row that breaks a cap ends it.
+    # Every row makes a microbatch larger, or leaves it as large, in every size. So the first row that breaks a cap ends
+    # it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
             fits = (end + 1 - start) * width <= caps[0]
-            for number in range(1, len(caps)):
-                size = sums[number, end + 1] - sums[number, start]
-                fits = fits and size <= caps[number]
+            for cap_index in range(1, len(caps)):
+                size = running_sums[cap_index, end + 1] - running_sums[cap_index, start]
+                fits = fits and size <= caps[cap_index]
             if not fits:
                 break
             end += 1

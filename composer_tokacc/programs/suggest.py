@@ -159,9 +159,21 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
+    changes = {}
+    if is_flash:
+        changes['attn_implementation'] = 'sdpa'
     width = int(table.lengths.max())
-    sharding = _sharding(config)
     traced_sizes = table.select(_probe_samples(table))
+    precision = _traced_precision(config)
+    # All settings of FSDP share a trace. With `fsdp` the forward has a copy of the weights in half precision. If FSDP
+    # gathers them in float32, autocast casts them as under DDP.
+    sharding = _sharding(config)
+    gathered_dtype = None
+    if sharding is not None:
+        gathered_dtype = _gathered_dtype(sharding, precision)
+    strategy = 'ddp'
+    if gathered_dtype in (torch.float16, torch.bfloat16):
+        strategy = 'fsdp'
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
@@ -169,8 +181,8 @@ def memory_of_run(
         'model': asdict(config.model),
         'model_config': model_config.to_json_string(use_diff=False),
         'optimizer': config.optimizer,
-        'precision': _traced_precision(config),
-        'sharding': sharding,
+        'precision': precision,
+        'strategy': strategy,
         'device': 'gpu' if _is_for_gpu(config) else 'cpu',
         'logits': _logits_of_run(config),
         'width': width,
@@ -179,10 +191,8 @@ def memory_of_run(
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        changes = {'attn_implementation': 'sdpa'} if is_flash else {}
         build, meta_model, samples = _to_trace(config, dataset, processor, table, **changes)
-        gathered_dtype = None if sharding is None else _gathered_dtype(sharding, key['precision'])
-        memory = calibrate_fake(
+        return calibrate_fake(
             build,
             meta_model.config,
             samples,
@@ -190,18 +200,19 @@ def memory_of_run(
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
             precision=key['precision'],
-            # With `fsdp` the forward has a copy of the weights in half precision. If FSDP gathers them in float32,
-            # autocast casts them as under DDP.
-            strategy='fsdp' if gathered_dtype in (torch.float16, torch.bfloat16) else 'ddp',
+            strategy=key['strategy'],
             on_gpu=key['device'] == 'gpu',
             logits=key['logits'],
         )
-        if sharding is None:
-            return memory
-        num_weights = sum(parameter.numel() for parameter in meta_model.parameters())
-        return _as_sharded(memory, sharding, gathered_dtype, num_weights)
 
-    return load_or_calibrate(cache_folder('memory'), key, calibrate)
+    memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
+    if sharding is None:
+        return memory
+    build = _model_builder(config, processor, **changes)
+    num_weights = 0
+    for parameter in _on_meta_device(build).parameters():
+        num_weights += parameter.numel()
+    return _as_sharded(memory, sharding, gathered_dtype, num_weights)
 
 
 def _sharding(config: TrainConfig) -> dict[str, Any] | None:
@@ -353,11 +364,21 @@ def _to_trace(
 
     The builder does not load the weights. ``changes`` replace settings of the section ``model``.
     """
+    build = _model_builder(config, processor, **changes)
+    samples = [dataset[index] for index in _probe_samples(table)]
+    return build, _on_meta_device(build), samples
+
+
+def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
+    """Returns a function that makes the run's model without loading its weights. For ``changes`` see `_to_trace`."""
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
-    build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+    return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
+
+
+def _on_meta_device(build: Callable[[], Any]) -> Any:
+    """Builds a model that has shapes, but no numbers."""
     with torch.device('meta'):
-        meta_model = build()
-    return build, meta_model, [dataset[index] for index in _probe_samples(table)]
+        return build()
 
 
 def runs_on_gpu(config: TrainConfig) -> bool:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reading of global batches: sampler, mixtures, loaders of pre-split batches, exchange between ranks, resumption."""
+"""How global batches are made and read: sampler, mixtures, DataLoaders of pre-split batches, and resumption."""
 
 from typing import TYPE_CHECKING
 

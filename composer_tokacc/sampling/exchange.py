@@ -3,7 +3,8 @@
 
 """A DataLoader whose ranks exchange the samples of a global batch, so that each rank gets equal work.
 
-Samples go point to point, over a gloo group of the loader, and only those that another rank computes.
+A sample is sent only to the ranks that compute it and have not read it themselves. The loader has a process group of
+gloo for that, because samples are in the memory of the CPU.
 """
 
 from __future__ import annotations
@@ -31,35 +32,38 @@ from composer_tokacc.repeated_samples import num_repeated_by
 from composer_tokacc.sampling.rank_assignment import RankAssignment, collate, plan_batch
 
 Value = TypeVar('Value')
-LoadedRow = Mapping[str, torch.Tensor]
-"""A sample as the dataset returns it."""
+DatasetSample = Mapping[str, torch.Tensor]
+"""A sample as the dataset returns it, one row."""
 
 
 class ExchangingDataLoader(DataLoader):
     """Regroups samples across ranks after loading, for datasets that divide themselves among the ranks.
 
-    In every step each rank reads the samples that a plain DataLoader would read. All ranks learn the lengths of all
-    samples and make the same plan, and samples go to the rank that will compute them. So a global batch holds the same
-    samples as without this loader, each once. Only the grouping of samples into microbatches and ranks changes, which
-    changes no gradient with token accumulation. Samples that torch's DistributedSampler repeats to fill up the ranks
-    are thrown away. Ranks may get unequal numbers of samples, but never none, unless there are fewer samples than
-    ranks. Then a rank gets a copy that weighs nothing and does not count.
+    In every step each rank reads the samples that a plain DataLoader would read. The ranks exchange the lengths of all
+    samples, and each of them makes the same plan. Then each sample is sent to the rank that computes it. So a global
+    batch holds the same samples as without this loader, each once. Only the grouping of samples into microbatches and
+    ranks changes, which changes no gradient with token accumulation. Samples that torch's DistributedSampler repeats to
+    fill up the ranks are thrown away. Ranks may get unequal numbers of samples. If there are fewer samples than ranks,
+    a rank without a sample gets a copy that weighs nothing and does not count.
 
-    To resume a run, Composer saves and restores the state of the dataset, not of this loader. It tells the dataset how
-    many samples all ranks have read. The number of ranks must stay the same.
+    To resume a run, Composer saves and restores the state of the dataset, and tells it how many samples all ranks have
+    read. It does not call :meth:`state_dict` of this loader, which is for other trainers. The number of ranks must stay
+    the same.
 
     Args:
         dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)``. On several ranks it is iterable
             and divides itself among them, as StreamingDataset does, or is used with a DistributedSampler.
-        collate_fn: Makes a mapping of the samples of a microbatch.
+        collate_fn: Returns a mapping, the batch of a list of samples. Called once a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
-        image_token_ids: Ids of the placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``, and if
-            `cost` has a vision encoder.
+        image_token_ids: Ids of the image placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``,
+            and if `cost` has a price of an image token.
         max_image_tokens, max_loss_tokens, objective, cost: As for :func:`.plan_microbatches`. For `max_loss_tokens`
             each sample needs ``labels``.
-        patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
-        width_multiple: As given to ``token_data_spec``.
-        pin_memory: Whether to copy batches to page-locked memory.
+        patches: Function that returns how many patches of a sample the vision encoder computes, for the prices of
+            patches in `cost`. Default: only image tokens have a price.
+        width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
+        pin_memory: Whether to copy batches to page-locked memory. Done after the exchange, so torch's DataLoader does
+            not see it.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` counts samples of one rank.
 
     Raises:
@@ -70,7 +74,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies that fill up the ranks."""
+    """Tells :func:`.num_repeated` that this loader itself gives weight 0 to copies for ranks without a sample."""
 
     def __init__(
         self,
@@ -88,11 +92,12 @@ class ExchangingDataLoader(DataLoader):
         pin_memory: bool = False,
         **kwargs: Any,
     ) -> None:
-        # A separate generator, because seeding workers must not change the random numbers of the run.
+        # A separate generator, because seeding workers must not change the random numbers of the run. The workers of
+        # each rank get another seed.
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # A worker sends each tensor through a separate file. There are many samples, so they are sent as one tensor.
+        # A worker sends each tensor through a file, and open files are limited. So it sends all samples as one tensor.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes
@@ -110,7 +115,7 @@ class ExchangingDataLoader(DataLoader):
             objective=objective,
             cost=cost or CostModel(),
         )
-        # Without a cost model the vision encoder costs nothing, so its patches need no counting.
+        # In the default cost model patches have no price, so they need no counting.
         self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
         self._num_samples = 0
@@ -120,30 +125,32 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        difference = find_difference(self._exchange.gather(self._arguments()))
+        arguments_of_ranks = self._exchange.gather(self._arguments())
+        difference = find_difference(arguments_of_ranks)
         if difference is not None:
             raise NotExactError(difference)
         reading = super().__iter__()
         rank = get_global_rank()
-        # The ranks may run out of samples at different times. All of them go on until the last one has.
+        # The ranks may run out of samples at different times. Then they go on without samples until the last one does.
         for batch_index in count():
             samples, sizes_of_ranks = self._read(reading, batch_index)
             sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
             assignments = self._assign(sizes_of_all)
-            first_of_rank = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
-            numbers_of_ranks = [list(assignment) for assignment in assignments]
-            to_compute = self._exchange.swap(samples, first_of_rank, numbers_of_ranks)
+            # Samples are numbered in each step, those of rank 0 first.
+            first_number = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
+            assigned_numbers = [list(assignment) for assignment in assignments]
+            to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            batch.indices = None  # they number the samples of this step, which tells a user nothing
+            batch.indices = None  # not indices in the dataset, but these numbers, which tell a user nothing
             if self._pin:
                 batch = batch.pin_memory()
             yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of the dataset after the batches that were yielded, as StreamingDataLoader does."""
+        """Returns the state of the dataset after the batches that were yielded; None if it has no ``state_dict``."""
         dataset: Any = self.dataset
         if not hasattr(dataset, 'state_dict'):
             return None
@@ -158,7 +165,10 @@ class ExchangingDataLoader(DataLoader):
         dataset.load_state_dict(state)
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
-        """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
+        """Returns the assignment of each rank, by the numbers of the samples.
+
+        It only depends on the sizes and the arguments, so every rank computes the same assignments.
+        """
         # One column for each field of SampleSize.
         lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
         rows = Rows(
@@ -177,14 +187,14 @@ class ExchangingDataLoader(DataLoader):
 
     def _read(
         self,
-        reading: Iterator[list[LoadedRow] | torch.Tensor],
+        reading: Iterator[list[DatasetSample] | torch.Tensor],
         batch_index: int,
-    ) -> tuple[list[LoadedRow], list[list[SampleSize]]]:
-        """Returns this rank's samples, and the sizes of the samples of every rank.
+    ) -> tuple[list[DatasetSample], list[list[SampleSize]]]:
+        """Reads this rank's samples of a step, or none if none are left. Returns them, and the sizes of every rank's.
 
-        A rank whose reading fails tells the others, which would wait for it otherwise. Then all ranks raise.
+        If a rank cannot read, it tells the others, which would wait for it otherwise, and all ranks raise.
         """
-        samples: list[LoadedRow] = []
+        samples: list[DatasetSample] = []
         sizes: list[SampleSize] = []
         failure: Exception | None = None
         try:
@@ -209,7 +219,7 @@ class ExchangingDataLoader(DataLoader):
         return samples, sizes_of_ranks
 
     def _arguments(self) -> PlanRecord:
-        """Returns the arguments that must be the same on all ranks."""
+        """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
         facts = reading_facts(self)
         for name, value in asdict(self._options).items():
             facts[name] = str(value)
@@ -221,7 +231,8 @@ class ExchangingDataLoader(DataLoader):
             facts=partial(dict, facts),
         )
 
-    def _size(self, sample: LoadedRow) -> SampleSize:
+    def _size(self, sample: DatasetSample) -> SampleSize:
+        """Measures a sample. What no option needs is not counted, and is 0."""
         ids = sample['input_ids']
         is_image_token = torch.isin(ids, self._image_token_ids)
         num_image_tokens = int(is_image_token.sum())
@@ -238,7 +249,8 @@ class ExchangingDataLoader(DataLoader):
 def _as_reported(failure: Exception) -> Exception:
     """Returns the error that the other ranks raise if this rank cannot read its samples.
 
-    A ValueError is about the data, so all ranks raise one with its text. Its class may not survive pickling.
+    A ValueError is about the data, so all ranks raise one with its text. The error itself is not sent, because its
+    class may not survive pickling.
     """
     if isinstance(failure, ValueError):
         return InvalidInputError(str(failure))
@@ -247,9 +259,10 @@ def _as_reported(failure: Exception) -> Exception:
 
 
 class SampleSize(NamedTuple):
-    """Size of a sample for the planner."""
+    """Sizes of a sample for the planner, as in :class:`.Rows`."""
 
     length: int
+    """In tokens."""
     image_tokens: int
     patches: int
     loss_tokens: int
@@ -264,7 +277,7 @@ class SampleExchange:
         return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Value) -> list[Value]:
-        """Returns the small values of all ranks, in the order of the ranks."""
+        """Returns the values of all ranks, in the order of the ranks. They are pickled, so they should be small."""
         values = [value] * get_world_size()
         if len(values) > 1:
             torch.distributed.all_gather_object(values, value, group=self._gloo)
@@ -272,37 +285,41 @@ class SampleExchange:
 
     def swap(
         self,
-        samples: Sequence[LoadedRow],
-        first: int,
-        assigned: Sequence[Sequence[int]],
-    ) -> list[LoadedRow]:
+        samples: Sequence[DatasetSample],
+        first_number: int,
+        assigned_numbers: Sequence[Sequence[int]],
+    ) -> list[DatasetSample]:
         """Sends each sample to the ranks that compute it. Returns the samples of this rank, in the assigned order.
 
         Args:
             samples: The samples that this rank has read.
-            first: Number of the first of these samples. The samples of all ranks are numbered in the order of the
-                ranks.
-            assigned: Numbers of the samples that each rank must get. Several ranks may get the same one.
+            first_number: Number of the first of these samples. The samples of all ranks are numbered in the order of
+                the ranks.
+            assigned_numbers: For each rank the numbers of the samples that it computes. Several ranks may get the same
+                one.
         """
-        sample_of = dict(enumerate(samples, start=first))
+        sample_by_number = dict(enumerate(samples, start=first_number))
         this_rank = get_global_rank()
         sending = []
-        for receiver, numbers in enumerate(assigned):
-            # Nothing is sent to this rank itself, nor to ranks that compute none of its samples.
+        for receiver, numbers in enumerate(assigned_numbers):
             parcel = {}
             if receiver != this_rank:
-                parcel = {number: sample_of[number] for number in numbers if number in sample_of}
+                parcel = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
+            # An empty parcel is sent as no bytes at all.
             data = torch.empty(0, dtype=torch.uint8)
             if parcel:
                 data = to_bytes(parcel)
             sending.append(data)
         for received in self._all_to_all(sending):
             if len(received):
-                sample_of.update(from_bytes(received))
-        return [sample_of[number] for number in assigned[this_rank]]
+                sample_by_number.update(from_bytes(received))
+        return [sample_by_number[number] for number in assigned_numbers[this_rank]]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Sends a parcel of bytes to every rank, and returns the one from every rank. Their lengths are sent first."""
+        """Sends each rank its parcel, uint8 (number of bytes,). Returns the parcels from all ranks for this one.
+
+        The lengths of the parcels are sent first, because a receiver must know how many bytes to expect.
+        """
         if len(sending) == 1:
             return sending
         num_sent = torch.tensor([len(parcel) for parcel in sending])
@@ -318,7 +335,7 @@ class SampleExchange:
 
 def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
-    # A view is copied, because torch would save all of the tensor that it is a part of.
+    # If a tensor is a part of a larger one, torch would save the larger one.
     samples = tree_map_only(torch.Tensor, _without_other_entries, samples)
     buffer = io.BytesIO()
     torch.save(samples, buffer)
@@ -336,7 +353,7 @@ def _without_other_entries(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(packed: torch.Tensor) -> Any:
-    """Returns the inverse of :func:`to_bytes`."""
-    # Not weights_only: a sample may hold any object, and it comes from another process of the same run.
+    """Returns the samples that :func:`to_bytes` made these bytes of."""
+    # Not weights_only, because a sample may hold any object. It is safe: the bytes come from a process of this run.
     buffer = io.BytesIO(packed.numpy().tobytes())
     return torch.load(buffer, weights_only=False)

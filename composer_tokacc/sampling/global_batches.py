@@ -3,7 +3,8 @@
 
 """Which samples make each global batch: the order of an epoch, cut by samples, by a schedule, or by tokens.
 
-Nothing here knows how many ranks there are. So every number of ranks makes the same steps.
+No function here depends on the number of ranks, so a run makes the same steps on any number of them. (Only
+:func:`check_global_batch` compares the two numbers.)
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ Stages = Sequence[tuple[int | str, int]]
 """Start and size of each stage of a schedule. A start is a step, or a text: ``'1000ba'`` or ``'5000000tok'``."""
 
 _START = re.compile(r'(\d[\d_]*)(ba|tok)?')
+"""A start as text: its number and its unit. Without a unit it is a step."""
 
 
-class RunPlace(NamedTuple):
-    """How far a run is: its optimizer steps so far, and the tokens that they trained."""
+class Trained(NamedTuple):
+    """What a run has trained up to some point: its optimizer steps, and the tokens of these."""
 
     steps: int
     tokens: int
@@ -56,8 +58,8 @@ class BatchSchedule:
         units: set[str] = set()
         for stage in stages:
             match = None
-            is_pair = isinstance(stage, Sequence) and len(stage) == 2
-            if is_pair and not isinstance(stage, str):
+            is_list = isinstance(stage, Sequence) and not isinstance(stage, str)
+            if is_list and len(stage) == 2:
                 match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)
@@ -67,49 +69,49 @@ class BatchSchedule:
             size = stage[1]
             check_count('global_batch_size', size)
             starts.append(start)
-            sizes.append(int(size))  # a number of numpy would stand in checkpoints
+            sizes.append(int(size))  # not an integer of numpy, because checkpoints hold the sizes
         is_rising = all(start < next_start for start, next_start in pairwise(starts))
         if starts[:1] != [0] or not is_rising or len(units) > 1:
             raise _not_a_schedule(stages)
         unit = 'tok' if 'tok' in units else 'ba'
         return cls(unit, starts, sizes)
 
-    def stage_at(self, place: RunPlace) -> int:
-        """Returns the number of the stage of the step that starts at a place."""
-        reached = place.steps if self.unit == 'ba' else place.tokens
+    def stage_after(self, trained: Trained) -> int:
+        """Returns the number of the stage of the next step."""
+        reached = trained.steps if self.unit == 'ba' else trained.tokens
         return bisect_right(self.starts, reached) - 1
 
-    def is_last_stage(self, place: RunPlace) -> bool:
+    def is_last_stage(self, trained: Trained) -> bool:
         """Whether the size does not change any more."""
-        return self.stage_at(place) == len(self.starts) - 1
+        return self.stage_after(trained) == len(self.starts) - 1
 
     def cut(
         self,
         order: np.ndarray,
         lengths: np.ndarray,
-        place: RunPlace,
+        trained: Trained,
         drop_last: bool,
-    ) -> tuple[list[np.ndarray], RunPlace]:
-        """Returns the global batches of an epoch that starts at a place of the run, and the place after them.
+    ) -> tuple[list[np.ndarray], Trained]:
+        """Returns the global batches of an epoch, and what the run has trained after them.
 
         Args:
             order: Samples of the epoch.
             lengths: Tokens of each sample of the dataset.
-            place: How far the run is when the epoch starts.
+            trained: What the run has trained before the epoch.
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
         batches = []
         start = 0
         while start < len(order):
-            size = self.sizes[self.stage_at(place)]
+            size = self.sizes[self.stage_after(trained)]
             batch = order[start : start + size]
             if drop_last and len(batch) < size:
                 break
             batches.append(batch)
             num_tokens = int(lengths[batch].sum())
-            place = RunPlace(place.steps + 1, place.tokens + num_tokens)
+            trained = Trained(trained.steps + 1, trained.tokens + num_tokens)
             start += size
-        return batches, place
+        return batches, trained
 
 
 def _not_a_schedule(stages: object) -> InvalidInputError:
@@ -120,18 +122,21 @@ def _not_a_schedule(stages: object) -> InvalidInputError:
 
 
 class GlobalBatches:
-    """The samples of each global batch of a run: a pure function of these arguments and the epoch.
+    """The samples of each global batch of a run. They only depend on these arguments and the epoch.
 
-    Without a mixture an epoch has the order of torch's DistributedSampler. There rank ``r`` of ``W`` gets positions
-    ``r, r + W, ...``, ``G / W`` of them in a batch. So the ranks together get positions ``b * G`` to ``(b + 1) * G``,
-    for every ``W``. Without `drop_last` torch also repeats the start of the order until every rank has equally many
-    samples, so that the last step of an epoch depends on ``W``. That is left out here: the last global batch only holds
-    the samples that are left.
+    Without a mixture an epoch has the order of torch's DistributedSampler. There rank ``r`` of ``W`` reads positions
+    ``r``, ``r + W``, ``r + 2 W`` and so on of the order. With global batches of ``G`` samples it reads ``G / W`` of
+    them in a step. So in step ``b`` the ranks together read positions ``b * G`` to ``(b + 1) * G - 1``, for every
+    ``W``. These are the global batches here, too.
+
+    One thing differs. Without `drop_last` torch repeats the start of the order until every rank has equally many
+    samples. Then the last step of an epoch depends on ``W``. Here the last global batch holds just the samples that are
+    left.
 
     Args:
         lengths: Tokens of each sample, int64 (n,).
         samples: Samples of a global batch, or their schedule.
-        tokens: Tokens of a global batch instead; see :func:`cut_by_tokens`.
+        tokens: Instead of `samples`, tokens of a global batch; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out.
         mixture: Shares of several datasets.
@@ -174,27 +179,29 @@ class GlobalBatches:
         """None: `_tokens` decides."""
         if samples is not None:
             self._schedule = BatchSchedule.from_stages(samples)
-        else:
+        if tokens is not None:
             check_count('global_batch_tokens', tokens)
-            self._tokens = int(tokens or 0)
+            self._tokens = int(tokens)
+            # A longer sample could leave a global batch without samples, see `cut_by_tokens`.
             check_cap('global_batch_tokens', self._tokens, lengths)
+        # The order of each modality is cut by itself, but a schedule counts the steps of all modalities.
         if media is not None and len(self.sizes) > 1:
             raise InvalidInputError(
                 "`global_batch_size` must be one number with modality='per_step', got: a schedule. Leave one of them "
                 'out.'
             )
         self._kept_epoch: int | None = None
-        """The epoch that :meth:`of_epoch` has returned last."""
+        """The epoch for which :meth:`of_epoch` was called last."""
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
-        self._places = [RunPlace(0, 0)]
-        """With a schedule: how far the run is at the start of each epoch, as far as that was computed."""
+        self._trained_before_epochs = [Trained(0, 0)]
+        """With a schedule: what the run has trained before each epoch. Computed for as many epochs as were needed."""
         if drop_last:
             self._check_epoch_fills_a_batch()
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of a global batch in each stage of the run; with `tokens` on average, rounded up."""
+        """Samples of a global batch in each stage of the run; with `tokens` the mean number, rounded up."""
         if self._schedule is not None:
             return self._schedule.sizes
         return [mean_samples(self._lengths, self._tokens)]
@@ -204,7 +211,7 @@ class GlobalBatches:
         """Whether every epoch has equally many global batches."""
         if self._schedule is not None:
             return len(self.sizes) == 1
-        # Cut by tokens, epochs have equally many global batches if they have the same samples.
+        # By tokens, the number depends on the tokens of an epoch. They are the same if the samples are.
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
@@ -221,55 +228,60 @@ class GlobalBatches:
                 stages.append([f'{start}{schedule.unit}', size])
             identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
-            lengths = np.ascontiguousarray(self._lengths)
-            identity['checksum_of_lengths'] = zlib.crc32(lengths.tobytes())
+            # The lengths decide where a global batch, or a stage, ends.
+            identity['checksum_of_lengths'] = zlib.crc32(self._lengths.tobytes())
         return identity
 
     def of_epoch(self, epoch: int) -> list[np.ndarray]:
         """Returns the samples of each global batch of an epoch."""
-        # Kept, because they take time in proportion to the dataset.
+        # Kept, because shuffling and cutting take time in proportion to the dataset.
         if epoch != self._kept_epoch:
-            batches_of_orders = []
+            batches_of_modalities = []  # only one list without `media`
             for order in self._orders(epoch):
                 if self._schedule is None:
                     batches = cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last)
                 else:
-                    place = self._place_of(epoch, self._schedule)
-                    batches, _ = self._schedule.cut(order, self._lengths, place, self._drop_last)
-                batches_of_orders.append(batches)
-            self._kept_batches = merged_evenly(batches_of_orders)
+                    trained = self._trained_before(epoch, self._schedule)
+                    batches, _ = self._schedule.cut(order, self._lengths, trained, self._drop_last)
+                batches_of_modalities.append(batches)
+            self._kept_batches = merged_evenly(batches_of_modalities)
             self._kept_epoch = epoch
         return self._kept_batches
 
     def _orders(self, epoch: int) -> list[np.ndarray]:
         """Returns the order of the samples of an epoch, or one order for each modality."""
         if self._mixture is not None:
-            # With `drop_last` the samples that are left at the end of an epoch begin the next one. With sizes that
-            # change, the number of these samples is not known, so they are left out.
-            samples_to_fill = None
+            # With `drop_last` and one size, the samples that do not fill the last global batch begin the next epoch.
+            # With a schedule or by tokens their number is only known after the cut, which drops them.
+            full_batch_size = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
-                samples_to_fill = self.sizes[0]
+                full_batch_size = self.sizes[0]
             return mixed_orders(
                 self._mixture,
                 seed=self._seed,
                 epoch=epoch,
                 media=self._media,
-                samples_to_fill=samples_to_fill,
+                full_batch_size=full_batch_size,
             )
         if self._seed is None:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _place_of(self, epoch: int, schedule: BatchSchedule) -> RunPlace:
-        """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
-        while len(self._places) <= epoch:
-            place = self._places[-1]
-            if schedule.is_last_stage(place):
-                return place  # every later place has the same size
-            (order,) = self._orders(len(self._places) - 1)  # there is one, because a schedule has no modalities
-            _, next_place = schedule.cut(order, self._lengths, place, self._drop_last)
-            self._places.append(next_place)
-        return self._places[epoch]
+    def _trained_before(self, epoch: int, schedule: BatchSchedule) -> Trained:
+        """Returns what the run has trained before an epoch, if all earlier epochs are read to their end.
+
+        It may return less, once the last stage is reached. Then the size of all later global batches is the same.
+        """
+        trained_before_epochs = self._trained_before_epochs
+        while len(trained_before_epochs) <= epoch:
+            trained = trained_before_epochs[-1]
+            if schedule.is_last_stage(trained):
+                return trained
+            earlier_epoch = len(trained_before_epochs) - 1
+            (order,) = self._orders(earlier_epoch)  # only one, because a schedule of stages excludes modalities
+            _, trained = schedule.cut(order, self._lengths, trained, self._drop_last)
+            trained_before_epochs.append(trained)
+        return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
         """Raises ValueError if an epoch has too few samples for one global batch. `drop_last` would leave it empty."""
@@ -277,12 +289,14 @@ class GlobalBatches:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
+            # Each modality is cut by itself and drops its own rest, so each must fill a global batch.
             orders = self._orders(epoch=0)
             tokens_of_orders = [self._lengths[order].sum() for order in orders]
             available = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
             unit = 'samples'
+            # Here it is enough that all samples fill one. A modality with fewer samples goes on in the next epoch.
             size = max(self.sizes)
             available = len(self._lengths)
             if self._mixture is not None:
@@ -295,7 +309,7 @@ class GlobalBatches:
 
 
 def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
-    """Raises ValueError unless the global batch is a multiple of the number of ranks."""
+    """Raises ValueError unless the number of samples of a global batch is a multiple of the number of ranks."""
     check_count('global_batch_size', global_batch_size)
     if global_batch_size % num_ranks:
         next_multiple = -(-global_batch_size // num_ranks) * num_ranks
@@ -310,11 +324,11 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
 ) -> None:
-    """Raises ValueError if a sample by itself is larger than a cap on the sum of several samples."""
-    highest = int(sizes.argmax())
-    if sizes[highest] > cap:
+    """Raises ValueError if a single sample is larger than a cap on the sum over several samples."""
+    largest = int(sizes.argmax())
+    if sizes[largest] > cap:
         raise InvalidInputError(
-            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
+            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[largest]} (sample {largest}). '
             'Raise it, or leave the sample out.'
         )
 
@@ -328,12 +342,13 @@ def cut_by_tokens(
 ) -> list[np.ndarray]:
     """Returns global batches of about equally many tokens, as views of the order.
 
-    Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
-    So a step differs from `tokens` by less than the longest sample. The next step gets the missing tokens, so all steps
-    up to ``b`` together stay within one sample of ``(b + 1) * tokens``. The number of global batches is
-    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
-    have equally many steps, which trainers expect. The usual rule counts the tokens of each global batch from zero.
-    Then the missing tokens add up, and the number of global batches depends on the order.
+    The first ``b`` global batches together are the longest start of the order with at most ``b * tokens`` tokens. So
+    they lack less than one sample, and a step differs from `tokens` by less than the longest sample. The number of
+    global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the
+    samples. So all epochs have equally many steps, which trainers expect.
+
+    The usual rule fills each global batch up to `tokens` by itself. Then the tokens that each one lacks add up, and the
+    number of global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.
@@ -343,7 +358,9 @@ def cut_by_tokens(
     """
     tokens_so_far = np.cumsum(lengths[order])
     total = int(lengths[order].sum())
-    num_batches = total // tokens if drop_last else -(-total // tokens)
+    num_batches = total // tokens
+    if not drop_last and total % tokens > 0:
+        num_batches += 1
     # No sample is longer than `tokens`, so between two multiples of it at least one sample ends: no batch is empty.
     multiples = tokens * np.arange(1, num_batches + 1)
     ends = np.searchsorted(tokens_so_far, multiples, side='right').tolist()

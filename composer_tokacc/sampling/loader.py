@@ -26,21 +26,23 @@ from composer_tokacc.sampling.witness import witness_of
 
 
 class SkippedBatch:
-    """Stands for a batch that was trained on before the run was interrupted; nothing was read for it."""
+    """Yielded instead of a batch that the run trained on before it was interrupted. Composer discards it."""
 
 
 class RegroupingDataLoader(DataLoader):
-    """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
+    """A DataLoader over a :class:`RegroupingBatchSampler`.
 
-    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size. A
-      schedule counts with its largest size, ``global_batch_tokens`` with the mean number of samples.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - If a global batch has fewer samples than ranks, the ranks without a sample get a dummy row, which does not count.
-    - Seeds of workers depend only on seed and epoch, and iterating consumes no global random numbers.
-    - Batches that will be thrown away are not read, see :meth:`skip_to`.
-    - On several ranks, the first batch is read together with two samples that all ranks read. If their datasets list
-      the samples in another order, the first step is refused.
+    - ``batch_size``, from which Composer derives its first microbatch size, is the fixed number
+      ``global_batch_size / num_replicas``. A schedule counts with its largest size, ``global_batch_tokens`` with the
+      mean number of samples.
+    - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
+    - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read.
+      Iterating draws no random numbers of the run.
+    - Batches that a resumed run discards are not read, see :meth:`skip_to`.
+    - On several ranks, every rank reads the same two samples together with its first batch. If they differ, because the
+      datasets list the samples in different orders, the first step is refused.
 
     Args:
         dataset: The sampler's map-style dataset.
@@ -49,11 +51,12 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If the sampler decides about an argument, or if it was made for a dataset of another size.
+        ValueError: If `collate_fn` is no function, or if the sampler was made for a dataset of another size. Torch
+            raises one for arguments that the sampler decides, such as ``shuffle``.
     """
 
     marks_added_rows = True
-    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies that fill up the ranks."""
+    """Tells :func:`.num_repeated` that this loader itself gives weight 0 to copies for ranks without a sample."""
 
     def __init__(
         self,
@@ -76,18 +79,18 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # Batches are packed only if they must be pinned. When accelerate skips batches, it makes a plain DataLoader
-        # from the attributes of this one, and that DataLoader does not unpack them.
-        pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
-        super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
+        # The dataset has collated the batches already. They are wrapped only if they must be pinned: when accelerate
+        # skips batches, it makes a plain DataLoader from the attributes of this one, and that does not unwrap them.
+        wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
+        super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         self._resume_at = (0, 0)
-        """Epoch and batch before which batches are skipped."""
+        """Epoch and batch at which a resumed run goes on. Earlier batches are skipped."""
         self._witness = ''
-        """See :class:`.PlanRecord`."""
+        """Digest of the two samples that all ranks read; empty until a batch has brought it."""
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Samples of a rank and step, on average and rounded up; with a schedule in its largest global batches."""
+        """Mean number of samples of a rank in a step, rounded up; with a schedule, in a step of the largest size."""
         return -(-self._sampler.global_batch_size // self._sampler.num_replicas)
 
     @batch_size.setter
@@ -95,7 +98,7 @@ class RegroupingDataLoader(DataLoader):
         """Ignores None, which DataLoader sets with any batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""
+        """Sets the epoch of the next iteration. Some trainers call this method of a loader."""
         self._sampler.set_epoch(epoch)
 
     def skip_to(
@@ -103,35 +106,40 @@ class RegroupingDataLoader(DataLoader):
         epoch: int,
         batch: int,
     ) -> None:
-        """Yields the batches before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
+        """Resumes at batch `batch` of epoch `epoch`. Until then iterations yield a ``SkippedBatch`` for every batch.
+
+        This holds for one iteration of that epoch. If it is iterated again, all its batches are read.
+        """
         self._resume_at = (epoch, batch)
 
     def __iter__(self) -> Iterator[PreSplitBatch | SkippedBatch]:
-        """Yields the batches of the sampler's epoch."""
+        """Yields the batches of the sampler's epoch, those that are skipped as ``SkippedBatch``."""
         sampler = self._sampler
         epoch = sampler.epoch
-        num_skipped = self._take_batches_to_skip(epoch)
+        num_skipped = self._num_to_skip(epoch)
         for _ in range(num_skipped):
             yield SkippedBatch()
         if num_skipped == sampler.num_batches:
             return
-        first = num_skipped or sampler.first_batch  # from `skip_to` of this loader, or from the state of the sampler
+        # A run is resumed by `skip_to` of this loader, or by the state of the sampler, which yields nothing before.
+        first = num_skipped or sampler.first_batch
         batches = noting_progress(sampler, self._read_from(epoch, first), epoch, first)
         for index, batch in enumerate(batches, start=first):
-            if isinstance(batch, _Parcel):
+            if isinstance(batch, _BatchToPin):
                 batch = batch.batch
             # The facts are added here, so that workers need not send them. They are computed only if plans differ.
             plan = batch.plan
             if plan is not None:
                 facts = partial(sampler.plan_facts, epoch, index)
-                # All later batches have the witness, too, because Composer discards the first ones of a resumed run.
+                # Only the first batch brings the witness. Later ones get it, too, because Composer may discard the
+                # first batches of a resumed run.
                 if plan.witness:
                     self._witness = plan.witness
                 batch.plan = replace(plan, facts=facts, witness=self._witness)
             yield batch
 
-    def _take_batches_to_skip(self, epoch: int) -> int:
-        """Returns how many batches of an epoch to skip. They are skipped once. See :meth:`skip_to`."""
+    def _num_to_skip(self, epoch: int) -> int:
+        """Returns how many batches of an epoch to skip. Once the run is at the place of :meth:`skip_to`, forgets it."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
@@ -145,16 +153,16 @@ class RegroupingDataLoader(DataLoader):
         self,
         epoch: int,
         first: int,
-    ) -> Iterator[PreSplitBatch | _Parcel]:
-        """Returns an iterator over the batches of the epoch from `first` on."""
+    ) -> Iterator[PreSplitBatch | _BatchToPin]:
+        """Returns torch's iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
-        # Workers are seeded with a number that differs between ranks, epochs, and places of resumption.
+        # The seed for the workers differs between ranks, between epochs, and after a resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator at a time. A look (`next(iter(loader))`) must not take them from the
-        # iterator of the run, nor the run from a look.
-        needs_own_workers = self.persistent_workers and sampler.passes.are_under_way
+        # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
+        # gets its own workers, so that it does not stop the first.
+        needs_own_workers = self.persistent_workers and sampler.progress.has_reading_iterator
         sampler.start_of_loader = first
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
@@ -165,7 +173,7 @@ class RegroupingDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
-        A look (``next(iter(loader))``) changes it only if no other iterator has read a batch of the epoch.
+        ``next(iter(loader))``, a look at a batch, changes it only if no other iterator has read a batch of the epoch.
         """
         return self._sampler.state_dict()
 
@@ -173,15 +181,17 @@ class RegroupingDataLoader(DataLoader):
         self,
         state: dict[str, Any],
     ) -> None:
-        """Lets iterations of this epoch start at the place of the state. Composer needs `SkipReadBatches` instead."""
+        """Lets iterations start at the place of the state. For Composer use `SkipReadBatches` instead."""
         self._sampler.load_state_dict(state)
 
 
 class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
-    It must have no ``state_dict``. With one, Composer would discard no batches when it resumes a run, and it restores
-    random numbers only at the last batch that it discards.
+    Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
+    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. With one,
+    Composer would discard no batches when it resumes a run. Then it would not restore the random numbers, which it does
+    at the last batch that it discards.
     """
 
     def __init__(
@@ -203,6 +213,7 @@ class _PlannedDataset(Dataset):
         return self.dataset[index]
 
     def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
+        """Returns the batch of an assignment, with the record of its plan."""
         witness = ''
         if assignment.witnesses:
             witness = witness_of(self._read, assignment.witnesses)
@@ -212,6 +223,7 @@ class _PlannedDataset(Dataset):
         return batch
 
     def _read(self, indices: list[int]) -> Sequence[object]:
+        """Returns samples of the wrapped dataset, all at once if it can do that."""
         read_many = getattr(self.dataset, '__getitems__', None)
         if read_many is not None:
             return read_many(indices)
@@ -222,14 +234,14 @@ def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
     return batch
 
 
-class _Parcel:
-    """A batch on its way from torch to this loader.
+class _BatchToPin:
+    """Wraps a batch until torch has pinned it.
 
-    A PreSplitBatch is a mapping. Torch would pin its entries, and not call its `pin_memory`.
+    A PreSplitBatch is a mapping. Torch would pin its entries instead of calling its ``pin_memory``.
     """
 
     def __init__(self, batch: PreSplitBatch) -> None:
         self.batch = batch
 
-    def pin_memory(self) -> _Parcel:
-        return _Parcel(self.batch.pin_memory())
+    def pin_memory(self) -> _BatchToPin:
+        return _BatchToPin(self.batch.pin_memory())

@@ -1,10 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Global batches of runs with several datasets, or with one modality a step; and token weights for shares of a step.
+"""The order of samples if a run mixes several datasets, or if each of its steps has samples of one modality only.
 
-A dataset is read as an endless sequence: pass after pass, each in another order. The sequences of all datasets are
-merged evenly into one, and an epoch of the run is a stretch of it.
+A dataset is read as an endless sequence: all its samples, then all of them again in another order, and so on. One such
+reading is a pass. The sequences of all datasets are merged evenly into one, and an epoch of the run is a stretch of it.
+
+:class:`LossShares` weights the tokens of the datasets instead.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Mixture:
         sizes: Samples of each dataset.
         epochs: How often each is read in one epoch of the run; 0.5 gives one half in one epoch and the other half in
             the next. Default: once each.
-        weights: Instead, the relative share of each in every global batch; an epoch then has ``sum(sizes)`` samples.
+        weights: Instead of `epochs`, the relative share of each dataset in the samples of every global batch. An epoch
+            then has ``sum(sizes)`` samples.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -46,7 +49,8 @@ class Mixture:
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        # An upper limit, because the order of an epoch is held in memory.
+        # The order of an epoch is held in memory, so it must not become huge. The limit of `weights` is only far above
+        # any use of them.
         _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
         _check_rates('weights', self.weights, len(sizes), highest=1e9)
 
@@ -60,8 +64,9 @@ class Mixture:
         """Returns a mixture by shares of the loss tokens, not of the samples.
 
         The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
-        exact over whole passes. In a single global batch the number of samples of each dataset is right to within one
-        or two. The number of tokens is less exact, because samples differ in length.
+        exact over as many epochs as read every dataset a whole number of times. In a single global batch the number of
+        samples of each dataset is right to within one or two. The number of tokens is less exact, because samples
+        differ in length.
 
         Args:
             sizes: Samples of each dataset.
@@ -84,7 +89,7 @@ class Mixture:
 
     @property
     def quotas(self) -> list[Fraction]:
-        """Samples of each dataset in an epoch, on average over many."""
+        """Samples of each dataset in an epoch, as exact fractions: the mean over many epochs."""
         if self.weights is not None:
             weights = [Fraction(float(weight)) for weight in self.weights]
             num_samples = Fraction(sum(self.sizes))
@@ -105,7 +110,7 @@ class Mixture:
 
     @property
     def has_whole_passes(self) -> bool:
-        """Whether an epoch reads each dataset a whole number of times, so that all epochs have the same samples."""
+        """Whether every epoch reads each dataset a whole number of times. Then all epochs have the same samples."""
         sizes_and_quotas = zip(self.sizes, self.quotas, strict=True)
         return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
@@ -117,7 +122,7 @@ def _check_rates(
     *,
     highest: float,
 ) -> None:
-    """Raises ValueError unless each dataset has a positive number up to the highest one."""
+    """Raises ValueError unless `values` are None, or a positive number up to `highest` for each dataset."""
     if values is None:
         return
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
@@ -126,15 +131,15 @@ def _check_rates(
 
 
 class LossShares:
-    """Weights of tokens that give each dataset its share of the weight of every global batch.
+    """Gives every token a loss weight, so that each dataset has a fixed share of the summed weights of every step.
 
-    If a dataset has share ``s`` and ``t`` of the ``T`` loss tokens of the step, its tokens weigh ``s T / t``, so that a
-    token weighs 1 on average. That is exact in each step. A dataset without loss tokens in a step leaves its share to
-    the others, which is logged once.
+    If a dataset has share ``s``, and ``t`` of the ``T`` loss tokens of the step, each of its tokens weighs ``s T / t``.
+    So a token weighs 1 on average, and the shares are exact in each step. If a dataset has no loss tokens in a step,
+    the others divide its share among them. That is logged once.
 
     Args:
-        sizes: Samples of each dataset, which follow one another.
-        shares: Share of each dataset in the weight; they add up to 1.
+        sizes: Samples of each dataset, which follow one another in a ``ConcatDataset``.
+        shares: Share of each dataset in the summed weights; they add up to 1.
         loss_tokens: Loss tokens of each sample of all datasets, (sum(sizes),).
 
     Raises:
@@ -159,7 +164,7 @@ class LossShares:
         self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
-        """Returns the weight of a token of each sample of a global batch, float64 (samples,)."""
+        """Returns for each sample of a global batch the weight of each of its tokens, float64 (samples,)."""
         datasets = self._dataset_of_sample[window]
         # Loss tokens of each dataset in this batch.
         num_datasets = len(self.shares)
@@ -173,7 +178,7 @@ class LossShares:
                 int(is_absent.argmax()),
             )
         shares = np.where(is_absent, 0, self.shares)
-        # The lower limits only avoid a division by zero: then the weight is 0.
+        # Both `max` only avoid a division by zero, of a weight that is 0 anyway.
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
@@ -188,37 +193,39 @@ def permutation(size: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The endless sequence of the samples of a dataset, or of its samples of one modality. See the module."""
+    """The endless sequence of a dataset, or of its samples of one modality: pass after pass, as the module says."""
 
     samples: np.ndarray
+    """Its samples, in the order of the dataset, int64 (n,)."""
     quota: Fraction
+    """Samples of it in an epoch, on average."""
 
     def read(
         self,
-        items: np.ndarray,
+        positions: np.ndarray,
         entropy: Sequence[int] | None,
     ) -> np.ndarray:
-        """Returns some items of the endless sequence.
+        """Returns the samples at some positions of the endless sequence.
 
         Args:
-            items: Their numbers, from 0, ascending, int64.
-            entropy: Seeds of the order. None: every pass keeps the order of the dataset.
+            positions: Counted from 0, ascending, int64.
+            entropy: Numbers that decide the orders. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
         if entropy is None:
-            return self.samples[items % size]
-        passes, starts = np.unique(items // size, return_index=True)
-        items_of_passes = np.split(items, starts[1:])
-        pieces = []
-        # Not strict: without items no pass is read, but `np.split` returns one empty part.
-        for number, items_of_pass in zip(passes.tolist(), items_of_passes, strict=False):
+            return self.samples[positions % size]
+        passes, starts = np.unique(positions // size, return_index=True)
+        positions_of_passes = np.split(positions, starts[1:])
+        pieces = [positions[:0]]  # np.concatenate needs at least one piece
+        # Not strict: without positions there is no pass, but `np.split` returns one empty part.
+        for number_of_pass, positions_of_pass in zip(passes.tolist(), positions_of_passes, strict=False):
             # Every pass has another seed.
-            sequence = np.random.SeedSequence([*entropy, number])
-            (seed,) = sequence.generate_state(1).tolist()
+            seeds = np.random.SeedSequence([*entropy, number_of_pass])
+            (seed,) = seeds.generate_state(1).tolist()
             order = permutation(size, seed)
-            indices = order[items_of_pass % size]
+            indices = order[positions_of_pass % size]
             pieces.append(self.samples[indices])
-        return np.concatenate([items[:0], *pieces])
+        return np.concatenate(pieces)
 
 
 def mixed_orders(
@@ -227,7 +234,7 @@ def mixed_orders(
     seed: int | None,
     epoch: int,
     media: np.ndarray | None = None,
-    samples_to_fill: int | None = None,
+    full_batch_size: int | None = None,
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
@@ -239,51 +246,58 @@ def mixed_orders(
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
-        media: Modality of each sample, int (n,).
-        samples_to_fill: Size of a global batch, if the epoch only has full ones. The next epoch begins with the samples
-            that are left.
+        media: Modality of each sample, int (n,). Each modality then has an endless sequence of its own.
+        full_batch_size: Size of a global batch, if the epoch shall only have full ones. The samples that are left begin
+            the next epoch.
+
+    Raises:
+        ValueError: If an epoch would have no sample of some modality, so that none of them is ever trained.
     """
-    groups = _streams(mixture, media)
-    # Exact fractions, so that no rounding moves a sample over thousands of epochs.
-    quotas = []
+    groups = _groups_of_streams(mixture, media)
+    # Exact fractions, because rounding errors would add up over the epochs and move samples.
+    quotas_of_groups = []
     for group in groups:
-        quotas_of_group = [stream.quota for stream in group]
-        quotas.append(sum(quotas_of_group, Fraction(0)))
-    # For each group: where the epoch begins and ends in the endless sequence, in single samples or in full batches. It
-    # begins where the last epoch has ended.
-    if samples_to_fill is None:
-        size_of_piece = 1
+        quotas = [stream.quota for stream in group]
+        quotas_of_groups.append(sum(quotas, Fraction(0)))
+    # The epoch begins where the last one has ended in the endless sequence of each group.
+    if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
-        counts = counts_of_first(mixture.num_samples, quotas)
+        counts = counts_of_first(mixture.num_samples, quotas_of_groups)
+        if min(counts) == 0:
+            raise InvalidInputError(
+                "With modality='per_step' an epoch of `mixture` must have a sample of each modality, got: "
+                f'{counts} samples. Raise `epochs`, or leave out the samples of the rare modality.'
+            )
         begins = [epoch * count for count in counts]
         ends = [(epoch + 1) * count for count in counts]
     else:
-        # A rare modality may fill a batch only every few epochs.
-        size_of_piece = samples_to_fill
-        num_batches = mixture.num_samples // samples_to_fill
-        begins = counts_of_first(epoch * num_batches, quotas)
-        ends = counts_of_first((epoch + 1) * num_batches, quotas)
+        # Every epoch has the same number of full batches. A rare modality may fill one only every few epochs.
+        num_batches = mixture.num_samples // full_batch_size
+        batches_before = counts_of_first(epoch * num_batches, quotas_of_groups)
+        batches_after = counts_of_first((epoch + 1) * num_batches, quotas_of_groups)
+        begins = [count * full_batch_size for count in batches_before]
+        ends = [count * full_batch_size for count in batches_after]
     orders = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
-        orders.append(_merged(group, begin * size_of_piece, end * size_of_piece, seed))
+        orders.append(_merged(group, begin, end, seed))
     return orders
 
 
-def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
-    counts = [len(batches) for batches in batches_of_orders]
+def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Merges the global batches of all modalities, one list for each, evenly into one list."""
+    counts = [len(batches) for batches in batches_of_modalities]
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
-    numbers, places = interleave(begins, counts, quotas)
+    modalities, numbers = interleave(begins, counts, quotas)
     merged = []
-    for number, place in zip(numbers, places, strict=True):
-        batches = batches_of_orders[number]
-        merged.append(batches[place])
+    for modality, number in zip(modalities, numbers, strict=True):
+        batches = batches_of_modalities[modality]
+        merged.append(batches[number])
     return merged
 
 
-def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
-    """Returns the sequences to merge: one group of them, or one group for each modality."""
+def _groups_of_streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
+    """Returns the groups of sequences that are merged, one for each modality, or a single one without `media`."""
     num_samples = sum(mixture.sizes)
     ends = np.cumsum(mixture.sizes)
     datasets = np.split(np.arange(num_samples), ends[:-1])
@@ -294,9 +308,10 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
         group = []
         for samples, quota in zip(datasets, mixture.quotas, strict=True):
             samples_of_modality = samples[media[samples] == modality]
-            if len(samples_of_modality):
-                share = quota * len(samples_of_modality) / len(samples)
-                group.append(_Stream(samples_of_modality, share))
+            num_of_modality = len(samples_of_modality)
+            if num_of_modality > 0:
+                quota_of_modality = quota * num_of_modality / len(samples)
+                group.append(_Stream(samples_of_modality, quota_of_modality))
         groups.append(group)
     return groups
 
@@ -307,43 +322,44 @@ def _merged(
     end: int,
     seed: int | None,
 ) -> np.ndarray:
-    """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
+    """Returns the samples of a group of sequences, merged evenly, from position `begin` to before `end`."""
     quotas = [stream.quota for stream in group]
     begins = counts_of_first(begin, quotas)
     ends = counts_of_first(end, quotas)
-    sources, items = interleave(begins, ends, quotas)
-    samples = np.empty_like(items)
+    streams, positions = interleave(begins, ends, quotas)
+    samples = np.empty_like(positions)
     for number, stream in enumerate(group):
-        is_of_stream = sources == number
+        is_of_stream = streams == number
         entropy = None
         if seed is not None:
             # The first sample tells the stream from all others. SeedSequence takes no negative numbers.
             entropy = (seed % 2**32, int(stream.samples[0]))
-        samples[is_of_stream] = stream.read(items[is_of_stream], entropy)
+        samples[is_of_stream] = stream.read(positions[is_of_stream], entropy)
     return samples
 
 
-# Endless sequences merged evenly: after any number of items each has had its share, to within one.
+# The even merge of endless sequences (Sainte-Laguë's divisor method). Item j of a sequence with quota q has the mark
+# (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first. So
+# after any number of items each sequence has had its share, to within one item.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
-    """Returns how many of the first items of the merged sequence each sequence has given.
+    """Returns how many of the first `num_items` items of the merged sequence come from each sequence.
 
-    Item ``j`` of a sequence with quota ``q`` stands at ``(j + 1/2) / q`` (Sainte-Laguë's divisor method), so counts
-    never fall when `num_items` grows, and add up to it. If quotas are integers, ``sum(quotas)`` items hold exactly
-    ``quotas``. Ties go to the earlier sequence.
+    The counts add up to `num_items`, and none of them falls when `num_items` grows. If quotas are integers,
+    ``sum(quotas)`` items hold exactly ``quotas``.
     """
     half = Fraction(1, 2)
-    # First all items up to a place so early that they cannot be more than `num_items`.
-    place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
-    counts = [int(place * quota + half) for quota in quotas]
-    # Then the few that are missing, one by one: each time the item that stands first.
+    # First count all items up to a mark. Rounding adds at most 1/2 a sequence, so these are at most `num_items`.
+    mark = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
+    counts = [int(mark * quota + half) for quota in quotas]
+    # Then add the few that are missing, one by one: each time the item with the lowest mark.
     for _ in range(num_items - sum(counts)):
-        places = []
+        next_marks = []
         for count, quota in zip(counts, quotas, strict=True):
-            places.append((count + half) / quota)
-        first = places.index(min(places))
-        counts[first] += 1
+            next_marks.append((count + half) / quota)
+        lowest = next_marks.index(min(next_marks))
+        counts[lowest] += 1
     return counts
 
 
@@ -352,17 +368,19 @@ def interleave(
     ends: Sequence[int],
     quotas: Sequence[Fraction],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a stretch of the merged sequence: which sequence stands at each place, and which of its items.
+    """Returns a stretch of the merged sequence: for each item its sequence, and its number in that sequence.
 
-    The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
+    The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. They may be sorted by marks in
+    floats, because a rounding error only exchanges neighbours inside the stretch.
     """
     counts = np.subtract(ends, begins)
     numbers = np.arange(len(quotas))
-    sources = np.repeat(numbers, counts)
-    stretches = zip(begins, ends, strict=True)
-    items_of_sources = [np.arange(begin, end) for begin, end in stretches]
-    items = np.concatenate(items_of_sources)
+    sequences = np.repeat(numbers, counts)
+    items_of_sequences = []
+    for begin, end in zip(begins, ends, strict=True):
+        items_of_sequences.append(np.arange(begin, end))
+    items = np.concatenate(items_of_sequences)
     quotas_as_floats = np.array(quotas, dtype=np.float64)
-    places = (items + 0.5) / quotas_as_floats[sources]
-    order = np.argsort(places, kind='stable')
-    return sources[order], items[order]
+    marks = (items + 0.5) / quotas_as_floats[sequences]
+    order = np.argsort(marks, kind='stable')
+    return sequences[order], items[order]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The samples of a global batch that one rank loads: planned with all ranks, and collated by microbatch."""
+"""The samples of a global batch that one rank loads: its part of the plan of all ranks, and how they are collated."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ LoadedSample = TypeVar('LoadedSample')
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The samples that one rank loads, at least one.
+    """The samples of a global batch that one rank loads, at least one.
 
-    Dummies of the plan are not among them: the split makes dummy rows itself, from a row that it has.
+    Planned dummies are left out. The split adds dummy rows where they are needed, which it makes of a loaded row.
     """
 
     microbatches: list[list[int]]
-    """Samples of each microbatch. A rank that computes no sample gets a copy of one that another rank computes."""
+    """Samples of each microbatch. A rank without a sample gets a copy of one that another rank computes."""
     is_copy: bool = False
     """Whether its only sample is such a copy, which must weigh nothing."""
     weights: list[list[float]] | None = None
-    """Weight of a token of each sample; None if all tokens of the step weigh the same."""
+    """For each sample of each microbatch the weight of its tokens; None if all tokens of the step weigh the same."""
     plan_checksum: int = 0
-    """Checksum of the plan of all ranks, see :class:`.PlanRecord`."""
+    """Checksum of the plan of all ranks. If it differs between ranks, the step is refused."""
     witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
     """Samples that every rank reads in addition, to compare the datasets of the ranks."""
 
@@ -48,43 +48,45 @@ class RankAssignment:
             yield from indices
 
     def __len__(self) -> int:
+        """Returns the number of samples."""
         return sum(len(indices) for indices in self.microbatches)
 
     @classmethod
     def from_plan(
         cls,
         planned: Sequence[Microbatch],
-        members: np.ndarray,
+        global_batch: np.ndarray,
         weights: np.ndarray | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
         """Returns the assignment of a rank.
 
         Args:
-            planned: Microbatches of the rank. Their indices are places in `members`.
-            members: Samples of the global batch.
-            weights: Weight of a token of each of these samples.
+            planned: Microbatches of the rank. Their indices are positions in `global_batch`.
+            global_batch: Samples of the global batch, int64 (n,).
+            weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
-            computed = planned[:1]  # a dummy, which is a copy of a sample
+            computed = planned[:1]  # a dummy, which is a copy of a sample that another rank computes
         samples = []
         weights_of_samples = []
         for microbatch in computed:
             indices = list(microbatch.indices)
-            samples.append(members[indices].tolist())
+            samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
         return cls(samples, is_copy, weights_of_samples or None, plan_checksum)
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Plans a global batch, with a sample for every rank if there are enough; see :func:`.plan_microbatches`."""
+    """Plans a global batch as :func:`.plan_microbatches`, but every rank gets a sample if there are enough."""
     plan = plan_checked_rows(rows, num_ranks)
-    # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
-    # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
+    # Under 'fsdp' microbatches that run at the same time all have images, or all have none. So even if there are enough
+    # samples, a rank may get only dummies, and would have no row to load. Then the batch is planned as for 'ddp', which
+    # gives each rank a sample. The split still adds dummy rows and images, so that no rank waits for another in vain.
     has_enough_samples = len(rows.lengths) >= num_ranks
     if has_enough_samples and any(_has_only_dummies(rank) for rank in plan.ranks):
         rows = copy.copy(rows)
@@ -93,8 +95,8 @@ def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     return plan
 
 
-def _has_only_dummies(rank: Sequence[Microbatch]) -> bool:
-    return all(microbatch.filled for microbatch in rank)
+def _has_only_dummies(microbatches: Sequence[Microbatch]) -> bool:
+    return all(microbatch.filled for microbatch in microbatches)
 
 
 def collate(
@@ -104,33 +106,34 @@ def collate(
     options: CutOptions,
 ) -> PreSplitBatch:
     """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
-    limit = options.max_tokens  # planned widths are not rounded up beyond the budget either
+    budget = options.max_tokens
     microbatches: list[Batch] = []
     start = 0
     for number, indices in enumerate(assignment.microbatches):
         end = start + len(indices)
         batch = _as_mapping(collate_fn(list(samples[start:end])))
         start = end
-        batch = widened(batch, options.width_multiple, limit)
+        # To the planned width, which is not rounded up beyond the budget.
+        batch = widened(batch, options.width_multiple, budget)
         _check_rows(batch, len(indices))
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
         if assignment.is_copy:
-            # The labels of a row that counts as no sample are masked before the split.
+            # Marks the row as no sample. The labels of such rows are masked before the split, so they weigh nothing.
             batch = with_rows(batch, [RowCounts(samples=0)])
         microbatches.append(batch)
-    return PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
+    return PreSplitBatch(microbatches, max_tokens=budget, indices=assignment.microbatches)
 
 
 def _as_mapping(batch: Any) -> dict[str, Any]:
-    # A tokenizer's BatchEncoding has keys, but its type is not Mapping.
+    """Returns a batch as a dict. Raises ValueError if it has no keys."""
     if not hasattr(batch, 'keys'):
         raise InvalidInputError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
-    return {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+    return dict(batch)
 
 
 def _check_rows(batch: Batch, num_samples: int) -> None:
-    """Raises ValueError unless the batch has a row for each sample."""
+    """Raises ValueError if the batch has text, but not one row for each sample."""
     text = batch.get('input_ids', batch.get('labels'))
     if text is not None and len(text) != num_samples:
         raise InvalidInputError(
@@ -140,7 +143,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
 
 
 def _with_weights(batch: Batch, weights: list[float]) -> dict[str, Any]:
-    """Returns the batch with the weight of a token of each row. Raises ValueError if it has weights already."""
+    """Returns the batch with the weight of the tokens of each row. Raises ValueError if it has weights already."""
     if LOSS_WEIGHTS in batch:
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks that resume a run mid-epoch: one reads nothing twice, the other restores random numbers."""
+"""Callbacks for runs that resume mid-epoch: one reads no batch in vain, the other restores random numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 class SkipReadBatches(Callback):
     """Resumes mid-epoch without reading the batches that were trained on before.
 
-    Composer resumes by iterating the loader from the start of the epoch. It discards the batches before the place of
-    the run, and restores the random number generators at the last of them. With this callback a
-    :class:`RegroupingDataLoader` does not read the batches that will be discarded. Without it, or with another loader,
-    all of them are read, with the same result. Checkpoints are the same. Do not use it with
-    ``Trainer(spin_dataloaders=False)``, which discards no batches.
+    Composer resumes by iterating the loader from the start of the epoch. It discards the batches that the run has
+    trained on, and restores the random number generators at the last of them. With this callback a
+    :class:`RegroupingDataLoader` yields markers for the batches that will be discarded, and does not read them. Without
+    it, or with another loader, all of them are read, with the same result. Checkpoints are the same. Do not use it with
+    ``Trainer(spin_dataloaders=False)``, which discards no batches: the markers would reach the model.
     """
 
     def fit_start(
@@ -51,11 +51,13 @@ class RestoreRandomState(Callback):
 
     def __init__(self) -> None:
         self._saved: list[dict[str, Any]] | None = None
+        """Loaded states of the generators, one entry a rank, until they are restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the generators of all ranks. This is a collective, as Composer's own function is.
+        """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
 
-        They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
+        They are one string, because a sharded checkpoint is loaded entry by entry. With an entry for each rank it could
+        not be loaded on another number of ranks.
         """
         states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.
@@ -81,14 +83,14 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved generators, only before the first batch. The loader must draw no random numbers itself."""
+        """Restores the saved generators before the first batch is read. So reading it must draw no random numbers."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None
 
 
 def _restored(plain: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states of the generators of a rank, as Composer keeps them."""
+    """Returns the states of the generators of one rank, with the types that Composer's function takes."""
     version, numbers, gauss = plain['python']
     name, keys, *position = plain['numpy']
     restored: dict[str, Any] = {

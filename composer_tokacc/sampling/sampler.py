@@ -33,10 +33,13 @@ from composer_tokacc.planning import (
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
 from composer_tokacc.sampling.mixture import LossShares, Mixture
-from composer_tokacc.sampling.passes import Item, Passes
+from composer_tokacc.sampling.progress import Item, Progress
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 
 Result = TypeVar('Result')
+
+_SEEDS = (-(2**62), 2**62)
+"""Least and greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -48,24 +51,27 @@ class RegroupingBatchSampler(DistributedSampler):
     difference is that no sample counts twice: without `drop_last` the last global batch holds the samples that are
     left, while torch's sampler repeats samples to fill it up to a multiple of the ranks.
 
-    With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places,
-    which are the same for every number of ranks, too. A global batch by tokens takes samples until the next one would
-    lift the tokens of the epoch above the next multiple of `global_batch_tokens`. So every epoch has equally many
-    global batches, and a step differs from `global_batch_tokens` by less than the longest sample. :meth:`window_tokens`
-    returns the tokens of each. With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises
-    TypeError, and Composer needs a ``max_duration`` in tokens, samples or batches.
+    With `mixture` or ``modality='per_step'`` an epoch has another order. With `global_batch_tokens`, or a schedule of
+    `global_batch_size`, the order is cut at other places. Neither depends on the number of ranks. With a schedule,
+    epochs have unequal numbers of global batches. Then ``len()`` raises TypeError, and Composer needs a
+    ``max_duration`` in tokens, samples or batches.
+
+    With ``global_batch_tokens=G``, the first ``b`` global batches of an epoch are the longest start of its order that
+    has at most ``b * G`` tokens. So a step has G tokens, give or take less than the longest sample, and the number of
+    global batches only depends on the sum of the lengths. :meth:`window_tokens` returns the tokens of each.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
     rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
 
-    Its assignments are a pure function of its arguments, the epoch and the rank. Nothing is communicated. It holds the
-    order of the epoch, the lengths (16 bytes a sample together) and a few global batches. The next ones are planned in
-    a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
+    The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
+    order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
+    batches while the loader reads. Use the sampler with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
-    :meth:`state_dict` returns the place of the iterator that has come furthest in the epoch. So a look at some batch
-    (``next(iter(sampler))``) does not move the place of a run that is further. After :meth:`load_state_dict` or
-    :meth:`skip_to` every iteration of the epoch starts at that place, until one reaches the end of the epoch.
+    :meth:`state_dict` returns the place of the run: the epoch, and the number of the next global batch. If several
+    iterators read the epoch, the place is that of the furthest one. So ``next(iter(sampler))``, a look at a batch, does
+    not change the place of a run that has read more. After :meth:`load_state_dict` or :meth:`skip_to` every iteration
+    of the epoch starts at the place that was set, until one reaches the end of the epoch.
 
     Args:
         dataset: Map-style dataset.
@@ -73,24 +79,25 @@ class RegroupingBatchSampler(DistributedSampler):
             the rows and cuts a microbatch that would break the cap.
         global_batch_size: Samples of an optimizer step over all ranks. Or its schedule, a list of (start, size): a
             start is an optimizer step of the run (``1000`` or ``'1000ba'``) or a number of trained tokens
-            (``'5000000tok'``), and the first one is 0. A start is counted as if every earlier epoch was read to its
-            end.
+            (``'5000000tok'``), and the first one is 0. Steps and tokens are counted as if the run had read every
+            earlier epoch to its end.
         global_batch_tokens: Tokens of an optimizer step over all ranks, by `lengths`, instead of `global_batch_size`.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         seed: Seed of the order, the same on all ranks.
         shuffle: Whether each epoch has another order.
         drop_last: Whether the last, smaller global batch of an epoch is left out.
-        num_replicas: Number of ranks. Default: as launched.
-        rank: This rank. Default: as launched.
+        num_replicas: Number of ranks. Default: that of the process group, else of the launcher (``WORLD_SIZE``).
+        rank: This rank. Default: that in the process group, else of the launcher (``RANK``).
         cost, image_tokens, loss_tokens, vision_cost, max_image_tokens, max_loss_tokens, objective: As for
             :func:`.plan_microbatches`.
-        width_multiple: As given to ``token_data_spec``.
-        mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            every global batch has each dataset's share.
-        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without.
-        media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
-        loss_shares: Weights of tokens, so that each dataset has its share of a step. Batches then have
-            ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
+        width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
+        mixture: Shares of several datasets, which `dataset` joins as a ``ConcatDataset``. Every global batch has each
+            dataset's share.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of samples of one modality each.
+        media: Number of the modality of each sample for ``'per_step'``, (n,) ints. Default: 1 for samples with
+            `image_tokens`, 0 for all others.
+        loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches then have an
+            entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to fix it.
@@ -128,17 +135,17 @@ class RegroupingBatchSampler(DistributedSampler):
         media: Table | None = None,
         loss_shares: LossShares | None = None,
     ) -> None:
-        # The rank and the order of samples, which torch's class keeps.
+        # Ranks and the order of an epoch, whose arguments torch's class keeps as attributes.
         if num_replicas is None:
             num_replicas = get_world_size()
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
         check_count('num_replicas', num_replicas)
-        _check_within('rank', rank, 0, num_replicas - 1)
+        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
-        _check_within('seed', seed)
+        _check_integer('seed', seed, *_SEEDS)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
@@ -158,7 +165,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         _check_samples_fit(self.rows)
         self.lengths = self.rows.lengths
-        # The samples of each global batch.
+        # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
         self.media: np.ndarray | None = None
@@ -177,6 +184,7 @@ class RegroupingBatchSampler(DistributedSampler):
             media=self.media,
         )
         if global_batch_tokens is None:
+            # As with torch's sampler, a rank's mean number of samples, the `batch_size` of the loader, is an integer.
             for size in self._global_batches.sizes:
                 check_global_batch(size, num_replicas)
         self.global_batch_size = max(self._global_batches.sizes)
@@ -189,42 +197,43 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """Set by a loader while it makes its iterator, which starts here. Torch calls `iter`, which has no arguments.
+        """The global batch at which the iterator of a loader starts. None while no RegroupingDataLoader makes one.
 
-        The sampler then does not note its progress. The loader has it read ahead, so the loader notes the batches that
-        it yields.
+        An attribute, because torch calls ``iter(sampler)`` without arguments. The sampler does not note the progress of
+        such an iterator, because the workers of the loader read ahead. The loader notes the batches that it yields.
         """
-        self.passes = Passes()
-        self._compared_epoch: int | None = None
-        """The first epoch that is iterated. In it the ranks compare their datasets.
+        self.progress = Progress()
+        self._epoch_of_comparison: int | None = None
+        """The first epoch that is iterated. With its first batch all ranks read the same two samples, the witnesses.
 
-        All ranks read a few samples in addition, the witnesses. That is needed once, because a dataset keeps its order.
+        If ranks read different ones, their datasets list the samples in different orders, and the step is refused. One
+        comparison is enough, because a dataset does not change its order during a run.
         """
 
     def __len__(self) -> int:
-        """Global batches of an epoch, the same in every epoch and on all ranks.
+        """Returns the number of global batches of an epoch, the same in every epoch and on all ranks.
 
         Raises:
-            TypeError: If epochs have unequal numbers of global batches. Composer takes such a loader for one of unknown
-                length, and reads each epoch to its end.
+            TypeError: If epochs have unequal numbers of global batches. Composer then reads each epoch to its end, as
+                for any loader without a length.
         """
         if not self._global_batches.is_same_every_epoch:
             raise TypeError(
                 'Epochs have unequal numbers of global batches here, because of a schedule of `global_batch_size`, or '
-                'of `global_batch_tokens` with a mixture of parts of datasets. Use `num_batches` for that of the '
-                'present epoch, and give the Trainer a `max_duration` in tokens, samples or batches.'
+                'of `global_batch_tokens` with a mixture of parts of datasets. Give the Trainer a `max_duration` in '
+                'tokens, samples or batches. `num_batches` is the number of this epoch.'
             )
         return self.num_batches
 
     @property
     def num_batches(self) -> int:
-        """Global batches of the present epoch, the same on all ranks."""
-        return len(self._batches())
+        """Number of global batches of the present epoch, the same on all ranks."""
+        return len(self._windows())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on."""
-        if self._compared_epoch is None:
-            self._compared_epoch = self.epoch
+        if self._epoch_of_comparison is None:
+            self._epoch_of_comparison = self.epoch
         if self.start_of_loader is not None:
             return self._assignments(self.epoch, self.start_of_loader)
         first = self.first_batch
@@ -234,49 +243,50 @@ class RegroupingBatchSampler(DistributedSampler):
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)
-        # See `_compared_epoch`.
-        needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
+        needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_comparison
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The same ones in every epoch, because a rank may have looked at another epoch.
+                # The first and the last sample. They do not depend on the epoch: a rank that has looked at a batch of
+                # another epoch before the run compares in that epoch.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. Another epoch than the present one starts at its beginning."""
-        _check_within('epoch', epoch)  # it is added to the seed
+        """Sets the epoch of the next iteration, which starts at batch 0 if this is not the present epoch."""
+        _check_integer('epoch', epoch, *_SEEDS)
         if epoch != self.epoch:
             self.first_batch = 0
         super().set_epoch(int(epoch))
 
     def window(self, batch: int) -> list[int]:
-        """Returns the window of global batch `batch` of this epoch: its samples, in the order of the epoch."""
+        """Returns the samples of global batch `batch` of this epoch, its *window* in the order of the epoch."""
         return self._window(batch).tolist()
 
     def window_tokens(self) -> np.ndarray:
         """Returns the tokens of each global batch of this epoch, by `lengths`, int64 (number of global batches,)."""
-        tokens = [self.lengths[window].sum() for window in self._batches()]
+        tokens = [self.lengths[window].sum() for window in self._windows()]
         return np.array(tokens, dtype=np.int64)
 
     def plan(self, batch: int) -> MicrobatchPlan:
-        """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
+        """Returns the plan of global batch `batch` over all ranks. Index ``i`` in it is ``window(batch)[i]``."""
         return plan_batch(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
+        # With a sample for every rank there are no copies. Then no plan is needed to tell.
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
-        _check_within('batch', batch, 0, self.num_batches)
+        _check_integer('batch', batch, 0, self.num_batches)
         self.first_batch = batch
-        self.passes.forget()
+        self.progress.forget()  # no earlier iterator may hold the place any longer
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place of the run, and the arguments that decide its global batches, on any number of ranks."""
-        epoch, batch = self.passes.place(self.epoch, self.first_batch)
+        epoch, batch = self.progress.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
     def load_state_dict(
@@ -290,12 +300,19 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
-        size = identity.get('global_batch_size')
         # Earlier versions saved a single size as a schedule of one stage.
+        size = identity.get('global_batch_size')
         if state.get('global_batch_size') == [['0ba', size]]:
             state = {**state, 'global_batch_size': size}
-        for name in sorted({*identity, *state} - {'epoch', 'batch'}):
-            # None if the key is missing in one of the two, which is a difference, too.
+        # Earlier versions did not save these two.
+        not_saved_before = {
+            'checksum_of_media': identity.get('checksum_of_media'),
+            'sizes': identity.get('sizes'),
+        }
+        state = {**not_saved_before, **state}
+        names = {*identity, *state} - {'epoch', 'batch'}
+        for name in sorted(names):
+            # A key that only one of the two has is a difference, too: the other one yields None.
             if state.get(name) != identity.get(name):
                 raise InvalidInputError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
@@ -305,10 +322,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns a record of the plan of global batch `batch`. Ranks with a plain DataLoader are compared by it.
+        """Returns the record of global batch `batch` by which ranks with a plain DataLoader check that they agree.
 
-        The checksum covers the arguments and the samples, but not the plan, which would have to be made again. A
-        RegroupingDataLoader sends the checksum of its assignment instead. That one covers the plan, too.
+        Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. Batches
+        of a RegroupingDataLoader bring the checksum of their assignment instead, which also covers the plan.
         """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
@@ -320,12 +337,12 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns the arguments and the place that a plan depends on."""
+        """Returns all that the plan of a global batch depends on, as text. If ranks differ, the error shows it."""
         return {**self._facts, 'epoch': str(epoch), 'global batch': str(batch)}
 
     @cached_property
     def _facts(self) -> Facts:
-        """Returns the arguments that all plans of the run depend on."""
+        """All arguments that the plans of a run depend on, as text by name."""
         facts = {
             'number of ranks': str(self.num_replicas),
             'number of samples': str(len(self.lengths)),
@@ -350,6 +367,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _checksum(self) -> int:
+        """Checksum of these arguments."""
         return checksum_of(self._facts)
 
     def _identity(self) -> dict[str, Any]:
@@ -357,33 +375,40 @@ class RegroupingBatchSampler(DistributedSampler):
         identity: dict[str, Any] = {}
         if self.mixture is not None:
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
+            identity['sizes'] = list(self.mixture.sizes)
             identity['modality'] = self.modality
+        if self.media is not None:
+            data = self.media.tobytes()
+            identity['checksum_of_media'] = extended_checksum(0, data)
         identity['num_samples'] = len(self.lengths)
         identity.update(self._global_batches.identity())
         for name in ('seed', 'shuffle', 'drop_last'):
             identity[name] = getattr(self, name)
         return identity
 
-    def _batches(self) -> list[np.ndarray]:
+    def _windows(self) -> list[np.ndarray]:
+        """Returns the samples of each global batch of this epoch, int64 (samples,) each."""
         return self._global_batches.of_epoch(self.epoch)
 
     def _window(self, batch: int) -> np.ndarray:
-        batches = self._batches()
-        _check_within('batch', batch, 0, len(batches) - 1)
-        return batches[batch]
+        """Returns the samples of a global batch of this epoch. Raises ValueError if the epoch has no such batch."""
+        windows = self._windows()
+        _check_integer('batch', batch, 0, len(windows) - 1)
+        return windows[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
+        """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the whole plan."""
         plan = plan_batch(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)
-        checksum = 0
-        if self.num_replicas > 1:  # a single rank has no other to compare with
+        checksum = 0  # a single rank has no other to compare with
+        if self.num_replicas > 1:
             indices_of_ranks = []
             for rank in plan.ranks:
                 indices_of_ranks.append([microbatch.indices for microbatch in rank])
-            planned = window.tobytes() + repr(indices_of_ranks).encode()
-            checksum = extended_checksum(self._checksum, planned)
+            checksum = extended_checksum(self._checksum, window.tobytes())
+            checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
 
 
@@ -394,8 +419,9 @@ def noting_progress(
     first: int,
 ) -> Iterator[Item]:
     """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
-    yield from sampler.passes.follow(batches, epoch, first)
-    # The epoch is over. If it was resumed in the middle, the next iteration starts at the beginning nevertheless.
+    yield from sampler.progress.follow(batches, epoch, first)
+    # The epoch is over. If it was resumed in the middle, `first_batch` still is that place, but the next iteration must
+    # start at batch 0. If the trainer has set another epoch, `first_batch` belongs to that one.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
 
@@ -406,10 +432,11 @@ def prefetch(
     *,
     depth: int = 2,
 ) -> Iterator[Result]:
-    """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
+    """Yields ``map(function, items)``. A background thread computes up to `depth` further results in advance.
 
-    The thread starts with the first item. It is joined when the iterator ends, is closed or is garbage collected. An
-    error of `function` is raised where its result would have been yielded. Items are taken only as they are needed.
+    With a depth of 2 the thread has an item to work on while a result waits. It takes no more than `depth` items in
+    advance. It starts with the first item, and is joined when the iterator ends, is closed or is garbage collected. An
+    error of `function` is raised where its result would have been yielded.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
@@ -451,12 +478,12 @@ def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
     return checked_table('media', media, len(rows.lengths))
 
 
-def _check_within(
+def _check_integer(
     name: str,
     value: int,
-    least: int = -(2**62),
-    most: int = 2**62,
+    least: int,
+    most: int,
 ) -> None:
-    """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
+    """Raises ValueError unless an argument is an integer from `least` to `most`."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise InvalidInputError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')

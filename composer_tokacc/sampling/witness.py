@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A digest of a few samples that every rank reads, to notice datasets that list the same files in another order."""
+"""A digest of samples that every rank reads. It differs if the datasets of two ranks list files in different orders."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ def witness_of(
     read: Callable[[list[int]], Sequence[object]],
     indices: Sequence[int],
 ) -> str:
-    """Returns a digest of samples, which is equal in all processes with the same dataset.
+    """Returns a digest of the samples at `indices`, which is equal in all processes with the same dataset.
 
-    It is made of token ids, or of texts if there are no ids, because pixels may be augmented and paths may differ
-    between nodes. The samples are read twice with the same random numbers. If the two digests differ, the dataset has
-    another source of randomness. Then, or if the samples cannot be read, the digest is empty and nothing is compared.
+    It is made of token ids, or of texts if there are no ids. Pixels are left out because they may be augmented, and
+    paths because they may differ between nodes. The samples are read twice with the same random numbers. If the two
+    digests differ, the dataset has another source of randomness. Then, or if the samples cannot be read, the digest is
+    empty, and this rank is not compared.
+
+    Args:
+        read: Function that returns the samples at some indices.
+        indices: Samples to read.
     """
     digests = set()
     try:
         for _ in range(2):
             with same_random_numbers():
                 digests.add(_digest(read(list(indices))))
-    except Exception:  # a rank that trains on the sample will report it
+    except Exception:  # the error is raised again by the rank that trains on the sample
         return ''
     return digests.pop() if len(digests) == 1 else ''
 
 
 def _digest(samples: Sequence[object]) -> str:
-    """Returns a checksum of the integers in samples, or of the texts if there are no integers; '' without both."""
+    """Returns a checksum of the integers in samples, else of their texts, as 8 hex digits; '' if they have neither."""
     arrays: list[bytes] = []
     texts: list[bytes] = []
     for leaf in _leaves(tuple(samples)):
@@ -50,12 +55,15 @@ def _digest(samples: Sequence[object]) -> str:
 
 
 def _leaves(value: object) -> Iterator[np.ndarray | str]:
-    """Yields the integers of a sample, one array for each entry, and its texts without paths. Bytes are pixels."""
+    """Yields the arrays and lists of integers in a sample, and its texts.
+
+    Arrays of one byte a number are left out, because they are pixels, and texts with a slash, because they are paths.
+    """
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, torch.Tensor):
-        is_readable = value.device.type == 'cpu' and value.dtype != torch.bfloat16
-        if is_readable:
+        has_numpy_view = value.device.type == 'cpu' and value.dtype != torch.bfloat16
+        if has_numpy_view:
             value = value.numpy()
     if isinstance(value, list) and value:
         has_only_integers = all(isinstance(item, int) for item in value)

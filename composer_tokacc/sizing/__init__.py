@@ -3,9 +3,10 @@
 
 """Finds the largest safe microbatch of a run, and predicts what it gains.
 
-``trace`` runs steps of the run's own model without its memory, and ``memory_model`` predicts the peak of any microbatch
-from them. ``suggestion`` finds the largest microbatch that fits in the worst case. ``simulate`` makes steps of that
-size as the run would cut them, and ``report`` shows the result; with ``timing`` it is in seconds.
+``trace`` runs a few microbatches of the run's own model with tensors that take no memory. ``memory_model`` is fitted to
+them, and predicts the peak of any other microbatch. ``suggestion`` finds the largest microbatch that fits in the worst
+case. ``simulate`` cuts steps as the run would, and ``report`` shows the result. ``timing`` measures microbatches on the
+machine, so that the report is in seconds.
 """
 
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel, StaticBytes, load_or_calibrate

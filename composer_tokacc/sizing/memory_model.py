@@ -30,12 +30,13 @@ from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
-"""If the residual is larger, a report warns that its figures are rough."""
+"""If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
+of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# The sizes that the bytes of each part can depend on. `logits` are the positions at which logits are computed: all
-# tokens, or only those with a label.
+# For each part of a microbatch (`TRACED_PARTS`): the sizes that its bytes can depend on. They are `constant`, and
+# attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are copied.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
     'logits': ('logits',),
@@ -46,7 +47,7 @@ _FEATURES_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class StaticBytes:
-    """Bytes of the model on one rank, before anything is sharded, and the sizes of its parts for FSDP.
+    """Bytes of the whole model, before anything is sharded, and the sizes of its parts for FSDP.
 
     Args:
         parameters: All parameters, frozen ones too.
@@ -82,7 +83,10 @@ class StaticBytes:
         optimizer_step: int,
         compute_bytes: int,
     ) -> StaticBytes:
-        """Counts a model after a backward pass. Parameters without a gradient do not count as trained."""
+        """Counts the bytes of a model after a backward pass. Only parameters with a gradient count as trained.
+
+        See the class for the other arguments, which are bytes.
+        """
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
         in_blocks: set[int] = set()
         for block in blocks:
@@ -104,7 +108,7 @@ class StaticBytes:
         )
 
     def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
-        """Returns bytes by name on one of `num_ranks` ranks."""
+        """Returns bytes by name on one of `num_ranks` ranks, in the forward and backward passes."""
         check_count('num_ranks', num_ranks)
         num_shards = num_ranks if strategy == 'fsdp' else 1
         terms = {
@@ -115,12 +119,13 @@ class StaticBytes:
         if self.buffers:
             terms['buffers'] = float(self.buffers)
         if strategy == 'fsdp':
-            # In the precision of the forward pass: the parameters outside of the blocks, two blocks (one runs, the next
-            # is fetched), and the gradients of one block and of all parameters outside. In float32: a copy of the
-            # gradients of the block, to be reduced.
-            gathered = self.outside + 2 * self.block + self.trained_outside + self.trained_block
-            float32_bytes = 4
-            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * float32_bytes)
+            # Two blocks are gathered: one runs, the next is fetched.
+            gathered_weights = self.outside + 2 * self.block
+            # Gradients are whole until they are reduced. FSDP reduces those of a block in a copy in float32.
+            whole_gradients = self.trained_outside + self.trained_block
+            float32_bytes = 4 * self.trained_block
+            gathered_bytes = (gathered_weights + whole_gradients) * self.compute_bytes + float32_bytes
+            terms['gathered by FSDP'] = float(gathered_bytes)
         elif num_ranks > 1:
             # DDP copies every gradient, because Composer leaves `gradient_as_bucket_view` off.
             terms['DDP buckets'] = float(self.gradients)
@@ -135,10 +140,12 @@ class StaticBytes:
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Returns the parameters that have a gradient."""
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
 def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Returns the number of weights in the parameters."""
     return sum(parameter.numel() for parameter in parameters)
 
 
@@ -156,10 +163,10 @@ class ActivationFit:
     """Bytes of the activations of each part, as a sum of coefficients times sizes of the microbatch.
 
     Args:
-        coefficients: By part, then by feature.
-        area: When attention holds ``rows x width^2`` entries: ``'always'`` (eager), ``'padded'`` (SDPA builds a mask
-            if there is padding), ``'never'`` (flash attention).
-        residual: Largest error among the microbatches of the fit, as a share of the peak of the microbatch.
+        coefficients: Bytes for one unit of a size, by part and then by the name of the size, as in ``_FEATURES_OF``.
+        area: When attention holds ``rows x width^2`` entries, so that the size ``area`` counts: ``'always'`` (eager),
+            ``'padded'`` (SDPA builds a mask if there is padding), ``'never'`` (flash attention).
+        residual: Largest absolute error among the microbatches of the fit, as a share of the peak of the microbatch.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
@@ -167,7 +174,7 @@ class ActivationFit:
     residual: float
 
     def predict(self, shape: BatchShape) -> dict[str, float]:
-        """Returns the bytes of each part."""
+        """Returns the bytes of each part of a microbatch of this shape."""
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
             num_bytes[part] = 0.0
@@ -177,11 +184,11 @@ class ActivationFit:
 
 
 def _size(shape: BatchShape, name: str, area: str) -> float:
-    """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``."""
+    """Returns a size of a microbatch by one of the names in ``_FEATURES_OF``. For `area` see ``ActivationFit``."""
     if name == 'constant':
         return 1.0
-    has_mask = area == 'always' or (area == 'padded' and shape.is_padded)
-    if name == 'area' and not has_mask:
+    holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
+    if name == 'area' and not holds_area:
         return 0.0
     return float(getattr(shape, name) or 0)  # `labels` may be None
 
@@ -197,18 +204,18 @@ def fit_activations(
 
     Args:
         shapes: Shape of each microbatch.
-        measured: Bytes by part of each microbatch.
+        measured: Bytes by part of each microbatch, in this phase.
         area: See :class:`ActivationFit`.
         peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
-            them. Default: the sums of `measured`.
+            them. Default: the bytes in this phase.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
         if part == 'weights':
-            # The copies do not depend on the size of a microbatch. But text does not copy the weights of the encoder,
-            # so the largest value counts.
+            # These are copies of weights, so they do not depend on the size of a microbatch. A microbatch of text has
+            # no copies of the encoder's weights, so the largest value counts.
             coefficients[part] = {'constant': float(num_bytes.max())}
         else:
             coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
@@ -229,7 +236,15 @@ def _fit_part(
     num_bytes: np.ndarray,
     totals: np.ndarray,
 ) -> dict[str, float]:
-    """Returns the coefficients of one part by the name of the feature. Coefficients of 0 are left out."""
+    """Fits one part. Returns its coefficients by the name of the size; those of 0 are left out.
+
+    Args:
+        names: Sizes that the bytes can depend on.
+        shapes: Shape of each microbatch.
+        area: See :class:`ActivationFit`.
+        num_bytes: Bytes of this part in each microbatch, float64 (microbatches,).
+        totals: Bytes of all parts in each microbatch, float64 (microbatches,).
+    """
     features = np.zeros((len(shapes), len(names)))
     for row, shape in enumerate(shapes):
         for column, name in enumerate(names):
@@ -241,7 +256,10 @@ def _fit_part(
 
 
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """Returns the sum of the parts of each microbatch, float64 (microbatches,). Copies of weights are left out."""
+    """Returns the sum of the parts of each microbatch, float64 (microbatches,).
+
+    Copies of weights are left out, because they are no activations.
+    """
     totals = np.zeros(len(microbatches))
     for index, parts in enumerate(microbatches):
         weights = parts.get('weights', 0)
@@ -267,17 +285,17 @@ def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Peak memory of one rank.
-
-    ``static + a*tokens + b*logits*vocab + v*image_tokens + p*pixel_bytes + q*rows*width^2``
+    """Predicts the peak memory of one rank: static bytes, activations and inputs of a microbatch.
 
     Args:
         static: The part that does not depend on the microbatch.
-        phases: Fits of the activations at the peak of each phase of a step. The highest phase counts.
-        strategy: ``'ddp'`` or ``'fsdp'``. FSDP casts the residual stream too, so its activations are smaller.
+        phases: Fits of the activations at the peak of each phase of a step, by its name in ``MicrobatchPeaks``. The
+            highest phase counts.
+        strategy: ``'ddp'`` or ``'fsdp'``.
         logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
             ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).
-        pixel_bytes_per_image_token: The largest value among the traced microbatches.
+        pixel_bytes_per_image_token: Bytes of pixels for one image token: the largest value among the traced
+            microbatches.
     """
 
     static: StaticBytes
@@ -287,9 +305,9 @@ class MemoryModel:
     pixel_bytes_per_image_token: float = 0.0
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
-        """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
-        predicted = [phase.predict(shape) for phase in self.phases.values()]
-        parts = max(predicted, key=lambda parts_of_phase: sum(parts_of_phase.values()))
+        """Returns bytes by term at the peak of a microbatch of this shape, in the phase with the highest peak."""
+        parts_of_phases = [phase.predict(shape) for phase in self.phases.values()]
+        parts = max(parts_of_phases, key=lambda parts_of_phase: sum(parts_of_phase.values()))
         terms = self.static.terms(self.strategy, num_ranks)
         weight_copies = parts.get('weights', 0.0)
         if weight_copies:  # none if FSDP gathers parameters in the precision of the forward pass
@@ -299,7 +317,7 @@ class MemoryModel:
             'text activations': parts['text'],
             'logits': parts['logits'],
             'vision activations': parts['vision'],
-            # They count twice, because Composer copies each microbatch on the device for metrics of training.
+            # Inputs count twice, because Composer copies each microbatch on the device for metrics of training.
             'inputs': 2.0 * (shape.pixel_bytes + shape.input_bytes),
         }
 
@@ -308,8 +326,8 @@ class MemoryModel:
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
         if 'forward' in self.phases:
-            # The Trainer holds the logits of a microbatch until those of the next one exist. So the optimizer's step
-            # finds them in memory, and so does `forward`, which has no others.
+            # The Trainer holds the logits of a microbatch until those of the next one exist. So the last ones are in
+            # memory in the optimizer's step. The phase `forward` holds only such logits, so its fit predicts them.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 
@@ -331,7 +349,7 @@ class MemoryModel:
 
 
 def warning_of_residual(residual: float) -> str | None:
-    """Returns a warning if a memory model does not predict the microbatches of its own fit; otherwise None."""
+    """Returns a warning if a memory model fits its own traced microbatches badly; otherwise None."""
     if residual <= LARGE_RESIDUAL:
         return None
     return (
@@ -350,8 +368,8 @@ def load_or_calibrate(
     Args:
         folder: Folder of the calibrations. If it cannot be written, nothing is stored.
         key: All that the calibration depends on: model, dtype, precision, attention, checkpointing, frozen parts,
-            optimizer, device. Versions are added.
-        calibrate: Makes a new one. Its argument is the key with the versions.
+            optimizer, device. The versions of torch, transformers and calibrations are added.
+        calibrate: Makes a new one. Its argument is the key with these versions.
     """
     versions = {'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
     complete_key = {**key, **versions}

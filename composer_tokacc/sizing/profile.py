@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+"""Quantiles of the sample lengths in a :class:`DatasetProfile`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +25,15 @@ class SampleSizes:
     """Sizes of all samples, by index. They come from a length table, or from a plain list of lengths."""
 
     tokens: np.ndarray
-    """Length in tokens, image tokens included, int64 (n,)."""
+    """Length in tokens, image tokens included, int64 (samples,)."""
     image_tokens: np.ndarray
-    """Tokens that stand for images, int64 (n,)."""
+    """Tokens that stand for images, videos and audio, int64 (samples,)."""
     loss_tokens: np.ndarray | None = None
-    """Positions that carry loss, int64 (n,). None: unknown."""
+    """Positions that carry loss, int64 (samples,). None: unknown."""
     vision_patches: np.ndarray | None = None
-    """Patches that the vision encoder computes, (n,). None: unknown."""
+    """Patches that the vision encoder computes, integers (samples,). None: unknown."""
     sample_ids: Sequence[str] | None = None
-    """Names for messages. None: messages give the index."""
+    """Names of the samples for messages. None: messages give the index."""
 
     @classmethod
     def from_lengths(
@@ -42,7 +43,7 @@ class SampleSizes:
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
-        # If a column is 0 for all samples, nobody has counted it.
+        # A column of zeros was not counted.
         loss_tokens = None
         if lengths.loss_tokens.any():
             loss_tokens = lengths.loss_tokens.astype(np.int64)
@@ -62,10 +63,10 @@ class SampleSizes:
 
     @property
     def largest_share_of_labels(self) -> float:
-        """The largest share of its tokens for which a sample needs logits. It is 1 if labels are unknown.
+        """The largest share of a sample's tokens that may have a label, under any loss rule. It is 1 if unknown.
 
-        It holds for every loss rule. ``loss_tokens`` are counted for a model that shifts labels. Other models also
-        count the first label of a row, so one is added for each sample.
+        ``loss_tokens`` are counted for a model that shifts labels. Other models also count the first label of a row,
+        so one is added for each sample.
         """
         if self.loss_tokens is None:
             return 1.0
@@ -73,11 +74,15 @@ class SampleSizes:
         return min(float(shares.max()), 1.0)
 
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
-        """Returns how many positions of each of these samples carry loss, int64 (n,); None: unknown."""
+        """Returns how many positions of each of these samples carry loss; None if unknown. `samples` are indices."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]
 
     def names(self, chosen: np.ndarray) -> list[str]:
-        """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
+        """Returns a text for each sample with its name and length, the longest first.
+
+        Args:
+            chosen: Which samples, bool (samples,).
+        """
         indices = np.flatnonzero(chosen)
         longest_first = indices[np.argsort(-self.tokens[indices], kind='stable')]
         names = []
@@ -89,7 +94,7 @@ class SampleSizes:
         return names
 
     def profile(self) -> DatasetProfile:
-        """Returns figures of the dataset."""
+        """Returns the figures of the dataset for the report."""
         num_tokens = int(self.tokens.sum())
         num_image_tokens = int(self.image_tokens.sum())
         loss_share = None
@@ -98,7 +103,7 @@ class SampleSizes:
         patches_per_sample = None
         patches_per_image_token = None
         if self.vision_patches is not None:
-            patches = self.vision_patches[self.vision_patches > 0]
+            patches = self.vision_patches[self.vision_patches > 0]  # of the samples with images
             patches_per_sample = float(patches.mean())
             if num_image_tokens:
                 patches_per_image_token = float(patches.sum() / num_image_tokens)
@@ -123,16 +128,17 @@ class SampleSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetProfile:
-    """Figures of a length table. Shares are fractions of 1."""
+    """Figures of a dataset, for the report. Lengths are in tokens, shares are fractions of 1."""
 
     num_samples: int
     mean: float
+    """Mean length."""
     longest: int
     shortest: int
     quantiles: dict[str, int]
-    """By percent: ``{'5': 31, ...}``."""
+    """Quantiles of the lengths, by percent: ``{'5': 31, ...}``."""
     variation: float
-    """Standard deviation of the lengths, divided by their mean."""
+    """Coefficient of variation: standard deviation of the lengths, divided by their mean."""
     loss_share: float | None
     """Share of the tokens that carry loss. None: unknown."""
     image_share: float

@@ -23,34 +23,43 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIGNIFICANT_GAIN = 0.02
-"""A gain that is a smaller share of a step is within the error of the cost model."""
+"""A smaller share of the time of a step is within the error of the cost model, so it is not reported as a gain."""
 METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
-"""Styles of the lines in the picture. The last two differ, because one often covers the other."""
+"""Styles of matplotlib for the lines in the picture. The last two differ, because one often covers the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRow:
-    """One microbatch size."""
+    """Padding, time and memory with one microbatch size."""
 
     size: int
+    """Microbatch size, in rows of ``SizingReport.slot_tokens``."""
     padding: dict[str, float]
     """Padding ratio by method: ``stock``, ``split``, ``planned``."""
     cost: dict[str, float]
     """Cost of a step by method, in units of the cost model."""
     peak_gib: float
+    """Highest memory of a rank in a step."""
     parts_gib: dict[str, float]
-    """Memory by part: ``model`` (parameters, gradients, optimizer), ``text``, ``logits``, ``vision``, ``inputs``."""
+    """The peak by part: ``text``, ``logits``, ``vision``, ``inputs``, and ``model`` for all else (parameters,
+    gradients, optimizer)."""
     fits: bool
+    """Whether the peak is within the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizingReport:
-    """A recommended microbatch size with its reasons. Memory is in GiB, padding a share of the computed positions."""
+    """A recommended microbatch size with its reasons. Memory is in GiB, padding a share of the computed positions.
+
+    Fields without a description are arguments of :func:`.suggest_microbatching`.
+    """
 
     profile: DatasetProfile
+    """Figures of the dataset."""
     num_ranks: int
     global_batch_size: int
     strategy: str
+    """``ddp`` or ``fsdp``."""
     device_memory_gib: float
     safety: float
     device_train_microbatch_size: int
@@ -65,9 +74,9 @@ class SizingReport:
     logits: str
     """Where the run computes logits: at ``all`` positions, or only at ``labels``."""
     most_logits: int
-    """The most positions of a microbatch of the suggested size at which logits are computed."""
+    """At how many positions a microbatch of the suggested size computes logits, at most."""
     stock_microbatch_size: int
-    """Rows of stock Composer at the same memory."""
+    """Largest microbatch size of stock Composer at the same memory, in rows."""
     regroup: bool
     width_multiple: int
     packing: bool
@@ -82,7 +91,7 @@ class SizingReport:
     figures: dict[str, StepFigures]
     """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     bound: float
-    """Cost of a step that no plan can beat."""
+    """A lower bound of the cost of a step under any plan."""
     measured_cost: CostModel | None
     """The cost model that was fitted to times on the machine, for the lines to paste."""
     seconds_per_unit: float | None
@@ -103,31 +112,37 @@ class SizingReport:
 
     @property
     def limit_gib(self) -> float:
-        """Memory that may be planned for."""
+        """Memory of a device that may be planned for."""
         return self.device_memory_gib * self.safety
 
     def step_seconds(self, method: str) -> float | None:
         """Returns the seconds of a step. None: no times were measured."""
-        return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
+        if self.seconds_per_unit is None:
+            return None
+        return self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns the seconds of a step with this cost. If no times were measured, a stock step counts as 1."""
+        """Returns the time of a step with this cost: in seconds, or in stock steps if no times were measured."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
 
     def speedup(self, method: str = 'split') -> float:
-        """Returns the step time of stock Composer, divided by that of ``'split'`` or ``'planned'``."""
-        stock_seconds = self.time_of(self.figures['stock'].cost)
-        seconds = self.time_of(self.figures[method].cost)
-        return stock_seconds / seconds
+        """Returns how many times as fast as stock Composer a step of a method is."""
+        stock_time = self.time_of(self.figures['stock'].cost)
+        method_time = self.time_of(self.figures[method].cost)
+        return stock_time / method_time
 
     def share_of_bound(self, method: str = 'split') -> float:
-        """Returns how near a method comes to the best possible plan; 1 is as good as can be."""
+        """Returns the lower bound of the cost, divided by the cost of a method. With 1 no plan can be better."""
         return self.bound / self.figures[method].cost
 
     def identity(self) -> str:
-        """Returns the global batch as ``rows x microbatches x ranks`` of stock Composer."""
+        """Returns how stock Composer divides the global batch, as an equation.
+
+        For example ``(4 x 2 + 1) rows x 8 ranks = 72 samples a step``: a rank has two microbatches of 4 rows, and one
+        of 1 row.
+        """
         rows_per_rank = self.global_batch_size // self.num_ranks
         num_microbatches, remainder = divmod(rows_per_rank, self.stock_microbatch_size)
         microbatches = f'{self.stock_microbatch_size} x {num_microbatches}'
@@ -142,6 +157,7 @@ class SizingReport:
             'slot_tokens': self.slot_tokens,
             'regroup': self.regroup,
         }
+        # Further options are left out if they have the default of the run.
         defaults = {
             'width_multiple': 1,
             'max_image_tokens': None,
@@ -157,7 +173,7 @@ class SizingReport:
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings about the figures, for their reader."""
+        """Returns warnings about rough figures, samples that are too large, and a smaller size that is faster."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
@@ -172,7 +188,8 @@ class SizingReport:
         fitting_sizes = [row for row in self.sizes if row.fits]
         if fitting_sizes:
             fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
-            gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
+            suggested = self.figures['planned']
+            gain = 1 - self.time_of(fastest.cost['planned']) / self.time_of(suggested.cost)
             if gain > SIGNIFICANT_GAIN:
                 warnings.append(
                     f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the '
@@ -209,7 +226,7 @@ class SizingReport:
 
 
 def warning_of_too_large(names: Sequence[str]) -> str:
-    """Returns a warning of samples that do not fit into memory."""
+    """Returns the warning about samples that do not fit into memory."""
     num_samples = len(names)
     first_name = names[0]
     return (
@@ -219,16 +236,18 @@ def warning_of_too_large(names: Sequence[str]) -> str:
 
 
 def _changed_terms(cost: CostModel) -> dict[str, float]:
-    """Returns the terms of a cost model that are not the default, with four digits."""
-    defaults = asdict(CostModel(seconds_per_token=cost.seconds_per_token))
+    """Returns the terms of a cost model that differ from the default, with four significant digits."""
+    defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
-        if value != defaults[name]:
+        # The run cuts by units of cost, so it needs no seconds.
+        if name != 'seconds_per_token' and value != defaults[name]:
             changed[name] = float(f'{value:.4g}')
     return changed
 
 
 def _answer(report: SizingReport) -> str:
+    """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
     loss_share = 'unknown'
@@ -259,6 +278,7 @@ def _answer(report: SizingReport) -> str:
 
 
 def _vision(profile: DatasetProfile) -> str:
+    """Returns the cell about the patches of the vision encoder."""
     if profile.patches_per_sample is None:
         return '-'
     text = f'{profile.patches_per_sample:.0f} patches a sample with images'
@@ -268,12 +288,14 @@ def _vision(profile: DatasetProfile) -> str:
 
 
 def _memory(report: SizingReport) -> str:
+    """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
     return _table('Memory at the peak of the largest microbatch', [('held by', 'GiB', 'share')], rows)
 
 
 def _methods(report: SizingReport) -> str:
+    """Returns the table that compares the methods. Its header has two lines, because the words are long."""
     header = [
         ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
         ('method', 'padding', 'batches', 'ance', _unit_of_time(report), 'up', 'bound'),
@@ -294,16 +316,18 @@ def _methods(report: SizingReport) -> str:
 
 
 def _unit_of_time(report: SizingReport) -> str:
+    """Returns the unit of ``SizingReport.time_of``."""
     return 'x stock' if report.seconds_per_unit is None else 'seconds'
 
 
 def _time(report: SizingReport, cost: float) -> str:
-    """Returns the time of a step with this cost, in the unit of the report."""
+    """Returns the time of a step with this cost as text, in the unit of ``_unit_of_time``."""
     num_digits = 2 if report.seconds_per_unit is None else 3
     return f'{report.time_of(cost):.{num_digits}f}'
 
 
 def _sizes(report: SizingReport) -> str:
+    """Returns the table of the sizes: padding of each method, time of each method, peak, and a remark."""
     header = [
         ('', 'padding', '', '', f'time, {_unit_of_time(report)}', '', '', 'peak', ''),
         ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
@@ -326,7 +350,10 @@ def _table(
     header: Sequence[Sequence[str]],
     rows: Sequence[Sequence[str]],
 ) -> str:
-    """Returns a table as text. Cells below a header are figures, so they are aligned to the right."""
+    """Returns a table as text.
+
+    Its first column has names. If it has a header, the other columns have figures, so they are aligned to the right.
+    """
     lines = [*header, *rows]
     columns = zip(*lines, strict=True)
     widths = [max(map(len, column)) for column in columns]
@@ -345,7 +372,7 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # Not pyplot, which would choose a backend for the whole process.
+    # A Figure of its own, because pyplot would choose a backend for the whole process.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
@@ -356,12 +383,12 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
     )
     _draw_padding(padding_axes, report)
     _draw_memory(memory_axes, report)
-    names = []
+    tick_labels = []
     for row in report.sizes:
         is_suggested = row.size == report.device_train_microbatch_size
-        names.append(f'{row.size} *' if is_suggested else str(row.size))
+        tick_labels.append(f'{row.size} *' if is_suggested else str(row.size))
     for axes in (padding_axes, memory_axes):
-        axes.set_xticks(range(len(names)), names)
+        axes.set_xticks(range(len(tick_labels)), tick_labels)
         axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
         axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -369,6 +396,7 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
 
 def _draw_padding(axes: Axes, report: SizingReport) -> None:
+    """Draws a line for each method: the padding in percent at each size."""
     for method, name in METHOD_NAMES.items():
         percent = [100 * row.padding[method] for row in report.sizes]
         axes.plot(percent, METHOD_STYLES[method], label=name)
@@ -377,12 +405,12 @@ def _draw_padding(axes: Axes, report: SizingReport) -> None:
 
 def _draw_memory(axes: Axes, report: SizingReport) -> None:
     """Draws a bar for each size: the parts of its memory, stacked."""
-    bottom = np.zeros(len(report.sizes))
+    tops = np.zeros(len(report.sizes))  # of the bars so far, in GiB
     bars = None
     for part in report.sizes[0].parts_gib:
         heights = [row.parts_gib[part] for row in report.sizes]
-        bars = axes.bar(range(len(heights)), heights, bottom=bottom, label=part)
-        bottom += heights
+        bars = axes.bar(range(len(heights)), heights, bottom=tops, label=part)
+        tops += heights
     remarks = []
     for row in report.sizes:
         remark = f'{row.peak_gib:.3g}'
@@ -390,7 +418,8 @@ def _draw_memory(axes: Axes, report: SizingReport) -> None:
             remark += '\ntoo large'
         remarks.append(remark)
     if bars is not None:
-        axes.bar_label(bars, remarks)  # on the last part, which ends at the peak
+        axes.bar_label(bars, remarks)  # above the last part, whose top is the peak
     axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
     axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
-    axes.set_ylim(0, 1.45 * bottom.max())  # not up to the limit, which may be far above
+    # Room for remarks and legend. The limit may be far above, and is left out then.
+    axes.set_ylim(0, 1.45 * tops.max())

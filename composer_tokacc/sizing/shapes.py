@@ -22,22 +22,23 @@ class BatchShape:
     """The sizes of a microbatch that its memory depends on."""
 
     rows: float
-    """Not always an integer: an upper bound may have a part of a row."""
+    """Number of rows. Not always an integer: an upper bound may have a part of a row."""
     width: int
     """Padded width in tokens, image placeholders included."""
     image_tokens: int = 0
+    """Placeholders of images, videos and audios, in all rows."""
     image_area: float = 0.0
     """Sum of squared image tokens over the images. Eager attention in the vision encoder holds that many entries."""
     pixel_bytes: int = 0
     """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
-    """Whether some position is padding. Without any, SDPA needs no mask."""
+    """Whether some position is padding. If none is, SDPA needs no mask."""
     labels: int | None = None
-    """Number of positions at which logits are computed. None: at all positions."""
+    """If logits are computed only at labels: the number of their positions. None: they are computed everywhere."""
 
     @property
     def tokens(self) -> float:
-        """Positions computed, padding included."""
+        """Number of positions, padding included."""
         return self.rows * self.width
 
     @property
@@ -57,7 +58,7 @@ class BatchShape:
 
     @classmethod
     def from_batch(cls, batch: Batch, layout: BatchLayout) -> BatchShape:
-        """Returns the shape of a batch whose logits are computed at all positions."""
+        """Returns the shape of a batch. Its logits count at all positions."""
         rows, width = batch['input_ids'].shape
         image_tokens = 0
         if layout.config is not None:
@@ -82,15 +83,16 @@ def _image_area(
     layout: BatchLayout,
     image_tokens: int,
 ) -> float:
-    """Returns the sum of squared image tokens over the images of a batch."""
+    """Returns the sum over the images of a batch of their squared number of tokens."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
-        # The batch does not say how large each image is, so all count as equally large.
+        # The batch does not say how large each image is, so all count as equally large: n * (tokens / n)^2.
         num_images = max(sum(layout.media_per_row(batch)), 1)
         return image_tokens**2 / num_images
-    num_frames, height, width = torch.cat(grids).unbind(dim=1)
+    num_frames, height, width = torch.cat(grids).unbind(dim=1)  # height and width in patches
     vision_config = getattr(layout.config, 'vision_config', None)
-    merge_size = getattr(vision_config, 'spatial_merge_size', 2)  # of Qwen-VL
+    # One image token stands for a square of patches. Its side is 2 in Qwen-VL.
+    merge_size = getattr(vision_config, 'spatial_merge_size', 2)
     # Each frame of a video attends only to itself. An image is one frame.
     tokens_per_frame = height * width // merge_size**2
     area_per_frame = tokens_per_frame.double().square()
@@ -99,7 +101,7 @@ def _image_area(
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:
-    """Returns the number of positions of a microbatch at which logits are computed in a run with logits at labels.
+    """Returns at how many positions of a microbatch a run with logits at labels computes them.
 
     It is one more than there are labels, because a model that shifts labels drops the last position. If nearly all
     positions have a label, the run computes all logits.
@@ -114,7 +116,7 @@ def batch_of_width(
     samples: Sequence[Batch],
     width: int,
 ) -> Batch:
-    """Returns a batch with a row for each sample, padded to exactly this width."""
+    """Returns a batch with a row for each sample, padded to exactly this width. Several rows have some padding."""
     batch = layout.concat(samples)
     if width < layout.width(batch):
         raise InvalidInputError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
@@ -126,7 +128,7 @@ def batch_of_width(
                 widened[key] = cat_padded([value], entry, width, 'right')
     mask = widened['attention_mask']
     if len(mask) > 1 and bool((mask != 0).all()):
-        # No row needed padding. One masked position stands for the padding that real batches have.
+        # No row needed padding. One position is masked, because real batches of several rows have padding.
         mask = mask.clone()
         mask[-1, -1] = 0
         widened['attention_mask'] = mask
@@ -138,15 +140,16 @@ def probe_batches(
     samples: Sequence[Batch],
     width: int,
 ) -> list[Batch]:
-    """Returns batches of real samples, widened with padding. Text gives four batches, images give five or six.
+    """Returns batches of real samples, widened with padding, to fit a model of memory or operations to them.
 
-    The first batch is small, and has an image if any sample has one.
+    Text gives four batches, images give five or six. The first batch is small, and has an image if any sample has one.
+    Each batch repeats one sample.
 
     Args:
         layout: Layout of the model's batches.
         samples: Samples as the processor returns them. Some should have images and some not, if the dataset has both,
             and the images should have different sizes.
-        width: Width of the widest batch.
+        width: Width of the widest batch in tokens. It grows if the samples do not fit.
     """
     if not samples:
         raise InvalidInputError('`samples` must hold at least one sample, got: none.')
@@ -158,31 +161,32 @@ def probe_batches(
         else:
             without_images.append(sample)
     # Sample, number of rows, and width of each batch. They vary independently. Otherwise tokens, rows x width^2 and
-    # image tokens would grow in proportion, and a fit could not tell them apart. `widest` leaves room for the small
-    # sample in the narrowest batch.
+    # image tokens would grow in proportion, and a fit could not tell them apart. `widest` leaves room for the shortest
+    # sample in the narrowest batch, and for padding after the longest sample.
     if with_images:
-        small, large = with_images[0], with_images[-1]
-        widest = max(width, 2 * _length(small), _length(large) + 1)
-        sizes = [
-            (small, 2, widest // 2),
-            (small, 4, widest // 2),
-            (small, 2, widest),
-            (large, 2, widest),
-            (large, 3, widest * 3 // 4),
+        shortest, longest = with_images[0], with_images[-1]
+        widest = max(width, 2 * _length(shortest), _length(longest) + 1)
+        probes = [
+            (shortest, 2, widest // 2),
+            (shortest, 4, widest // 2),
+            (shortest, 2, widest),
+            (longest, 2, widest),
+            (longest, 3, widest * 3 // 4),
         ]
         if without_images:
-            sizes.append((without_images[0], 2, widest // 2))
+            probes.append((without_images[0], 2, widest // 2))
     else:
-        small = without_images[0]
-        widest = max(width, 4 * _length(small))
-        sizes = [
-            (small, 2, widest // 4),
-            (small, 2, widest),
-            (small, 4, widest // 2),
-            (small, 3, widest // 4),
+        shortest = without_images[0]
+        widest = max(width, 4 * _length(shortest))
+        probes = [
+            (shortest, 2, widest // 4),
+            (shortest, 2, widest),
+            (shortest, 4, widest // 2),
+            (shortest, 3, widest // 4),
         ]
     batches = []
-    for sample, num_rows, batch_width in sizes:
+    for sample, num_rows, batch_width in probes:
+        # A sample may be longer than three quarters of the width.
         batch_width = max(batch_width, _length(sample))
         batch = batch_of_width(layout, [sample] * num_rows, batch_width)
         batches.append(batch)
@@ -190,11 +194,15 @@ def probe_batches(
 
 
 def with_spaced_labels(batch: Batch, spacing: int) -> Batch:
-    """Returns the batch with a label at every `spacing`-th position. Only the number of labels changes the memory."""
+    """Returns the batch with a label at every `spacing`-th position of its flattened rows.
+
+    All labels are 0, because their values do not change the memory.
+    """
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     labels.view(-1)[::spacing] = 0
     return {**batch, 'labels': labels}
 
 
 def _length(sample: Batch) -> int:
+    """Returns the number of tokens of a sample, which is a batch of one row."""
     return sample['input_ids'].shape[1]

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Simulates the steps of a run and prices them with a cost model.
+"""Simulates how the steps of a run are cut, and computes their cost with a cost model.
 
 Three methods are compared: stock Composer, our split by itself, and planned batches. The split and the plans are made
-by the functions that the run uses. Composer's own split is imitated.
+by the functions that the run uses. Composer's own split is imitated. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
-"""``stock``: Composer's own split of padded device batches. ``split``: :func:`.token_data_spec`. ``planned``: the
-same, with a :class:`.RegroupingBatchSampler`."""
+"""Name of each method in the report. ``stock``: Composer's own split of padded device batches. ``split``: the split of
+:func:`.token_data_spec`. ``planned``: the same with a :class:`.RegroupingBatchSampler`, which also moves samples among
+ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +33,18 @@ class StepFigures:
 
     cost: float
     """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
-    in every step slot, so it is the sum over the slots, see ``planning.plan.time_in_slots``."""
+    in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
+    ``planning.plan.time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float
-    """``cost`` divided by the mean cost of the ranks."""
+    """``cost`` divided by the mean cost of the ranks; 1 is even."""
 
 
 class _ComputedMicrobatch(NamedTuple):
-    """A microbatch as it is computed."""
+    """A simulated microbatch."""
 
     samples: np.ndarray
     """Index of each row's sample in the dataset, int64 (rows,)."""
@@ -57,12 +59,12 @@ def draw_batches(
     num_batches: int,
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Returns the samples of the first global batches of a run, int64.
+    """Returns the sample indices of the first full global batches of a run, each int64 (samples,).
 
-    There are no more than in the first epoch. Fewer samples than a batch make one batch.
+    There are no more than in the first epoch. If the dataset has fewer samples than a batch, there is one batch of all.
     """
     size = min(global_batch_size, num_samples)
-    lengths = np.ones(num_samples, dtype=np.int64)  # any lengths give the same order
+    lengths = np.ones(num_samples, dtype=np.int64)  # not used, because the batch has a number of samples
     global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
     return global_batches.of_epoch(0)[:num_batches]
 
@@ -84,9 +86,10 @@ def simulate_steps(
         batches: Sample indices of each global batch.
         method: ``'stock'``, ``'split'`` or ``'planned'``.
         num_ranks: Number of ranks. Rank r has samples r, r + num_ranks, ... of a batch, unless batches are planned.
-        microbatch_rows: Rows of a microbatch of stock Composer.
+        microbatch_rows: Rows of a microbatch of stock Composer. Only for ``'stock'``.
         options: How the run cuts, its ``max_tokens`` included. ``packing`` is True or False.
-        price: What a microbatch costs on the machine. The run cuts by ``options.cost``, which may be another model.
+        price: Cost model that gives the cost of a microbatch in the result. The run cuts by ``options.cost``, which may
+            be another one.
     """
     vision_costs = price.vision(table.image_tokens, table.vision_patches)
     step_costs = []
@@ -98,13 +101,13 @@ def simulate_steps(
         num_tokens += int(table.tokens[batch].sum())
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
         costs_of_ranks = []
-        loads = []
+        loads = []  # sum of the costs of each rank
         for microbatches in ranks:
             costs_of_rank = []
             load = 0.0
             for samples, width in microbatches:
-                widths = table.tokens[samples]
                 if width is None:
+                    widths = table.tokens[samples]
                     text_cost = price.packed(widths.tolist())
                 else:
                     widths = np.full(len(samples), width)
@@ -137,17 +140,17 @@ def _microbatches_of_ranks(
     microbatch_rows: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of a global batch that each rank computes."""
-    num_reading_ranks = min(num_ranks, len(batch))  # the others have no sample
+    """Returns the microbatches of a global batch that each rank computes, rank by rank."""
+    num_reading_ranks = min(num_ranks, len(batch))  # further ranks have no sample
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
     if method == 'planned':
         plan = plan_batch(planned_rows(table, batch, options), num_ranks)
         if options.packing is not True:
-            # The plan has dummies for ranks without samples. Equal counts may need more of them.
+            # The plan itself has dummies for ranks without samples. Equal counts may need more of them.
             return _with_dummy_rows(table, batch, _as_planned(plan, batch), options)
-        # With packing the plan only decides which rank reads which samples. The split packs them.
+        # With packing the plan only decides which rank reads which samples. Then each rank packs its samples.
         samples_of_ranks = []
         for planned in plan.ranks:
             assignment = RankAssignment.from_plan(planned, batch)
@@ -157,7 +160,7 @@ def _microbatches_of_ranks(
 
 
 def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> Rows:
-    """Returns the rows of a global batch, as the sampler plans them."""
+    """Returns the rows of a global batch in the form that the planner takes. `batch` holds sample indices."""
     patches = None
     if table.vision_patches is not None:
         patches = table.vision_patches[batch]
@@ -172,7 +175,7 @@ def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> 
 
 
 def _as_planned(plan: MicrobatchPlan, batch: np.ndarray) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of each rank, as the plan of a global batch has them, dummies included."""
+    """Returns the microbatches of each rank in a plan of a global batch, dummies included."""
     ranks = []
     for planned_rank in plan.ranks:
         microbatches = []
@@ -188,7 +191,10 @@ def _cut_by_composer(
     samples: np.ndarray,
     num_rows: int,
 ) -> list[_ComputedMicrobatch]:
-    """Returns the microbatches of stock Composer, which slices the rows of a device batch and trims nothing."""
+    """Returns the microbatches that stock Composer makes of the samples of one rank, `num_rows` rows each.
+
+    It slices the padded device batch and trims nothing.
+    """
     width = int(table.tokens[samples].max())
     microbatches = []
     for start in range(0, len(samples), num_rows):
@@ -204,7 +210,7 @@ def _cut_by_split(
 ) -> list[_ComputedMicrobatch]:
     """Returns the microbatches that the split makes of the samples of one rank."""
     lengths = table.tokens[samples]
-    widest = int(lengths.max())
+    widest = int(lengths.max())  # the width of the device batch. A microbatch is never rounded up beyond it
     groups = cut_rows(
         lengths,
         options,
@@ -228,18 +234,18 @@ def _with_dummy_rows(
     ranks: list[list[_ComputedMicrobatch]],
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Adds microbatches of one dummy row if the ranks must have equally many microbatches."""
+    """Adds microbatches of one dummy row to ranks that have fewer than others, if all must have equally many."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return ranks
     most_microbatches = max(map(len, ranks))
-    # The shortest sample. If the batch has images, the shortest with an image, so that every rank uses the vision
-    # encoder.
+    # A dummy row is as long as the shortest sample. If the batch has images, only samples with an image are candidates,
+    # so that every rank uses the vision encoder.
     has_image = table.image_tokens[batch] > 0
     candidates = batch
     if has_image.any():
         candidates = batch[has_image]
-    place = np.argmin(table.tokens[candidates])
-    shortest = candidates[place]
+    place_of_shortest = np.argmin(table.tokens[candidates])
+    shortest = candidates[place_of_shortest]
     width = int(table.tokens[shortest])
     dummy = _ComputedMicrobatch(np.array([shortest]), width)
     filled_ranks = []

@@ -3,8 +3,8 @@
 
 """Finds the largest safe microbatch of a run, and the time that it saves.
 
-:class:`Capacity` asks the memory model how many tokens fit in the worst case. :func:`suggest_microbatching` turns that
-into a microbatch size, simulates steps with this size and with others, and fills the report.
+:class:`Capacity` finds how many tokens fit in the worst case, by the memory model. :func:`suggest_microbatching` turns
+that into a microbatch size, simulates steps with this size and with others, and fills the report.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
 NUM_BATCHES = 24
-"""Number of global batches that are simulated for each figure."""
+"""Number of global batches that are simulated for each figure. More would take longer, and hardly change the means."""
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
-"""Terms of the memory model that a smaller microbatch would lower, by their short names in the report."""
+"""Terms that shrink with the microbatch. From the short name in the report to the name in ``MemoryModel.terms``."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many tokens fit into the memory of one rank, whichever samples share a microbatch."""
+    """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
+
+    A sample that is over a cap of a microbatch by itself is computed alone. The capacity does not count it.
+    """
 
     memory: MemoryModel
     table: SampleSizes
@@ -49,17 +52,19 @@ class Capacity:
     limit: float
     """Bytes that may be used: device memory times the safety factor."""
     max_image_tokens: int | None = None
+    """Most image tokens of a microbatch. None: no cap."""
     max_loss_tokens: int | None = None
+    """Most loss tokens of a microbatch. None: no cap."""
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """Returns the shape of the microbatch with this many positions that takes most memory.
+        """Returns the shape that takes most memory among all microbatches with this many positions.
 
-        Its rows are as wide as the longest sample. Its shares of image tokens and of labels are the largest that any
-        sample has.
+        All rows are as wide as the longest sample, because attention holds ``rows x width^2`` entries. The shares of
+        image tokens and of labels are the largest that any sample has.
 
         Args:
-            tokens: Positions of the microbatch.
-            image_tokens: Image tokens of the microbatch. Default: the largest share, up to the cap.
+            tokens: Positions of the microbatch, padding included.
+            image_tokens: Image tokens of the microbatch. Default: by the largest share, up to ``max_image_tokens``.
         """
         table = self.table
         if image_tokens is None:
@@ -70,27 +75,28 @@ class Capacity:
             labels = self.most_logits(tokens)
         width = min(int(table.tokens.max()), tokens)
         return BatchShape(
-            rows=tokens / width,
+            rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
             image_tokens=image_tokens,
-            # An upper bound of the sum of squares. No image has more tokens than all images of a sample.
+            # The sum of squares is at most the sum times the largest value. No image has more tokens than the sample
+            # with most image tokens.
             image_area=float(image_tokens * table.image_tokens.max()),
             pixel_bytes=int(image_tokens * self.memory.pixel_bytes_per_image_token),
             labels=labels,
         )
 
     def most_logits(self, tokens: int) -> int:
-        """Returns the most positions of a microbatch at which logits are computed."""
+        """Returns at how many positions a microbatch with this many positions computes logits, at most."""
         if self.memory.logits == 'all':
             return tokens
         most = tokens
-        # If more than this share of the positions have a label, the run computes the logits of all positions.
         share = self.table.largest_share_of_labels
+        # From the share DENSE on, the run computes the logits of all positions. Below, only those of labels.
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # If the run computes all logits of a microbatch, it has at most `labels / DENSE` positions. If not, there
-            # is one logit for each label, and one more at the end of a model that shifts labels.
+            # All logits are computed if `labels >= DENSE * positions`. Then there are at most `labels / DENSE` of them.
+            # Otherwise there are `labels + 1`: one more for a model that shifts labels.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -113,14 +119,14 @@ class Capacity:
         return min(largest, tokens)
 
     def of_stock_composer(self) -> Capacity:
-        """Returns the capacity of stock Composer, which has no further caps and computes all logits."""
+        """Returns the capacity of stock Composer, which has neither cap and computes all logits."""
         memory = replace(self.memory, logits='all')
         return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None)
 
     def why_nothing_fits(self) -> str:
-        """Returns the error message if not even the shortest sample fits. It names the largest terms, and remedies."""
+        """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
         terms = self.terms(int(self.table.tokens.min()))
-        largest = sorted(terms, key=lambda name: -terms[name])
+        largest = sorted(terms, key=terms.__getitem__, reverse=True)
         texts = []
         for name in largest[:3]:
             texts.append(f'{name} {terms[name] / GIB:.2f}')
@@ -169,8 +175,9 @@ def suggest_microbatching(
         device_memory_gib: Memory of one device, for one rank.
         cost: The cost model with which the run cuts. Default: the planner's own.
         measured_cost: A cost model that was fitted to times on the machine. With it the report is in seconds. Default:
-            `cost`.
-        seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging.
+            `cost`. If neither was measured, the report is in multiples of a step of stock Composer.
+        seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging. For the report in
+            seconds.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
             communication, and fragmentation.
         slot_tokens: Width of a slot. Default: the longest sample. This and the next six arguments are those of
@@ -178,9 +185,9 @@ def suggest_microbatching(
         max_image_tokens: Most image tokens of a microbatch. Default: no cap.
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
-        regroup: Whether microbatches may sort rows.
-        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: with FSDP.
-        width_multiple: Widths are rounded up to it.
+        regroup: Whether the split may sort rows by length.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP.
+        width_multiple: Widths are rounded up to a multiple of it.
         packing: Whether the rows of a microbatch become one packed row.
         sample_ids: Names of the samples, for messages.
         seed: Seed of the order of the simulated batches.
@@ -210,7 +217,7 @@ def suggest_microbatching(
         cost=cost or CostModel(),
         objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
     )
-    # The largest sizes that fit: of this run, and of stock Composer at the same memory.
+    # The largest microbatch sizes that fit: of this run, and of stock Composer at the same memory.
     usable_bytes = safety * device_memory_gib * GIB
     capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens)
     rows_per_rank = global_batch_size // num_ranks
@@ -219,15 +226,15 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
-    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. The smallest of the budgets
-    # is that of one row.
+    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. A sample that is within the
+    # caps of the smallest size, which is 1, never goes alone.
     smallest_budget = token_budget(1, slot)
-    is_ever_alone = _is_over_a_cap(table, replace(options, max_tokens=smallest_budget))
-    peaks_alone = _peaks_alone(capacity, is_ever_alone)
+    may_go_alone = _is_over_a_cap(table, replace(options, max_tokens=smallest_budget))
+    peaks_alone = _peaks_alone(capacity, may_go_alone)
     options = replace(options, max_tokens=max_tokens)
     is_oversize = _is_over_a_cap(table, options)
     is_too_large = is_oversize & (peaks_alone > capacity.limit)
-    # Steps with the suggested size and with others.
+    # Steps with the suggested size and with others. The run cuts by `options.cost`, but its time follows `price`.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
     simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
@@ -236,16 +243,17 @@ def suggest_microbatching(
         compared_tokens = token_budget(compared_size, slot)
         compared_options = replace(options, max_tokens=compared_tokens)
         figures = _figures(simulate, compared_options, stock_size=compared_size)
-        heaviest = _heaviest_shape(capacity, compared_options, peaks_alone)
-        size_rows.append(_size_row(capacity, compared_size, heaviest, figures))
+        compared_heaviest = _heaviest_shape(capacity, compared_options, peaks_alone)
+        size_rows.append(_size_row(capacity, compared_size, compared_heaviest, figures))
     # What limits the suggested size.
     fitting_image_tokens = None
     if table.image_tokens.any():
         fitting_image_tokens = capacity.fitting_image_tokens(max_tokens)
-    terms = capacity.terms(max_tokens)
-    limited_by = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
+    worst_terms = capacity.terms(max_tokens)
+    limited_by = max(SHRINKING_TERMS, key=lambda part: worst_terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
         limited_by = 'global batch'
+    # Memory at the suggested size.
     heaviest = _heaviest_shape(capacity, options, peaks_alone)
     terms = memory.terms(heaviest, num_ranks=num_ranks)
     return SizingReport(
@@ -286,7 +294,7 @@ def _largest_size(
     options: CutOptions,
     rows_per_rank: int,
 ) -> tuple[int, int]:
-    """Returns the largest safe microbatch size and the width of its slots."""
+    """Returns the largest safe microbatch size, in slots, and the width of a slot in tokens."""
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
@@ -294,12 +302,12 @@ def _largest_size(
     if slot is None:
         longest = int(capacity.table.tokens.max())
         slot = math.ceil(longest / options.width_multiple) * options.width_multiple
-    slot = min(slot, fitting_tokens)  # one slot must fit
+    slot = min(slot, fitting_tokens)  # so that a microbatch of one slot fits
     return min(fitting_tokens // slot, rows_per_rank), slot
 
 
 def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
-    """Returns which samples are over a cap of a microbatch by themselves, bool (n,)."""
+    """Returns whether each sample is over a cap of a microbatch by itself, bool (samples,)."""
     all_samples = np.arange(len(table))
     return planned_rows(table, all_samples, options).is_over
 
@@ -311,20 +319,20 @@ def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
     image_tokens = int(table.image_tokens[sample])
     labels = None
     if capacity.memory.logits == 'labels' and table.loss_tokens is not None:
-        # A model that does not shift labels also counts the first one.
+        # A model that does not shift labels also counts the first label, which the table leaves out.
         labels = logit_positions(int(table.loss_tokens[sample]) + 1, tokens)
     return BatchShape(
         rows=1,
         width=tokens,
         image_tokens=image_tokens,
-        image_area=float(image_tokens**2),
+        image_area=float(image_tokens**2),  # an upper bound, reached by a single image
         pixel_bytes=int(image_tokens * capacity.memory.pixel_bytes_per_image_token),
         labels=labels,
     )
 
 
 def _peaks_alone(capacity: Capacity, chosen: np.ndarray) -> np.ndarray:
-    """Returns bytes at the peak of each `chosen` sample alone, and 0 for the others, float64 (n,)."""
+    """Returns bytes at the peak of each `chosen` sample alone, and 0 for the others, float64 (samples,)."""
     peaks = np.zeros(len(capacity.table))
     for sample in np.flatnonzero(chosen).tolist():
         shape = _shape_alone(capacity, sample)
@@ -340,13 +348,14 @@ def _heaviest_shape(
     """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
 
     Args:
-        capacity: How much fits.
+        capacity: Memory of the microbatches within the caps.
         options: How the run cuts.
-        peaks_alone: Bytes at the peak of each sample that is over a cap, if it goes alone.
+        peaks_alone: Bytes at the peak of each sample that may go alone, float64 (samples,).
     """
-    is_alone = _is_over_a_cap(capacity.table, options) & (peaks_alone <= capacity.limit)
-    heaviest_sample = int(np.argmax(peaks_alone * is_alone))
-    if is_alone.any() and peaks_alone[heaviest_sample] > capacity.peak(options.max_tokens):
+    goes_alone = _is_over_a_cap(capacity.table, options) & (peaks_alone <= capacity.limit)
+    peaks = np.where(goes_alone, peaks_alone, 0.0)
+    heaviest_sample = int(np.argmax(peaks))
+    if peaks[heaviest_sample] > capacity.peak(options.max_tokens):
         return _shape_alone(capacity, heaviest_sample)
     return capacity.worst_shape(options.max_tokens)
 
@@ -356,7 +365,7 @@ def _figures(
     options: CutOptions,
     stock_size: int,
 ) -> dict[str, StepFigures]:
-    """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer."""
+    """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
     figures = {}
     for method in METHOD_NAMES:
         figures[method] = simulate(method=method, microbatch_rows=stock_size, options=options)
@@ -369,7 +378,7 @@ def _mean_bound(
     options: CutOptions,
     num_ranks: int,
 ) -> float:
-    """Returns the mean cost of a step that no plan can beat."""
+    """Returns a lower bound of the cost of a step under any plan, as the mean over the batches."""
     bounds = []
     for batch in batches:
         rows = planned_rows(table, batch, options)
@@ -378,7 +387,10 @@ def _mean_bound(
 
 
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
-    """Returns the suggested size, and the powers of two up to twice this size and up to the rows of a rank."""
+    """Returns the sizes of the report: the suggested one, and powers of two up to twice this size.
+
+    A larger size than the rows of a rank makes no difference, so it is left out.
+    """
     largest = min(2 * size, rows_per_rank)
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
@@ -400,13 +412,13 @@ def _size_row(
         padding={method: step.padding_ratio for method, step in figures.items()},
         cost={method: step.cost for method, step in figures.items()},
         peak_gib=peak / GIB,
-        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
+        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},  # the parts add up to the peak
         fits=peak <= capacity.limit,
     )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number that fits, if all smaller ones fit too; 0 if none fits."""
-    # By this key the numbers that fit (False) come before the others (True). `bisect` returns how many of them there
-    # are. As the numbers begin at 1, this is also the largest of them.
+    """Returns the largest number that fits, 0 if none does. All numbers below one that fits must fit, too."""
+    # By this key the numbers that fit (False) come before the others (True). `bisect` returns how many fit. As the
+    # numbers begin at 1, this is also the largest of them.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Modes of torch in which a model runs with tensors that take no memory.
+"""Modes of torch in which a model runs with fake tensors: they have a size but take no memory.
 
 :class:`RealInputs` computes with the real batch, so that a model can branch on its values. :class:`CudaAutocast` gives
 tensors the types that they have on a GPU. :class:`MemoryTracker` counts their bytes, part by part.
@@ -39,12 +39,14 @@ INDEXING_OPERATIONS = (
     aten.index_put_.default,
     aten._index_put_impl_.default,
 )
+"""Operations whose second argument is the list of indices."""
 LARGEST_REAL = 1 << 22
 """Float tensors with more numbers are made fake. A mask in floats has rows x width^2 numbers, and SDPA makes one for
 each layer, so large masks must not take memory. Tensors of Gemma 4 must stay real up to 705,600 numbers: they say where
 the patches of an image are pooled."""
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
-"""``weights`` are the copies of parameters that autocast makes."""
+"""Parts into which :class:`MemoryTracker` divides the bytes. ``weights`` are the copies of parameters that autocast
+makes."""
 
 
 class SharedFakeMode(FakeTensorMode):
@@ -57,12 +59,12 @@ class SharedFakeMode(FakeTensorMode):
 
 
 class RealInputs(TorchDispatchMode):
-    """Computes real results if they depend only on the batch, and makes all other results fake tensors.
+    """Computes real results of real tensors, and fake results if any tensor is fake.
 
     Vision-language models read their inputs: how many image tokens there are, how large the grid of each image is,
-    which images are padding, whether a row is padded. ``FakeTensorMode`` would stop there. The batch is small, so it
-    stays real, and so do results that depend only on it. Large float tensors among them (masks, cast pixels) are made
-    fake.
+    which images are padding, whether a row is padded. ``FakeTensorMode`` would stop there, because it has no values.
+    The batch is small, so it stays real, and so do results that depend only on it. Large float tensors among them
+    (masks, cast pixels) are made fake. All results that depend on weights are fake, because weights are.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
@@ -75,12 +77,13 @@ class RealInputs(TorchDispatchMode):
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not has_fake_input:
+            # The result depends only on the batch.
             input_storages = {storage_key(tensor) for tensor in tensors}
             without_memory = partial(self._without_memory, input_storages=input_storages)
             result = func(*args, **kwargs)
             return tree_map_only(torch.Tensor, without_memory, result)
-        # Indexing with a mask gives one element for each True of the mask. The fake mode cannot know how many there
-        # are. The masks here are real, so their positions take their place.
+        # Indexing with a mask gives one element for each True, and the fake mode does not know how many there are. So
+        # a real mask is replaced by the positions at which it is True.
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
             source, mask = args
             indices = [mask.expand(source.shape)]
@@ -92,12 +95,13 @@ class RealInputs(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor of the same size, with plain numbers as its shape."""
         if isinstance(tensor, FakeTensor):
             return tensor
         return self.fake_mode.from_tensor(tensor, static_shapes=True)
 
     def _without_memory(self, tensor: torch.Tensor, input_storages: set[int]) -> torch.Tensor:
-        """Returns a fake tensor for a large new float tensor. Other tensors, and views of inputs, stay as they are."""
+        """Makes a result fake if it is a large float tensor. A view of an input stays real: it takes no new memory."""
         is_large = tensor.is_floating_point() and tensor.numel() > LARGEST_REAL
         if is_large and storage_key(tensor) not in input_storages:
             return self._fake(tensor)
@@ -119,10 +123,10 @@ def _without_masks(indices: Sequence[object]) -> list[object]:
 class CudaAutocast(TorchFunctionMode):
     """Makes autocast on the CPU compute the same operations in float32 as autocast on a GPU.
 
-    Autocast on the CPU keeps some of them in the lower precision, so their results would look smaller than on a GPU.
+    Autocast on the CPU computes some of them in the lower precision, so their results would have fewer bytes.
     """
 
-    # The list "CUDA Ops that can autocast to float32" in the documentation of torch.amp, as far as transformers use it.
+    # From the list "CUDA Ops that can autocast to float32" in the documentation of torch.amp: what transformers uses.
     FLOAT32 = (
         F.layer_norm,
         F.group_norm,
@@ -154,6 +158,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
+    """Casts tensors in half precision to float32. Leaves others as they are."""
     is_half = tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if is_half else tensor
 
@@ -162,7 +167,14 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of tensors by part. A tensor counts from the operation that makes it until its memory is freed.
 
     torch's own ``MemTracker`` separates activations and gradients, but not text, logits and vision encoder. The tests
-    compare the totals of both. A tensor whose last dimension is `vocab_size` counts as logits.
+    compare the totals of both.
+
+    What is made in the forward pass of an encoder counts as vision. A tensor whose last dimension is `vocab_size`
+    counts as logits, and all else as text, gradients too. Parameters and buffers do not count.
+
+    Attributes:
+        current: Bytes by part now.
+        peak: Bytes by part when their sum was highest, since the last :meth:`restart_peak`.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
@@ -170,8 +182,9 @@ class MemoryTracker(TorchDispatchMode):
         self.vocab_size = vocab_size
         self.current: dict[str, int] = dict.fromkeys(TRACKED_PARTS, 0)
         self.peak = dict(self.current)
-        self._num_running_encoders = 0  # several, if one is nested in another
-        self._finalizers: dict[int, weakref.finalize] = {}  # by storage, until it is freed
+        self._num_running_encoders = 0  # may be several, because vision modules are nested
+        # By the key of each storage that counts. A finalizer is called when its storage is freed.
+        self._finalizers: dict[int, weakref.finalize] = {}
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}
         self._handles: list[RemovableHandle] = []
@@ -186,12 +199,12 @@ class MemoryTracker(TorchDispatchMode):
             handle.remove()
 
     def restart_peak(self) -> None:
-        """Sets the peak to the present bytes."""
+        """Forgets the earlier peak: sets it to the present bytes."""
         self.peak = dict(self.current)
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is device_of_tensor.default:
-            # These are more than half of all calls. They are answered here, so that no other mode handles them, too.
+            # More than half of all calls ask for the device. It is answered here, to skip the other modes.
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
@@ -217,12 +230,12 @@ class MemoryTracker(TorchDispatchMode):
         self.current[part] -= num_bytes
 
     def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
-        """Returns the part of a tensor, from the operation that has made it."""
+        """Returns the part of a tensor that an operation has made."""
         if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
             return 'weights'
         if self._num_running_encoders:
             return 'vision'
-        # The last dimension of attention may have the same size, but attention has four dimensions.
+        # Attention may be `vocab_size` wide, but it has four dimensions.
         if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size:
             return 'logits'
         return 'text'

@@ -46,38 +46,40 @@ from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, Real
 log = logging.getLogger(__name__)
 
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
-"""The types that Composer's precisions compute in."""
+"""The type in which autocast computes, by the name of Composer's precision. None: no autocast."""
 TEXT_TERMS = ('tokens', 'area')
-"""Sizes that set the operations of the language model: in its linear layers, and in attention."""
+"""Attributes of ``BatchShape`` that set the operations of the language model: in linear layers, and in attention."""
 MEDIA_TERMS = ('image_tokens', 'image_area')
 """The same two sizes for the vision encoder."""
 FLOP_TERMS = TEXT_TERMS + MEDIA_TERMS
 TRACED_LOGITS = ('all', 'labels', 'auto')
-"""Positions at which logits are computed. ``auto``: only at labels, if a trace of this succeeds."""
+"""Where logits are computed: see `calibrate_fake`."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 """For logits at labels, each traced microbatch has a label at every n-th position, with another n for each. So the
-number of labels varies independently of the number of positions. One microbatch has a label at every position, because
-a run may also need all logits."""
+number of labels does not grow in proportion to the number of positions. Text gives only four microbatches, so 1 is
+among the first four: a run may also need a label at every position."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class MicrobatchPeaks(NamedTuple):
-    """Bytes of one microbatch beyond parameters, gradients, optimizer states and inputs."""
+    """Bytes that one microbatch adds to parameters, gradients, optimizer states and inputs."""
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes by part at the peak of each phase. In this order: ``forward`` ends before the output embedding. ``head`` is
-    the output embedding, the loss, and the backward pass of both. ``blocks`` is the rest of the backward pass. Which
-    phase is the highest depends on the shape."""
+    """Bytes at the peak of each phase, by part (``TRACED_PARTS``). The phases follow each other: ``forward`` ends
+    before the output embedding. ``head`` is the output embedding, the loss, and the backward pass of both. ``blocks``
+    is the rest of the backward pass. Which phase has the highest peak depends on the shape."""
 
 
 class TracedStep:
-    """Runs steps with tensors that take no memory. They have the sizes that they would have on a GPU.
+    """Runs forward and backward passes of a model with fake tensors, and counts the bytes that they would take.
+
+    The attribute ``static`` holds the bytes that do not depend on the microbatch.
 
     Args:
         build: Makes the model.
-        first_batch: A small batch that reaches every parameter, with images if the run has any.
+        first_batch: A small batch, with images if the run has any, so that every trained parameter gets a gradient.
         make_optimizer, precision, strategy, on_gpu: See :func:`.calibrate_fake`.
         logits: ``'all'`` or ``'labels'``.
     """
@@ -95,6 +97,7 @@ class TracedStep:
     ) -> None:
         check_choice('precision', precision, tuple(AUTOCAST))
         check_choice('strategy', strategy, ('ddp', 'fsdp'))
+        # A model may also compute with real tensors that were made before, such as a constant of its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
         with self._mode, let_fake_weights_be_swapped():
             model = build()
@@ -104,41 +107,44 @@ class TracedStep:
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
         self.vocab_size = self.model.config.get_text_config().vocab_size
-        self._dtype = AUTOCAST[precision]
+        self._autocast_dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
         self._argument_names = _argument_names(self.model)
-        # Type of the logits, which stay in memory until the next step. None: there was no step yet, or it had none.
+        # Type of the logits of the last microbatch. None: there was no microbatch yet, or its outputs had no logits.
         self._logits_dtype: torch.dtype | None = None
         self._selector: LabelSelector | None = None
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
-        self._warm_up(first_batch)
-        self.static = self._count_static(make_optimizer)
-        if strategy == 'fsdp' and self._dtype is not None:
-            # FSDP computes with a cast copy of the parameters. The optimizer works on the others, so its states were
-            # counted before this cast.
+        self._begin_to_track(first_batch)
+        self.static = self._count_static(make_optimizer)  # gradients exist by now
+        if strategy == 'fsdp' and self._autocast_dtype is not None:
+            # FSDP computes with a cast copy of the parameters. The optimizer works on the parameters before the cast,
+            # so its states are counted before.
             self._tracker.close()
             with self._mode, let_fake_weights_be_swapped():
-                self.model.to(self._dtype)
-            self._warm_up(first_batch)
+                self.model.to(self._autocast_dtype)
+            self._begin_to_track(first_batch)
 
-    def _warm_up(self, first_batch: Batch) -> None:
-        """Runs a first step. Later steps then begin with gradients and logits in memory, as in a run."""
+    def _begin_to_track(self, first_batch: Batch) -> None:
+        """Sets the memory tracker, and runs a first microbatch.
+
+        The next microbatch then begins with gradients and logits in memory, like all but the first of a run.
+        """
         self._tracker = MemoryTracker(self.model, self.vocab_size)
         self._step(first_batch)
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
-        """Returns the peaks of one microbatch. Gradients exist already, so they do not count.
+        """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
 
-        None if no gradient comes from it, as from text if only the projector is trained. It keeps nothing for a
-        backward pass, so it tells nothing about the others.
+        Returns None if the loss needs no gradient, for example that of text if only the projector is trained. Such a
+        microbatch has no backward pass, so a fit of the others must leave it out.
         """
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
-                return  # the model calls its output embedding more than once
+                return  # the output embedding was called once more: only the first call ends the phase
             peaks = {}
             for part, num_bytes in self._tracker.peak.items():
                 peaks[part] = num_bytes - bytes_before[part]
@@ -163,41 +169,46 @@ class TracedStep:
         return MicrobatchPeaks(shape, phases)
 
     def _num_logits(self, batch: Batch) -> int:
-        """Returns the number of positions at which logits are computed."""
+        """Returns the number of positions of a batch at which logits are computed.
+
+        Labels are selected as for a causal model, whatever the model is. Fake logits have no values, so only their
+        number counts.
+        """
         if self._selector is None:
             return batch['input_ids'].numel()
         num_labels = int(loss_mask(batch, 'causal').sum())
-        return num_labels + 1  # a model that shifts labels drops the last
+        return num_labels + 1  # for a model that shifts labels, see LabelledPositions
 
     def count_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
 
-        None if no gradient comes from it.
+        Returns None if the loss needs no gradient, see `measure`.
         """
         counter = FlopCounterMode(display=False)
         has_gradient = self._step(batch, counter)
         return counter.get_total_flops() if has_gradient else None
 
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
-        """Runs forward and backward as the Trainer does, and returns whether any parameter got a gradient."""
-        with_media = self.layout.with_media(batch)
-        inputs = {key: value for key, value in with_media.items() if key in self._argument_names}
+        """Runs forward and backward as the Trainer does. Returns whether the loss needs a gradient."""
+        batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
+        inputs = {key: value for key, value in batch_with_media.items() if key in self._argument_names}
         num_logits = self._num_logits(batch)  # needs real tensors, so it comes before the modes
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
-            # Composer's `state.outputs` holds the logits of the last microbatch until the new ones exist.
-            previous = None
+            # Composer's `state.outputs` holds the logits of the last microbatch until the new ones exist. Here the last
+            # microbatch counts as equally large.
+            last_logits = None
             if self._logits_dtype is not None:
                 with self._mode:
-                    previous = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
-                self._tracker.enter(previous, 'logits')
+                    last_logits = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
+                self._tracker.enter(last_logits, 'logits')
             if self._selector is not None:
                 self._selector.arm('causal', num_logits - 1)
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
-            with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
+            with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)
-            del previous
+            del last_logits
             # Not `loss.backward()`. Torch turns CudaAutocast off while it handles a call on a tensor, which here would
             # be the whole backward pass. A call on an edge of the graph does not pass through CudaAutocast.
             if outputs.loss.requires_grad:
@@ -211,7 +222,7 @@ class TracedStep:
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Enters the modes of a step. An error under them becomes an `InvalidInputError`."""
+        """Enters the modes of a step. Raises an `InvalidInputError` if the code inside cannot run with fake tensors."""
         try:
             with RealInputs(self._mode), self._tracker:
                 yield
@@ -224,13 +235,14 @@ class TracedStep:
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
-        """Returns the bytes of the model, and of the states and temporary tensors of its optimizer."""
+        """Runs a step of the optimizer. Returns the bytes of the model, of the optimizer's states and of that step."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
-            is_undecided = group.get('foreach', True) is None
-            if self._on_gpu and is_undecided and not group.get('fused'):
-                group['foreach'] = True  # torch's default on GPUs
+            # None: torch decides. It takes foreach on GPUs. An optimizer without the option has no such key.
+            torch_decides = group.get('foreach', True) is None
+            if self._on_gpu and torch_decides and not group.get('fused'):
+                group['foreach'] = True
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
         with self._tracked():
@@ -240,8 +252,9 @@ class TracedStep:
             for value in state_of_parameter.values():
                 if isinstance(value, torch.Tensor):
                     state_bytes += value.nbytes
+        # The peak holds the new states, too.
         step_bytes = sum(self._tracker.peak.values()) - bytes_before - state_bytes
-        compute_dtype = self._dtype or next(self.model.parameters()).dtype
+        compute_dtype = self._autocast_dtype or next(self.model.parameters()).dtype
         return StaticBytes.from_model(
             self.model,
             optimizer=state_bytes,
@@ -252,7 +265,7 @@ class TracedStep:
 
 def _argument_names(model: Any) -> set[str]:
     """Returns the names of the arguments of a model's forward."""
-    if hasattr(model, 'get_base_model'):  # the forward of peft takes any name
+    if hasattr(model, 'get_base_model'):  # a model of peft, whose own forward takes any name
         model = model.get_base_model()
     return set(inspect.signature(model.forward).parameters)
 
@@ -275,22 +288,23 @@ def calibrate_fake(
     Args:
         build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
             ``HuggingFaceModel`` is unwrapped.
-        config: Its Transformers config.
+        config: The model's Transformers config.
         samples: Samples as the processor returns them; see ``probe_batches``.
-        width: Width of the widest microbatch: about the longest sample of the dataset.
+        width: Tokens of a row in the widest microbatch: about the longest sample of the dataset.
         make_optimizer: Makes the optimizer of the parameters that are trained.
         precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
         strategy: ``'ddp'`` or ``'fsdp'``. FSDP computes with a copy of the parameters in the type of `precision`.
-        on_gpu: Whether the run is on GPUs. On a GPU autocast keeps more tensors in float32, and optimizers work on all
-            tensors at once.
+        on_gpu: Whether the run is on GPUs. On a GPU autocast keeps more tensors in float32, and optimizers need memory
+            for all parameters at once.
         has_mask: Whether attention holds a mask if there is padding, as SDPA does. Flash attention has none.
         logits: Where the run computes logits, as for :class:`.TokenAccumulation`: ``'all'``, ``'labels'`` or
-            ``'auto'``. ``'auto'`` takes logits at labels if a trace of them succeeds; ``MemoryModel.logits`` tells
-            whether it did. The trace cannot tell whether the loss stays the same, because fake tensors have no
-            values. The first-batch check of the run does.
+            ``'auto'``. ``'auto'`` means at labels if a trace of this succeeds; ``MemoryModel.logits`` tells whether it
+            did. The trace cannot tell whether the loss stays the same, because fake tensors have no values. The
+            first-batch check of the run tells that.
 
     Raises:
-        ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
+        ValueError: Precision, strategy or logits is unknown, no sample gives a gradient, or the model's control flow
+            depends on values of its weights.
     """
     check_choice('logits', logits, TRACED_LOGITS)
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
@@ -327,13 +341,13 @@ def _traced_memory(
 ) -> MemoryModel:
     """Traces the batches with ``'all'`` logits or only those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
-        pairs = zip(batches, LABEL_SPACINGS, strict=False)  # there are up to six batches
+        pairs = zip(batches, LABEL_SPACINGS, strict=False)  # there may be fewer batches than spacings
         batches = [with_spaced_labels(batch, spacing) for batch, spacing in pairs]
     step = make_step(batches[0], logits=logits)
     measured = []
     for batch in batches:
         if not has_mask:
-            # Without padding attention builds no mask.
+            # Attention builds no mask if no position is padding.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
         peaks = step.measure(batch)
         if peaks is not None:
@@ -346,29 +360,32 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    ratios = []
+    pixel_ratios = []  # bytes of pixels for one image token
     for peaks in measured:
         image_tokens = max(peaks.shape.image_tokens, 1)
-        ratios.append(peaks.shape.pixel_bytes / image_tokens)
+        pixel_ratios.append(peaks.shape.pixel_bytes / image_tokens)
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
         strategy=step.strategy,
         logits=logits,
-        pixel_bytes_per_image_token=max(ratios),
+        pixel_bytes_per_image_token=max(pixel_ratios),
     )
 
 
 def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, ActivationFit]:
-    """Fits the activations of each phase to the measured microbatches. Residuals are relative to the highest phase."""
+    """Fits the activations of each phase to the measured microbatches.
+
+    The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
+    """
     shapes = [peaks.shape for peaks in measured]
     bytes_of_phases = {}
-    activations = []
+    totals_of_phases = []  # for each phase, the bytes of each microbatch
     for name in measured[0].phases:
         bytes_of_phase = [peaks.phases[name] for peaks in measured]
         bytes_of_phases[name] = bytes_of_phase
-        activations.append(activation_bytes(bytes_of_phase))
-    highest = np.max(activations, axis=0)  # of each microbatch
+        totals_of_phases.append(activation_bytes(bytes_of_phase))
+    highest = np.max(totals_of_phases, axis=0)
     fits = {}
     for name, bytes_of_phase in bytes_of_phases.items():
         fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
@@ -377,16 +394,16 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
 
 @dataclass(frozen=True, kw_only=True)
 class FlopModel:
-    """Predicts the operations of forward and backward. They are a sum of coefficients times sizes, padding included."""
+    """Predicts the floating point operations of a microbatch: a sum of coefficients times sizes, padding included."""
 
     coefficients: Mapping[str, float]
-    """Operations for one of each size in ``FLOP_TERMS``."""
+    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it."""
     layout: BatchLayout
     residual: float
-    """Largest relative error over the traced microbatches."""
+    """Largest relative error among the traced microbatches."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns the operations of the language model."""
+        """Returns the operations of the language model for this many rows of this padded width."""
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
@@ -406,12 +423,12 @@ def count_flops(
 ) -> FlopModel:
     """Counts the matrix products of four to six traced microbatches, and fits a model of the operations to them.
 
-    Build the model with eager attention, because the products inside of fused kernels cannot be seen. Build it without
-    activation checkpointing, because its second forward is not useful work. For the arguments see
+    The model that ``build`` makes must have eager attention, because the products inside of fused kernels cannot be
+    counted, and no activation checkpointing, because its second forward is not useful work. For the arguments see
     :func:`.calibrate_fake`.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    step = TracedStep(build, batches[0], on_gpu=False)
+    step = TracedStep(build, batches[0], on_gpu=False)  # the types on a GPU change no product
     table = []
     flops = []
     for batch in batches:

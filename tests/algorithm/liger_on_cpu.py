@@ -16,7 +16,7 @@ import torch
 from triton.runtime import driver
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
+from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch
 from tests.support.training import loader, reference_gradients, relative_error, train
 
 
@@ -30,7 +30,7 @@ def liger_model() -> Any:
     """Returns a Llama with the fused loss, and without the other kernels."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    model = text_model().train()
+    model = one_layer_model().train()
     other_kernels = dict.fromkeys(('rope', 'rms_norm', 'swiglu', 'cross_entropy'), False)
     apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model, **other_kernels)
     return model
@@ -39,7 +39,7 @@ def liger_model() -> Any:
 def main() -> None:
     without_gpu()
     batch = ragged_batch(ONE_UNLABELLED)
-    expected, _ = reference_gradients(text_model(), batch)
+    expected, _ = reference_gradients(one_layer_model(), batch)
     errors = {}
     rules = []
     for packing in (False, True):

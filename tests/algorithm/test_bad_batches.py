@@ -14,7 +14,7 @@ from composer_tokacc import token_data_spec
 from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import VOCABULARY, named_batch, text_model
+from tests.support.text import VOCABULARY, named_batch, one_layer_model
 from tests.support.training import assert_exact, fit, loader
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
@@ -37,7 +37,7 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
     if has_spec:
         data = token_data_spec(data)
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
-        fit(model or text_model(), data, max_duration=f'{len(batches)}ba')
+        fit(model or one_layer_model(), data, max_duration=f'{len(batches)}ba')
     message = str(caught.value)
     assert '..' not in message
     return message
@@ -74,7 +74,7 @@ def test_logits_show_the_vocabulary():
 
 
 def test_last_id_is_a_label():
-    assert_exact(text_model(), with_id('labels', VOCABULARY - 1))
+    assert_exact(one_layer_model(), with_id('labels', VOCABULARY - 1))
 
 
 def test_token_outside_unknown_embedding():
@@ -110,7 +110,7 @@ def test_mask_of_four_dimensions_is_exact():
     is_causal = torch.ones(14, 14, dtype=torch.bool).tril()
     is_real = batch['attention_mask'].bool()
     with_mask = batch_of(attention_mask=is_real[:, None, None] & is_causal)
-    assert_exact(text_model(), with_mask, batch=batch)
+    assert_exact(one_layer_model(), with_mask, batch=batch)
 
 
 @pytest.mark.parametrize('has_spec', [True, False])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.matrix.harness import plain_gradients
-from tests.support.text import collate, text_model, text_row
+from tests.support.text import collate, one_layer_model, text_row
 from tests.support.training import fit, hugging_face, relative_error
 
 NUM_STEPS = 50
@@ -44,7 +44,7 @@ def lognormal_batches():
 
 
 def compiled_run(batches, **options):
-    model = hugging_face(text_model(max_position_embeddings=LONGEST))
+    model = hugging_face(one_layer_model(max_position_embeddings=LONGEST))
     recorder = fit(model, *batches, width_multiple=64, **options, compile_config={'backend': 'eager'})
     return recorder.steps
 
@@ -64,6 +64,6 @@ def test_lognormal_lengths_compile_few_graphs(packing, most_graphs, fresh_dynamo
     batches = list(lognormal_batches())
     steps = compiled_run(batches, packing=packing)
     assert 0 < fresh_dynamo['stats']['unique_graphs'] <= most_graphs, dict(fresh_dynamo['stats'])
-    plain = hugging_face(text_model(max_position_embeddings=LONGEST))
+    plain = hugging_face(one_layer_model(max_position_embeddings=LONGEST))
     for step in range(0, NUM_STEPS, 10):
         assert relative_error(steps[step], plain_gradients(plain, batches[step])) < 1e-6, step

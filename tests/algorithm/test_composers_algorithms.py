@@ -33,7 +33,8 @@ from tests.support.launch import ROOT
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.training import hugging_face, loader, relative_error, train
 
-LENGTHS = ([4, 5, 9, 14, 6, 3], [7, 3, 12, 8, 2, 5], [3, 16, 4, 6, 9, 2])
+# The first batch has the shortest and the longest row, so that its check holds for all steps.
+LENGTHS = ([3, 16, 4, 6, 9, 2], [4, 5, 9, 14, 6, 3], [7, 3, 12, 8, 2, 5])
 EXACT: dict[str, Callable[[], Algorithm]] = {
     'GradientClipping norm': lambda: GradientClipping('norm', clipping_threshold=0.1),
     'GradientClipping value': lambda: GradientClipping('value', clipping_threshold=0.01),

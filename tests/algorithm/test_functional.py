@@ -16,7 +16,7 @@ from composer_tokacc.algorithm import (
     weighted_microbatches,
 )
 from composer_tokacc.layout import PreSplitBatch
-from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
+from tests.support.text import collate, one_layer_model, packed_row, ragged_batch, text_rows
 from tests.support.training import composer_gradients, gradients_of, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (14, 11), (9, 9), (3, 1), (6, 1), (7, 2)]
@@ -35,7 +35,7 @@ def test_weights_of_a_step_by_hand():
 
 @pytest.mark.parametrize('size', [1, 2, 4])
 def test_plain_loop_is_exact(size):
-    model = text_model()
+    model = one_layer_model()
     rows = text_rows(SHAPE)
     expected, _ = reference_gradients(model, collate(rows))
     microbatches = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
@@ -60,7 +60,7 @@ def test_microbatch_without_loss_tokens():
 
 def test_loss_of_no_labels_is_a_number():
     """Also if the row has a single token, so that no label has a token and a token before it."""
-    model = text_model()
+    model = one_layer_model()
     padded = ragged_batch([(6, 0), (1, 0)])
     single_token = {key: value[1:] for key, value in padded.items()}
     for batch in (padded, single_token):
@@ -124,7 +124,7 @@ def token_losses(model, microbatch) -> torch.Tensor:
 @pytest.mark.parametrize(('token_weights', 'power'), [('token', 0.0), ('sqrt', 0.5), ('sample', 1.0)])
 def test_packed_rows_of_the_user(token_weights, power):
     """Factors count every label that the caller's loss averages, also the first one of a document."""
-    model = text_model()
+    model = one_layer_model()
     microbatches = packed_by_user()
     weighted_sum = 0.0
     total_weight = 0.0
@@ -145,7 +145,7 @@ def test_packed_rows_of_the_user(token_weights, power):
 
 def test_packed_rows_are_returned_masked():
     """``weighted_microbatches`` returns the batches, so it masks the labels that another document would predict."""
-    model = text_model()
+    model = one_layer_model()
     microbatches = packed_by_user()
     losses = []
     for microbatch in microbatches:

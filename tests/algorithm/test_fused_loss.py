@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
-from tests.support.text import ONE_UNLABELLED, ragged_batch, text_model
+from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch
 from tests.support.training import fit, gradients_of, reference_gradients, relative_error
 
 
@@ -51,7 +51,7 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1):
         logits_in_eval: Whether it computes logits in evaluation mode.
         shift_in_training: By how many positions it shifts labels in training mode.
     """
-    model = text_model()
+    model = one_layer_model()
     plain_forward = model.forward
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, use_cache=None):
@@ -73,11 +73,13 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1):
     return model.train()
 
 
-@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 1), (False, 6), (True, 2)])
-@pytest.mark.parametrize('logits_in_eval', [True, False])
+@pytest.mark.parametrize(
+    ('logits_in_eval', 'packing', 'microbatch_size'),
+    [(True, False, 6), (True, True, 2), (False, False, 1), (False, True, 2)],
+)
 def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, caplog):
     batch = ragged_batch(ONE_UNLABELLED)
-    expected, _ = reference_gradients(text_model(), batch)
+    expected, _ = reference_gradients(one_layer_model(), batch)
     algorithm = TokenAccumulation()
     options = {'packing': packing, 'microbatch_size': microbatch_size, 'algorithms': [algorithm]}
     recorder = fit(fused(logits_in_eval=logits_in_eval), batch, **options)

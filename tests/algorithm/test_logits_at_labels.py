@@ -22,7 +22,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
-from tests.support.text import collate, named_batch, text_model, text_rows
+from tests.support.text import collate, named_batch, one_layer_model, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -57,7 +57,7 @@ t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, d
 
 def resized():
     """Has embeddings for new tokens, as for the control tokens of a tokenizer."""
-    model = text_model()
+    model = one_layer_model()
     model.resize_token_embeddings(71)
     return model
 
@@ -65,18 +65,18 @@ def resized():
 def with_lora():
     peft = pytest.importorskip('peft')
     config = peft.LoraConfig(r=2, target_modules=['q_proj', 'lm_head'], init_lora_weights=False)
-    return peft.get_peft_model(text_model(), config)
+    return peft.get_peft_model(one_layer_model(), config)
 
 
 def checkpointed():
-    model = text_model()
+    model = one_layer_model()
     model.gradient_checkpointing_enable({'use_reentrant': False})
     return model
 
 
 CAUSAL = {
-    'llama': text_model,
-    'tied': partial(text_model, tie_word_embeddings=True),
+    'llama': one_layer_model,
+    'tied': partial(one_layer_model, tie_word_embeddings=True),
     'soft cap': gemma2,
     'resized': resized,
     'checkpointed': checkpointed,
@@ -122,7 +122,7 @@ def test_gradient_of_causal_models(name, side, microbatch_size, shapes):
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_with_packing(packing):
-    assert_exact(text_model(), batch_of(), logits='labels', packing=packing, slot_tokens=24)
+    assert_exact(one_layer_model(), batch_of(), logits='labels', packing=packing, slot_tokens=24)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 3])
@@ -174,8 +174,10 @@ def test_mixture_of_experts(router_balance):
 def test_token_weights(token_weights, microbatch_size):
     batch = batch_of()
     batch['loss_weights'] = column(batch)
-    expected, loss, token_mean = weighted_reference(text_model(), batch, token_weights)
-    recorder = fit(text_model(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
+    expected, loss, token_mean = weighted_reference(one_layer_model(), batch, token_weights)
+    recorder = fit(
+        one_layer_model(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size
+    )
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
     assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
@@ -183,7 +185,7 @@ def test_token_weights(token_weights, microbatch_size):
 
 def test_dropout_keeps_the_gradient():
     """Hidden states are selected after the last dropout, so the same entries are dropped."""
-    model = text_model(attention_dropout=0.5)
+    model = one_layer_model(attention_dropout=0.5)
     batch = without_sample_ids(batch_of())
     torch.manual_seed(3)
     expected = gradients_of(model, model(**batch).loss)
@@ -204,14 +206,14 @@ def test_media_rows():
 def test_microbatch_without_labels():
     batch = batch_of()
     batch['labels'][2:4] = -100
-    recorder = assert_exact(text_model(), batch, logits='labels', microbatch_size=1)
+    recorder = assert_exact(one_layer_model(), batch, logits='labels', microbatch_size=1)
     assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
 def test_losses_by_source():
     batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
-    at_all = fit(text_model(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
-    at_labels = fit(text_model(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_all = fit(one_layer_model(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_labels = fit(one_layer_model(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
     for source in ('a', 'b', 'c'):
         name = f'token_monitor/source/{source}/loss'
         assert at_labels.logged(name) == pytest.approx(at_all.logged(name), rel=1e-5)
@@ -245,7 +247,7 @@ def test_error_names_sample_and_label():
     callbacks = [On(Event.AFTER_FORWARD, double_weight_in_second_step)]
     options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'sample-0.*label is {second_label} '):
-        fit(text_model(), first, second, callbacks=callbacks, **options)
+        fit(one_layer_model(), first, second, callbacks=callbacks, **options)
 
 
 class Waits(TorchDispatchMode):
@@ -286,21 +288,21 @@ def test_other_shapes_are_not_compared():
 )
 def test_reason_of_all_logits_is_logged(options, reason, caplog, shapes):
     with caplog.at_level(logging.INFO):
-        assert_exact(text_model(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
+        assert_exact(one_layer_model(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
     assert sum(rows for rows, _ in shapes.values) == len(FEW_LABELS)
     (message,) = [line for line in caplog.messages if 'Logits are computed at all positions' in line]
     assert reason in message
 
 
 def test_metrics_of_training_get_all_logits(shapes):
-    model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
+    model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
     fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
     assert shapes.values == [(6, 24)]
 
 
 def test_logits_at_labels_need_no_metrics():
     with pytest.raises(RuntimeError, match='metrics of training'):
-        fit(hugging_face(text_model(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
+        fit(hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
 
 
 class FusedLoss(transformers.LlamaForCausalLM):
@@ -314,7 +316,7 @@ class FusedLoss(transformers.LlamaForCausalLM):
 
 
 def test_model_that_does_not_call_head(caplog):
-    model = FusedLoss(text_model().config)
+    model = FusedLoss(one_layer_model().config)
     with caplog.at_level(logging.INFO):
         assert_exact(model, batch_of(), microbatch_size=2)
     assert any('Logits are computed at all positions' in line for line in caplog.messages)
@@ -325,7 +327,7 @@ def test_model_that_does_not_call_head(caplog):
 def test_dense_labels_compute_all_logits(shapes):
     """Nothing is gained by selecting nearly all positions."""
     shape = [(19, 19), (19, 19), (19, 19)]
-    assert_exact(text_model(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
+    assert_exact(one_layer_model(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
     assert shapes.values == [(3, 19)]
 
 
@@ -333,7 +335,7 @@ def test_evaluation_computes_all_logits():
     """Composer's metric is the same with logits at labels and with all logits."""
     losses = []
     for logits in ('all', 'labels'):
-        model = hugging_face(text_model(), eval_metrics=[LanguageCrossEntropy()])
+        model = hugging_face(one_layer_model(), eval_metrics=[LanguageCrossEntropy()])
         eval_rows = DataLoader(text_rows(FEW_LABELS), batch_size=6, collate_fn=collate)
         recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
         metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
@@ -344,7 +346,7 @@ def test_evaluation_computes_all_logits():
 
 @pytest.mark.parametrize('shifts_labels', [None, True])
 def test_plain_loop(shifts_labels):
-    model = text_model()
+    model = one_layer_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     microbatches = []
@@ -363,7 +365,7 @@ def test_plain_loop(shifts_labels):
 
 
 def test_arguments_by_position():
-    model = text_model()
+    model = one_layer_model()
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     with LogitsAtLabels(model):
@@ -374,17 +376,17 @@ def test_arguments_by_position():
 
 
 def test_plain_loop_refuses_a_wrong_shift():
-    model = text_model()
+    model = one_layer_model()
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
         model(**without_sample_ids(batch_of()))
 
 
 def test_plain_loop_needs_a_head():
     with pytest.raises(ValueError, match='output embedding'):
-        LogitsAtLabels(text_model().model)
+        LogitsAtLabels(one_layer_model().model)
 
 
 def test_hooks_are_removed_after_fit():
-    model = text_model()
+    model = one_layer_model()
     fit(model, batch_of(), logits='labels')
     assert not model.lm_head._forward_pre_hooks

@@ -14,7 +14,7 @@ from composer.models import HuggingFaceModel
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.row_counts import RowCounts, with_rows
-from tests.support.text import next_token_loss, ragged_batch, text_model
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import fit, gradients_of, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
@@ -72,7 +72,7 @@ def summed_by_row(logits, labels):
 
 @pytest.fixture
 def model():
-    return text_model()
+    return one_layer_model()
 
 
 @pytest.fixture

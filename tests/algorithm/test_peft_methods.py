@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc.refusals import NotExactError
-from tests.support.text import RAGGED, ragged_batch, text_model
+from tests.support.text import RAGGED, one_layer_model, ragged_batch
 from tests.support.training import TOLERANCE, fit, hugging_face, reference_gradients, relative_error
 
 peft = pytest.importorskip('peft')
@@ -25,7 +25,7 @@ WEIGHTS = {
 
 def peft_model(config: Any) -> Any:
     """Returns a model in which no trained weight is 0, as many are when PEFT makes them."""
-    model = peft.get_peft_model(text_model(), config)
+    model = peft.get_peft_model(one_layer_model(), config)
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():

@@ -14,7 +14,7 @@ from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import BatchLayout, describe, describe_all
 from tests.support.launch import launch_json
-from tests.support.text import column_counter, gpt2, ragged_batch, text_model
+from tests.support.text import column_counter, gpt2, one_layer_model, ragged_batch
 from tests.support.training import fit
 
 EXACT = [
@@ -57,7 +57,7 @@ def test_width_matters_if_trimming_failed(rules, matters):
 @pytest.mark.parametrize(
     ('make', 'has_positions', 'depends'),
     [
-        (text_model, False, False),
+        (one_layer_model, False, False),
         (gpt2, False, True),
         (gpt2, True, False),
         (column_counter, False, True),

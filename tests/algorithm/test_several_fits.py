@@ -14,7 +14,7 @@ from composer.core import Event
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from tests.support.text import next_token_loss, ragged_batch, text_model
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import (
     TOLERANCE,
     GradientRecorder,
@@ -36,7 +36,7 @@ def num_hooks(model):
 
 def test_fit_after_an_interrupted_one():
     """The first fit ends after the next forward was told to compute logits only at labels."""
-    model = hugging_face(text_model())
+    model = hugging_face(one_layer_model())
     batch = ragged_batch(SPARSE)
     expected, _ = reference_gradients(model.model, batch)
     is_interrupted = iter([True, False])
@@ -59,7 +59,7 @@ class WithoutOneToken(torch.nn.Module):
 
     def __init__(self, token):
         super().__init__()
-        self.model = text_model()
+        self.model = one_layer_model()
         self.config = self.model.config
         self.token = token
 
@@ -84,18 +84,18 @@ def test_every_fit_measures_every_label_once():
 @pytest.mark.parametrize('copied', [copy.deepcopy, lambda algorithm: pickle.loads(pickle.dumps(algorithm))])
 def test_copy_after_a_fit(copied):
     batch = ragged_batch(SPARSE)
-    expected, _ = reference_gradients(text_model(), batch)
+    expected, _ = reference_gradients(one_layer_model(), batch)
     algorithm = TokenAccumulation(loss_tokens='causal')
-    fit(text_model(), batch, algorithms=[algorithm])
+    fit(one_layer_model(), batch, algorithms=[algorithm])
     copy_of_algorithm = copied(algorithm)
     assert repr(copy_of_algorithm) == repr(algorithm)
-    recorder = fit(text_model(), batch, algorithms=[copy_of_algorithm])
+    recorder = fit(one_layer_model(), batch, algorithms=[copy_of_algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_packing_spec_without_algorithm():
     """The first run has shown that its model tells packed documents apart. This does not hold after its end."""
     data = token_data_spec(loader(ragged_batch()), packing=True)
-    fit(text_model(), data)
+    fit(one_layer_model(), data)
     with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
-        fit(text_model(), data, algorithms=[])
+        fit(one_layer_model(), data, algorithms=[])

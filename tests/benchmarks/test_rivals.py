@@ -30,8 +30,8 @@ SIZES = Sizes(
     hidden=64,
     layers=1,
     mean=16,
-    samples=32,
-    global_batch=16,
+    samples=16,
+    global_batch=8,
     microbatch=2,
     workers=0,
 )

@@ -21,8 +21,8 @@ from tests.support.text import (
     column_counter,
     gpt2,
     named_batch,
+    one_layer_model,
     ragged_batch,
-    text_model,
 )
 from tests.support.training import (
     TOLERANCE,
@@ -47,8 +47,8 @@ def rules_after_exact_steps(model, *batches):
 @pytest.mark.parametrize(
     ('make', 'side', 'rules'),
     [
-        pytest.param(text_model, 'right', CutRules(right='trim', right_width=14), id='right'),
-        pytest.param(text_model, 'left', CutRules(left='trim', left_width=14), id='cut off'),
+        pytest.param(one_layer_model, 'right', CutRules(right='trim', right_width=14), id='right'),
+        pytest.param(one_layer_model, 'left', CutRules(left='trim', left_width=14), id='cut off'),
         pytest.param(gpt2, 'left', CutRules(left='shift', left_width=14), id='positions are written'),
         pytest.param(column_counter, 'left', CutRules(left='keep', left_width=14), id='positions would move'),
     ],
@@ -157,7 +157,7 @@ class MixesRows(torch.nn.Module):
 
 
 def with_mixed_rows():
-    model = text_model()
+    model = one_layer_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
     return model
 
@@ -192,6 +192,6 @@ def test_coupled_rows_without_logits():
 def test_label_on_first_token_behind_padding(caplog):
     batch = ragged_batch([(4, 4), (5, 3), (9, 7), (14, 11)], side='left')
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        rules = rules_after_exact_steps(text_model(), batch)
+        rules = rules_after_exact_steps(one_layer_model(), batch)
     assert rules == CutRules(left='trim', left_width=14)
     assert caplog.text.count('have a label on their first token') == 1

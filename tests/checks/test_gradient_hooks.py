@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc.checks.first_batch import check_gradient_hooks
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import fit, loader, reference_gradients, relative_error
 
 LINEAR = {
@@ -55,7 +55,7 @@ BATCH = ragged_batch([(3, 2), (9, 8), (5, 1), (4, 4)])
 def test_run_with_a_linear_hook():
     """The run applies the hook to each microbatch. The reference applies it once, to the gradient of the batch."""
     train_one_row = LINEAR['only one row']
-    model = text_model()
+    model = one_layer_model()
     expected, _ = reference_gradients(model, BATCH)
     name = 'model.model.embed_tokens.weight'
     expected[name] = train_one_row(expected[name])
@@ -65,7 +65,7 @@ def test_run_with_a_linear_hook():
 
 
 def test_run_with_a_clamping_hook_is_refused():
-    model = text_model()
+    model = one_layer_model()
     model.get_input_embeddings().weight.register_hook(NOT_LINEAR['clamped'])
     with pytest.raises(RuntimeError, match='must be linear'):
         fit(model, loader(BATCH), microbatch_size=1)

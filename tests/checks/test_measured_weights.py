@@ -17,7 +17,7 @@ from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
 from tests.support.launch import launch_json
-from tests.support.text import next_token_loss, ragged_batch, text_model
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import hugging_face, loader, train
 
 LENGTHS = [5, 9, 14, 30, 7, 22, 11, 3]
@@ -54,7 +54,7 @@ def report_of_run(model, data, **options):
 
 def test_stock_composer_weights():
     """A microbatch weighs as many samples as it has, however many tokens they have."""
-    report = report_of_run(hugging_face(text_model()), stock_split())
+    report = report_of_run(hugging_face(one_layer_model()), stock_split())
     expected = []
     for num_targets in (NUM_TARGETS[0:3], NUM_TARGETS[3:6], NUM_TARGETS[6:8]):
         share_of_rows = len(num_targets) / len(LENGTHS)
@@ -71,7 +71,7 @@ def test_stock_composer_weights():
 @pytest.mark.parametrize('dropout', [0.0, 0.1])
 @pytest.mark.parametrize('split', [stock_split, exact_split])
 def test_algorithm_gives_equal_weights(split, dropout):
-    model = hugging_face(text_model(attention_dropout=dropout).train())
+    model = hugging_face(one_layer_model(attention_dropout=dropout).train())
     report = report_of_run(model, split(), algorithms=[TokenAccumulation()])
     torch.testing.assert_close(torch.cat(report.weights), EQUAL_WEIGHTS, rtol=3e-6, atol=0)
     assert report.spread < 1 + 1e-5
@@ -81,7 +81,7 @@ def test_algorithm_gives_equal_weights(split, dropout):
 
 def test_square_root_weights():
     algorithm = TokenAccumulation(token_weights='sqrt')
-    report = report_of_run(hugging_face(text_model()), stock_split(), algorithms=[algorithm])
+    report = report_of_run(hugging_face(one_layer_model()), stock_split(), algorithms=[algorithm])
     targets_of_row = torch.tensor(NUM_TARGETS)
     weights = targets_of_row.pow(-0.5).repeat_interleave(targets_of_row)
     expected = weights / weights.sum()
@@ -90,7 +90,7 @@ def test_square_root_weights():
 
 @pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
 def test_signed_weights_of_weighted_loss(signed):
-    model = text_model()
+    model = one_layer_model()
     generator = torch.Generator().manual_seed(0)
     with measure_token_weights(model) as report:
         logits, labels = logits_and_labels(model)
@@ -108,7 +108,7 @@ def test_signed_weights_of_weighted_loss(signed):
 
 
 def test_measuring_changes_no_gradient():
-    model = text_model()
+    model = one_layer_model()
     model(**BATCH).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -156,7 +156,7 @@ def smoothed(logits, labels):
 @pytest.mark.parametrize('loss_of', [with_z_loss, smoothed])
 def test_other_loss_shows_as_residual(loss_of):
     """A term may give positions without a label a gradient. They are not counted as tokens."""
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         loss_of(*logits_and_labels(model)).backward()
     assert 1e-3 < report.residual < 0.2
@@ -188,7 +188,7 @@ def run_by_accelerate(model):
 
 @pytest.mark.parametrize('run', [run_in_bfloat16, run_in_autocast, run_by_accelerate])
 def test_short_floats_up_to_round_off(run):
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         run(model)
     assert_weights(report, EQUAL_WEIGHTS, rtol=1e-2)
@@ -247,7 +247,7 @@ def checkpointed(model):
     'wrap', [with_lora, pytest.param(compiled_before, marks=pytest.mark.slow), checkpointed, hugging_face]
 )
 def test_wrapped_models_are_measured_once(wrap):
-    model = wrap(text_model())
+    model = wrap(one_layer_model())
     with measure_token_weights(model) as report:
         if wrap is hugging_face:
             outputs = model(BATCH)
@@ -259,7 +259,7 @@ def test_wrapped_models_are_measured_once(wrap):
 
 
 def test_two_forwards_and_evaluation():
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         (model(**BATCH).loss + model(**BATCH).loss / 2).backward()
         with torch.no_grad():
@@ -272,7 +272,7 @@ def test_two_forwards_and_evaluation():
 
 def test_forwards_without_gradient_are_counted():
     """One forward has two backwards, another one has none."""
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         loss = model(**BATCH).loss
         loss.backward(retain_graph=True)
@@ -287,7 +287,7 @@ class FusedLoss(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.llama = text_model()
+        self.llama = one_layer_model()
 
     def forward(self, **batch):
         states = self.llama.model(batch['input_ids'])[0]
@@ -306,12 +306,12 @@ def run_detached(model):
 @pytest.mark.parametrize(
     ('make', 'run', 'reason'),
     [
-        pytest.param(text_model, lambda model: None, 'made no forward with gradients', id='nothing'),
-        pytest.param(text_model, copy.deepcopy, 'made no forward with gradients', id='copy'),
-        pytest.param(text_model, torch.no_grad()(forward), 'made no forward with gradients', id='no graph'),
+        pytest.param(one_layer_model, lambda model: None, 'made no forward with gradients', id='nothing'),
+        pytest.param(one_layer_model, copy.deepcopy, 'made no forward with gradients', id='copy'),
+        pytest.param(one_layer_model, torch.no_grad()(forward), 'made no forward with gradients', id='no graph'),
         pytest.param(FusedLoss, lambda model: forward(model)['loss'].backward(), 'hold no logits', id='no logits'),
-        pytest.param(text_model, forward, 'no gradient came to its logits', id='no backward'),
-        pytest.param(text_model, run_detached, 'no gradient came to its logits', id='detached'),
+        pytest.param(one_layer_model, forward, 'no gradient came to its logits', id='no backward'),
+        pytest.param(one_layer_model, run_detached, 'no gradient came to its logits', id='detached'),
     ],
 )
 def test_nothing_measured_is_refused(make, run, reason):
@@ -327,7 +327,7 @@ def num_hooks(model):
 
 
 def test_error_inside_removes_all_hooks():
-    model = text_model()
+    model = one_layer_model()
 
     def fail():
         assert num_hooks(model) > 0
@@ -340,7 +340,7 @@ def test_error_inside_removes_all_hooks():
 
 def test_backwards_after_the_end():
     """A copy has copies of the hooks, as the average of an EMA. After the end they must not add to the report."""
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         copied_model = copy.deepcopy(model)
         late_loss = model(**BATCH).loss
@@ -352,7 +352,7 @@ def test_backwards_after_the_end():
 
 
 def test_infinite_gradients_are_reported():
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         (model(**BATCH).loss * torch.nan).backward()
         model(**BATCH).loss.backward()
@@ -381,7 +381,7 @@ def test_fused_head_with_log_probabilities():
 
 
 def test_report_without_tokens():
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         assert 'backward' in str(report)
         assert math.isnan(report.spread)
@@ -396,7 +396,7 @@ class Sentinel:
 
 def test_graph_is_freed_with_logits():
     """The report keeps neither the logits nor their graph."""
-    model = text_model()
+    model = one_layer_model()
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
         outputs.loss.backward()

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, 
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
-from tests.support.text import next_token_loss, ragged_batch, text_model, text_row
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
 from tests.support.training import weights_unchanged
 
 
@@ -49,7 +52,7 @@ def with_squares(factor):
 
 
 def probe_of(loss, *, with_logits: bool = True, model=None):
-    model = model or text_model()
+    model = model or one_layer_model()
 
     def forward(batch):
         logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
@@ -111,7 +114,7 @@ def test_little_gradient_elsewhere():
 
 def test_nearest_gradient_decides():
     """A second term gives a gradient by the states at every position. The one by the logits shows the labels."""
-    model = text_model()
+    model = one_layer_model()
 
     def forward(batch):
         states = model.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).last_hidden_state
@@ -163,7 +166,7 @@ def test_smoothed_loss_has_no_scale():
 @pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
 def test_round_off_has_the_models_precision(dtype, least, most):
     row = text_row(40, 30)
-    probe = probe_of(causal, model=text_model().to(dtype))
+    probe = probe_of(causal, model=one_layer_model().to(dtype))
     plain = probe.run(row).gradients['tokens'][-1]
     rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
     assert least < float((rounded - plain).norm() / plain.norm()) < most
@@ -232,7 +235,7 @@ def test_forward_sets_flags_of_cudnn():
 
 
 def test_kernel_of_half_precision_only():
-    model = text_model()
+    model = one_layer_model()
 
     def forward(batch):
         if not torch.is_autocast_enabled('cpu'):
@@ -253,21 +256,29 @@ def test_dropout_is_switched_off():
     def loss(logits, batch):
         return causal(F.dropout(logits, 0.5, training=True), batch)
 
-    model = text_model(attention_dropout=0.5).train()
+    model = one_layer_model(attention_dropout=0.5).train()
     probe = probe_of(loss, model=model)
     row = text_row(12, 6)
-    expected = probe_of(causal, model=text_model()).run(row)
+    expected = probe_of(causal, model=one_layer_model()).run(row)
     assert probe.run(row).losses == pytest.approx(expected.losses, rel=1e-6)
     assert probe.is_training
 
 
-def test_random_forward_is_probed_in_evaluation():
+@pytest.mark.parametrize(
+    'draw',
+    [
+        pytest.param(torch.randn, id='torch'),
+        pytest.param(lambda shape: torch.tensor(np.random.standard_normal(shape), dtype=torch.float32), id='numpy'),
+        pytest.param(lambda shape: torch.full(shape, random.random()), id='python'),
+    ],
+)
+def test_random_forward_is_probed_in_evaluation(draw):
     def add_noise_in_training(module, args, output):
         if module.training:
-            return output + 0.1 * torch.randn_like(output)
+            return output + 0.1 * draw(output.shape)
         return output
 
-    model = text_model().train()
+    model = one_layer_model().train()
     model.model.norm.register_forward_hook(add_noise_in_training)
     probe = probe_of(causal, model=model)
     row = text_row(12, 6)
@@ -293,7 +304,7 @@ class Positions(torch.nn.Module):
 @pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
 def test_weights_of_0_hide_nothing(shape):
     """A weight of 0 hides that the loss depends on columns, until it is trained. The probe varies the weights."""
-    model = text_model()
+    model = one_layer_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
     probe = probe_of(causal, model=model)
     row = text_row(12, 6)
@@ -320,7 +331,7 @@ def test_equal_weights_are_varied_upwards(shape):
 
 
 def test_layer_of_torchscript():
-    model = text_model()
+    model = one_layer_model()
     scripted_norm = torch.jit.script(torch.nn.LayerNorm(32))
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, scripted_norm)
     assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'

@@ -11,12 +11,12 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc.checks.comparison import CutFailure, CutKind, RowComparison, _Change
-from tests.support.text import collate, gpt2, next_token_loss, ragged_batch, text_model, text_rows
+from tests.support.text import collate, gpt2, next_token_loss, one_layer_model, ragged_batch, text_rows
 from tests.support.training import fit, hugging_face
 
 
 def with_batch_norm():
-    model = text_model()
+    model = one_layer_model()
     model.extra = torch.nn.BatchNorm1d(4)
     return model
 
@@ -39,7 +39,7 @@ def test_batch_norm_is_accepted_on_request():
 
 def with_term(term_of):
     """Returns a model with a second term ``term_of(model, outputs, batch)``. None: the microbatch leaves it out."""
-    model = hugging_face(text_model())
+    model = hugging_face(one_layer_model())
     plain_loss = model.loss
 
     def loss(outputs, batch):
@@ -108,7 +108,7 @@ SHORT_AND_LONG = [(5, 2), (5, 3), (14, 11), (14, 4), (5, 1), (5, 4)]
 @pytest.mark.parametrize('coupling', FACTORS)
 @pytest.mark.parametrize('packing', [False, True])
 def test_loss_depends_on_the_other_documents(packing, coupling):
-    model = CoupledDocuments(text_model().config)
+    model = CoupledDocuments(one_layer_model().config)
     model.factor_of = FACTORS[coupling]
     message = 'mean over its loss-generating tokens|rows beside it|packed documents apart'
     with pytest.raises(RuntimeError, match=message):
@@ -118,7 +118,7 @@ def test_loss_depends_on_the_other_documents(packing, coupling):
 @pytest.mark.parametrize('packing', [False, True])
 def test_longest_row_has_no_label(packing):
     """A truncated row often has lost its answer. The loss of the other rows may depend on its length."""
-    model = CoupledDocuments(text_model().config)
+    model = CoupledDocuments(one_layer_model().config)
     model.factor_of = FACTORS['longest document']
     batch = collate(text_rows([(6, 2), (6, 3), (9, 0), (6, 1), (6, 4)]))
     with pytest.raises(RuntimeError, match=r'mean over its loss-generating tokens|rows beside it'):

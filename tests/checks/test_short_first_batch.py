@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import assert_exact, fit, reference_gradients, relative_error
 
 LONGER = [(4, 2), (9, 7), (5, 3)]
@@ -23,13 +23,14 @@ def assert_second_step_is_exact(model, first_batch, second_batch, **options):
     return first_gradients
 
 
-@pytest.mark.parametrize('num_labels', [0, 1])
-@pytest.mark.parametrize('num_rows', [1, 3])
-@pytest.mark.parametrize('packing', [False, True])
+@pytest.mark.parametrize(
+    ('packing', 'num_rows', 'num_labels'),
+    [(False, 1, 0), (False, 1, 1), (False, 3, 1), (True, 1, 1), (True, 3, 0)],
+)
 def test_rows_of_one_token(num_labels, num_rows, packing):
     short = ragged_batch([(1, num_labels)] * num_rows)
     longer = ragged_batch(LONGER)
-    first_gradients = assert_second_step_is_exact(text_model(), short, longer, packing=packing)
+    first_gradients = assert_second_step_is_exact(one_layer_model(), short, longer, packing=packing)
     for gradient in first_gradients.values():
         assert not gradient.any()
 
@@ -38,14 +39,14 @@ def test_rows_of_one_token(num_labels, num_rows, packing):
 def test_one_token_with_padding(side):
     rows = ragged_batch([(1, 0), (3, 0)], side=side)
     padded_row = {key: tensor[:1] for key, tensor in rows.items()}
-    assert_second_step_is_exact(text_model(), padded_row, ragged_batch(LONGER, side=side))
+    assert_second_step_is_exact(one_layer_model(), padded_row, ragged_batch(LONGER, side=side))
 
 
 def test_rows_without_any_token_stay():
     """Rows whose mask is 0 everywhere are not dropped from the batch."""
     batch = ragged_batch([(1, 0), (1, 0), (1, 0), (1, 0)])
     batch['attention_mask'][:2] = 0
-    assert_second_step_is_exact(text_model(), batch, ragged_batch(LONGER))
+    assert_second_step_is_exact(one_layer_model(), batch, ragged_batch(LONGER))
 
 
 def test_masked_models_with_one_token():

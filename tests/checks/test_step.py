@@ -20,7 +20,7 @@ from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import NativeModel
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import next_token_loss, ragged_batch, text_model
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, On, assert_exact, fit, loader
 
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
@@ -65,13 +65,13 @@ def test_labels_changed_around_the_forward(is_last):
     if is_last:
         algorithms.reverse()
     with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
-        fit(text_model(), loader(ragged_batch(UNEVEN)), algorithms=algorithms)
+        fit(one_layer_model(), loader(ragged_batch(UNEVEN)), algorithms=algorithms)
 
 
 def test_healthy_steps_are_not_refused():
     same_counts = ragged_batch([(9, 4), (12, 4), (7, 4), (9, 4)], side='left')
     batches = [ragged_batch(UNEVEN), same_counts] * 10
-    assert_exact(text_model(), *batches)
+    assert_exact(one_layer_model(), *batches)
 
 
 @pytest.mark.parametrize(('token_weights', 'num_later'), [('token', 1), ('sqrt', 2)])
@@ -89,7 +89,7 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
 
     monkeypatch.setattr(MicrobatchRecord, 'watch', watch)
     steps = On(Event.BATCH_END, lambda state: int(state.timestamp.batch))
-    fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[steps])
+    fit(one_layer_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[steps])
     num_watched = [steps_of_watched.count(step) for step in range(14)]
     assert num_watched == [2] + [num_later] * 10 + [2, num_later, num_later]
 

@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc.checks import written_state
 from composer_tokacc.checks.written_state import StateSnapshot, perturb
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import assert_exact, fit, weights_unchanged
 
 
@@ -151,7 +151,7 @@ class UnusualConstants(torch.nn.Module):
 
 
 def with_layers(*layers):
-    model = text_model().train()
+    model = one_layer_model().train()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, *layers)
     return model
 
@@ -191,10 +191,16 @@ def test_replaced_large_state_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('layer', 'num_warnings'),
-    [(Statistic, 1), (Cache, 0), (InferenceStatistic, 1), (ExpandedMean, 0), (UnusualConstants, 0)],
+    ('layer', 'side', 'num_warnings'),
+    [
+        (Statistic, 'left', 1),
+        (Cache, 'left', 0),
+        (Cache, 'right', 0),
+        (InferenceStatistic, 'right', 1),
+        (ExpandedMean, 'left', 0),
+        (UnusualConstants, 'right', 0),
+    ],
 )
-@pytest.mark.parametrize('side', ['left', 'right'])
 def test_caches_and_statistics_are_exact(layer, side, num_warnings, caplog):
     model = with_layers(layer())
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):

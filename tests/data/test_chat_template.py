@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from PIL import Image
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
 from composer_tokacc.batch import IGNORE_INDEX
@@ -167,6 +168,20 @@ def test_end_token_behind_last_turn_only(warnings):
     as_written = ConversationEncoder(processor, add_end_token=False)(PLAIN)
     assert learned_text(added, processor.tokenizer).split() == ['Red.</s>Red.', '</s>']
     assert learned_text(as_written, processor.tokenizer).split() == ['Red.Red.', '</s>']
+
+
+def test_answer_that_has_no_tokens():
+    """The tokenizer removes all characters of one answer. The other conversations are encoded."""
+    words = tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>')
+    words.backend_tokenizer.normalizer = Replace('\ufe0f', '')
+    words.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    encoder = ConversationEncoder(words, add_end_token=False)
+    removed = [user('What?'), assistant('\ufe0f')]
+    kept, refused = encoder.encode_unexpanded([in_parts(PLAIN), removed])
+    assert kept is not None
+    assert refused is None
+    with pytest.raises(ValueError, match='must have tokens'):
+        encoder(removed)
 
 
 def test_special_tokens_are_those_of_the_template():

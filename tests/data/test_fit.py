@@ -146,7 +146,7 @@ def test_text_that_is_too_long(processor, tmp_path):
 
 def open_images(folder, family, **options):
     """Opens samples of one and of two images, with the processor of a family without videos."""
-    write_noise(folder / '0.png', (1000, 800))
+    write_noise(folder / '0.png', (400, 320))
     write_noise(folder / '1.png', (40, 30))
     processor = PROCESSORS[family][0]()
     path = write_json(folder, [record('one', ['image']), record('two', ['image', 'image'])])

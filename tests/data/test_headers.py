@@ -74,9 +74,10 @@ def write_pictures(folder):
         noise(size, seed=number).save(folder / f'{number}.jpg')
     upright = noise((48, 20))
     for orientation in range(1, 9):
-        exif = exif_with(orientation)
-        for ending in ('jpg', 'png', 'webp', 'tiff'):
-            upright.save(folder / f'turned{orientation}.{ending}', exif=exif)
+        upright.save(folder / f'turned{orientation}.jpg', exif=exif_with(orientation))
+    for ending in ('png', 'webp', 'tiff'):
+        for orientation in (1, 6):
+            upright.save(folder / f'turned{orientation}.{ending}', exif=exif_with(orientation))
     for mode in ('P', 'L', '1', 'RGBA', 'LA'):
         noise((30, 50), mode).save(folder / f'{mode}.png')
     sixteen_bits = np.full((20, 60), 40000, np.uint16)

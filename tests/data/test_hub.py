@@ -47,7 +47,7 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]
 
         threading.Thread(target=accept, daemon=True).start()
         point_to(server.getsockname()[1], monkeypatch)
-        monkeypatch.setattr(hub, 'PATIENCE', 0.2)
+        monkeypatch.setattr(hub, 'TIMEOUT', 0.2)
         yield connections
         server.shutdown(socket.SHUT_RDWR)
     for connection in connections:

@@ -55,7 +55,7 @@ def test_sample_without_weight_is_named(tmp_path):
 @pytest.mark.parametrize('weight', [-1.0, float('nan'), float('inf'), 'much', [0.5, 0.5], True])
 def test_bad_weight_is_a_bad_sample(tmp_path, weight):
     path = write_json(tmp_path, records_with(0.5, weight))
-    with pytest.raises(BadSampleError, match=r'sample "s1" .*`loss_weights` must be a finite number'):
+    with pytest.raises(BadSampleError, match=r'sample "s1" .*`loss_weights` must be 0, or a number'):
         LlavaDataset(path, small())
 
 

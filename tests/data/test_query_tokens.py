@@ -142,6 +142,15 @@ def test_query_transformer_sees_no_answer(tmp_path):
     assert 'qformer_input_ids' not in dataset[1]
 
 
+def test_query_transformer_reads_control_tokens():
+    """With control_tokens=text it reads the control token in the question, and not the stand-in for it."""
+    processor = instructblip()
+    encoder = ConversationEncoder(processor, control_tokens='text')
+    sample = encoder([user(IMAGE, 'A </s>?'), assistant('Red.')], [Image.new('RGB', (24, 20))])
+    expected = processor.qformer_tokenizer(['USER: A </s>? ASSISTANT: '], return_tensors='pt')
+    assert torch.equal(sample['qformer_input_ids'], expected['input_ids'])
+
+
 def test_second_image_of_a_sample(name, tmp_path):
     """The processor writes the tokens of one image only, and the model would drop the other."""
     Image.new('RGB', (9, 9)).save(tmp_path / 'a.png')

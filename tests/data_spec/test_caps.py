@@ -23,7 +23,7 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.families import FAMILIES
-from tests.support.text import text_model, text_rows
+from tests.support.text import one_layer_model, text_rows
 from tests.support.training import On, assert_exact, fit
 
 LLAVA = FAMILIES['llava']()
@@ -89,7 +89,7 @@ class CappedRows(Dataset):
 
 LABELS = CappedRows(
     'loss_tokens',
-    text_model(),
+    one_layer_model(),
     text_rows([(14, 11), (12, 2), (9, 7), (6, 5), (6, 1), (5, 3), (4, 2), (3, 2)]),
     labels_in,
 )
@@ -161,8 +161,7 @@ def test_capped_microbatches_are_exact(capped_rows, logits, packing):
 
 
 @for_each_cap
-@pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
-@pytest.mark.parametrize('sizes_are_right', [True, False])
+@pytest.mark.parametrize(('objective', 'sizes_are_right'), [('ddp', True), ('fsdp', True), ('ddp', False)])
 def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_right):
     """If the table of sizes is wrong, the split cuts the planned microbatches again."""
     table = capped_rows.sizes if sizes_are_right else [0] * len(capped_rows)

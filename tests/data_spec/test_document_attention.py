@@ -25,7 +25,7 @@ from tests.matrix.packed import cell
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.text import collate, ragged_batch, text_model, text_rows
+from tests.support.text import collate, one_layer_model, ragged_batch, text_model, text_rows
 from tests.support.training import (
     On,
     assert_exact,
@@ -100,7 +100,9 @@ def families_and_kernels():
 @pytest.mark.parametrize(('name', 'kernel'), families_and_kernels())
 def test_families_are_exact_or_refused(name, kernel):
     try:
-        outcome = cell(name, kernel, seeds=range(1))
+        outcome = cell(name, kernel, seeds=range(1), layouts=['packed'])
+        if outcome['kind'] == 'wrong':  # then the round-off of padded rows decides
+            outcome = cell(name, kernel, seeds=range(1))
     except (ValueError, AttributeError) as error:
         if (name, kernel) in QUICK:
             raise
@@ -135,7 +137,7 @@ def test_documents_do_not_see_each_other(name, kernel):
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_documents_of_one_token(side):
     """Also an empty row, which becomes no document."""
-    model = text_model()
+    model = one_layer_model()
     batch = ragged_batch(SHAPE, side=side)
     batch['attention_mask'][2] = 0
     batch['labels'][2] = -100
@@ -150,7 +152,7 @@ def test_documents_of_one_token(side):
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_recomputed_layers_see_their_documents(reentrant):
     """Two forwards run before their backwards. A backward must use the bounds of the same forward."""
-    model = text_model()
+    model = one_layer_model()
     first_batch = ragged_batch(SHAPE)
     second_batch = ragged_batch(SHAPE[:5])
     expected, _ = reference_gradients(model, first_batch)
@@ -170,7 +172,7 @@ def test_recomputed_layers_see_their_documents(reentrant):
 
 
 def test_attention_dropout_is_the_models():
-    model = text_model(attention_dropout=0.5).train()
+    model = one_layer_model(attention_dropout=0.5).train()
     packed, _ = packed_of(model, ragged_batch(SHAPE))
     packed.pop('labels')
     assert not torch.equal(model(**packed).logits, model(**packed).logits)
@@ -180,7 +182,7 @@ def test_attention_dropout_is_the_models():
 @pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
 def test_other_batches_are_computed_as_before(kernel):
     """Batches that are padded on either side, and generated text."""
-    model: Any = text_model(attn_implementation=kernel).eval()
+    model: Any = one_layer_model(attn_implementation=kernel).eval()
     left = ragged_batch(SHAPE, side='left')
     right = ragged_batch(SHAPE)
     prompts = {key: left[key] for key in ('input_ids', 'attention_mask')}
@@ -201,7 +203,7 @@ def test_other_batches_are_computed_as_before(kernel):
 
 
 def test_attention_is_restored_after_training(tmp_path):
-    model = text_model()
+    model = one_layer_model()
     batch = ragged_batch(SHAPE)
     fit(model, batch, packing=True)
     assert model.config._attn_implementation == 'sdpa'
@@ -218,7 +220,7 @@ def test_evaluation_between_steps():
         eval_data = token_data_spec(loader(padded_left))
         evaluator = Evaluator(label='eval', dataloader=eval_data, device_eval_microbatch_size=1)
         options = {'eval_dataloader': evaluator, 'eval_interval': '1ba', 'callbacks': [logits]}
-        fit(text_model(), batch, batch, packing=packing, **options)
+        fit(one_layer_model(), batch, batch, packing=packing, **options)
         logits_of_runs.append(torch.cat(logits.values, dim=1))
     padded, packed = logits_of_runs
     assert padded.numel()
@@ -227,7 +229,7 @@ def test_evaluation_between_steps():
 
 def bytes_for_backward(num_rows):
     """Returns the memory that the forward of a packed row keeps for its backward, without the weights."""
-    model = text_model(max_position_embeddings=512)
+    model = one_layer_model(max_position_embeddings=512)
     packed, _ = packed_of(model, ragged_batch([(64, 60)] * num_rows))
     storages = {}
 
@@ -314,7 +316,7 @@ def test_layers_share_bounds_on_the_device(monkeypatch):
 
 def test_kernel_gets_the_dtype_of_autocast(monkeypatch):
     """Rotary embeddings make queries and keys of float32 weights float32, which the kernels do not take."""
-    calls = calls_of_gpu_kernel(monkeypatch, text_model(), autocast=True)
+    calls = calls_of_gpu_kernel(monkeypatch, one_layer_model(), autocast=True)
     assert calls
     for query, key, value, *_ in calls:
         assert {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
@@ -438,7 +440,7 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
         return block_masks[-1]
 
     monkeypatch.setattr(transformers.masking_utils, 'create_block_mask', create_block_mask)
-    model: Any = text_model()
+    model: Any = one_layer_model()
     batch = ragged_batch(SHAPE)
     expected = logits_of_rows(model, batch)
     model.set_attn_implementation('flex_attention')
@@ -471,8 +473,8 @@ class Convolved(torch.nn.Module):
 
 
 def test_convolution_over_documents_is_refused():
-    model = text_model()
-    model.model.layers[1] = Convolved(model.model.layers[1])
+    model = one_layer_model()
+    model.model.layers[0] = Convolved(model.model.layers[0])
     rows = text_rows([(12, 1), (13, 1), (14, 2), (11, 1)])  # losses far from the bounds
     with pytest.raises(RuntimeError, match='must tell packed documents apart, got: '):
         fit(model, collate(rows), packing=True)
@@ -506,7 +508,7 @@ def test_auto_packs_if_that_costs_less(shape, microbatch_size, packing):
     batch = ragged_batch(shape)
     batches = loader(batch)
     data = token_data_spec(batches, packing='auto')
-    assert_exact(text_model(), data, batch=batch, microbatch_size=microbatch_size)
+    assert_exact(one_layer_model(), data, batch=batch, microbatch_size=microbatch_size)
     assert split_of(batches).rules.packing == packing
 
 

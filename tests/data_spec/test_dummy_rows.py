@@ -33,7 +33,7 @@ from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
 from tests.support.family_processors import word_tokenizer
 from tests.support.small_batches import text_batch
-from tests.support.text import ragged_batch, text_model
+from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import (
     composer_gradients,
     in_double,
@@ -323,7 +323,7 @@ def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
 @pytest.mark.parametrize(('length', 'fits'), [(16, True), (17, False)])
 def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
     """Beyond 16 tokens the widest row of a batch changes the embedding of all."""
-    model = in_double(text_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16))
+    model = in_double(one_layer_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16))
     layout = BatchLayout.for_model(model)
     batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
     facts = describe(layout, batch)

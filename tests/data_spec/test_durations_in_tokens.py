@@ -14,7 +14,7 @@ from composer.core import Event
 from composer.optim import LinearWithWarmupScheduler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, one_layer_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader
 
 SHAPE = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
@@ -49,7 +49,7 @@ def train(data: Any) -> tuple[list[int], list[float]]:
     """Returns the tokens and the learning rate at the start of each step."""
     tokens = On(Event.BATCH_START, lambda state: state.timestamp.token.value)
     rates = On(Event.BATCH_START, lambda state: state.optimizers[0].param_groups[0]['lr'])
-    model = hugging_face(text_model())
+    model = hugging_face(one_layer_model())
     fit(
         model,
         data,

@@ -13,7 +13,7 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
-from tests.support.text import ONE_UNLABELLED, collate, ragged_batch, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_rows
 from tests.support.training import assert_exact, fit, hugging_face, loader, relative_error
 
 
@@ -23,7 +23,7 @@ from tests.support.training import assert_exact, fit, hugging_face, loader, rela
 )
 def test_packed_text_is_exact(side, attention, microbatch_size):
     recorder = assert_exact(
-        text_model(attn_implementation=attention),
+        one_layer_model(attn_implementation=attention),
         ragged_batch(ONE_UNLABELLED, side=side),
         reference_dtype=torch.float32 if attention == 'eager' else torch.float64,
         packing=True,
@@ -58,7 +58,7 @@ def test_leak_between_documents_is_refused(monkeypatch):
 
     The positions are bounds too, because Transformers finds documents by positions that restart at 0.
     """
-    model = hugging_face(text_model())
+    model = hugging_face(one_layer_model())
     forward = type(model).forward
 
     def forward_without_bounds(self, batch):
@@ -72,7 +72,7 @@ def test_leak_between_documents_is_refused(monkeypatch):
 @pytest.mark.parametrize('packing', [True, 'auto'])
 def test_packing_without_the_algorithm_is_refused(packing):
     with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation'):
-        fit(text_model(), ragged_batch(ONE_UNLABELLED), packing=packing, algorithms=[])
+        fit(one_layer_model(), ragged_batch(ONE_UNLABELLED), packing=packing, algorithms=[])
 
 
 def test_positions_of_the_batch_are_refused():
@@ -100,14 +100,14 @@ def test_interrupted_rows_are_refused(make, is_first_batch):
     if not is_first_batch:
         batches.insert(0, ragged_batch(ONE_UNLABELLED))
     with pytest.raises((ValueError, RuntimeError), match='Rows must be one run of tokens'):
-        fit(text_model(), *batches, packing=True)
+        fit(one_layer_model(), *batches, packing=True)
 
 
 def test_one_label_behind_the_tokens():
     batch = ragged_batch(ONE_UNLABELLED)
     for row, (length, _) in enumerate(ONE_UNLABELLED):
         batch['labels'][row, length : length + 1] = 7
-    assert_exact(text_model(), batch, packing=True)
+    assert_exact(one_layer_model(), batch, packing=True)
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -117,7 +117,7 @@ def test_empty_rows_are_packed(side):
     empty = ragged_batch(ONE_UNLABELLED, side=side)
     empty['attention_mask'][:] = 0
     empty['labels'][:] = -100
-    recorder = fit(text_model(), full, empty, full, packing=True)
+    recorder = fit(one_layer_model(), full, empty, full, packing=True)
     gradients_before, gradients_of_empty, gradients_after = recorder.steps
     for gradient in gradients_of_empty.values():
         assert not gradient.any()
@@ -130,7 +130,7 @@ def test_row_without_tokens_is_no_document():
     batch = ragged_batch([(4, 4), (9, 9), (5, 5), (7, 7)])  # so few rows that the check computes all of them
     batch['attention_mask'][2] = 0
     batch['labels'][2] = -100
-    assert_exact(text_model(), batch, packing=True)
+    assert_exact(one_layer_model(), batch, packing=True)
 
 
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])

@@ -25,10 +25,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, 1), (True, 8)])
+@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, 8)])
 @pytest.mark.parametrize('name', PACKABLE)
 def test_masked_models_are_exact(name, packing, microbatch_size):
     assert_exact(masked_model(name), masked_batch(LENGTHS), packing=packing, microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize('name', ['bert', 'esm'])
+def test_packed_rows_of_few_documents(name):
+    assert_exact(masked_model(name), masked_batch(LENGTHS), packing=True, microbatch_size=1)
 
 
 @pytest.mark.parametrize('name', PACKABLE)

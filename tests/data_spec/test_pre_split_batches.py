@@ -25,7 +25,7 @@ from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
-from tests.support.text import collate, column_counter, text_model, text_rows
+from tests.support.text import collate, column_counter, one_layer_model, text_rows
 from tests.support.training import On, assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
@@ -225,7 +225,7 @@ def test_label_predicted_by_pad_is_refused():
     """Such a label counts only if its row is padded in its microbatch, so it would depend on the cut."""
     rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
     with pytest.raises(ValueError, match='first token of a row must have no label'):
-        fit(text_model(), left_padded_loader(rows))
+        fit(one_layer_model(), left_padded_loader(rows))
 
 
 @pytest.mark.parametrize('width_multiple', [1, 8])
@@ -280,7 +280,7 @@ def test_gradient_of_each_global_batch(width_multiple):
         for microbatch in batch.microbatches:
             assert microbatch['input_ids'].shape[1] % width_multiple == 0
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
-    recorder = assert_exact(text_model(), spec, batch=global_batches(dataset, loader), max_duration='1ep')
+    recorder = assert_exact(one_layer_model(), spec, batch=global_batches(dataset, loader), max_duration='1ep')
     assert int(recorder.trainer.state.timestamp.sample) == 20
 
 
@@ -303,7 +303,7 @@ def test_stale_lengths_stop_the_run():
     spec = token_data_spec(loader, slot_tokens=cap)
     sample = f"sample '{changed}' of {dataset.lengths[changed]} tokens"
     with pytest.raises(ValueError, match=f'got: {sample}, over the cap of {cap} .* measure the lengths'):
-        fit(text_model(), spec, microbatch_size=1, max_duration='1ep')
+        fit(one_layer_model(), spec, microbatch_size=1, max_duration='1ep')
 
 
 def samples_over(microbatches, cap):
@@ -324,7 +324,7 @@ def test_stale_lengths_may_only_warn(caplog):
     assert cut_over == [[str(changed)]]  # by itself, because it is over the cap
     batches = global_batches(dataset, loader)
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        assert_exact(text_model(), spec, batch=batches, microbatch_size=1, max_duration='1ep')
+        assert_exact(one_layer_model(), spec, batch=batches, microbatch_size=1, max_duration='1ep')
     assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
 
 
@@ -342,8 +342,7 @@ def test_pictures_go_with_their_rows(name):
     assert checked.values == [True]
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('width_multiple', [1, 8])
+@pytest.mark.parametrize(('side', 'width_multiple'), [('left', 8), ('right', 1)])
 def test_masks_of_images_as_wide_as_text(side, width_multiple):
     """Mllama's mask says which token sees which image. It gets wider with the text, and has a slot for each image."""
     case = FAMILIES['mllama']()

@@ -26,7 +26,7 @@ from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import rows_of, split
 from tests.support.small_batches import TEXT, text_batch
-from tests.support.text import RAGGED, collate, named_batch, ragged_batch, text_model, text_rows
+from tests.support.text import RAGGED, collate, named_batch, one_layer_model, ragged_batch, text_rows
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
@@ -36,7 +36,7 @@ for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('regroup', [True, False])
 def test_cap_is_hard_and_rows_complete(side, regroup):
     rng = random.Random(0)
-    for _ in range(200):
+    for _ in range(100):
         num_rows = rng.randint(1, 24)
         lengths = [rng.randint(1, 40) for _ in range(num_rows)]
         batch = text_batch(lengths, side=side)
@@ -60,12 +60,12 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
 @pytest.mark.parametrize('regroup', [True, False])
 def test_bfloat16_rows_of_either_side(side, regroup):
     """The error against double precision must be about as small as for one bfloat16 forward over the batch."""
-    model = text_model().bfloat16()
+    model = one_layer_model().bfloat16()
     batch = ragged_batch(side=side)
     expected, _ = reference_gradients(model, batch)
     gradients = plain_gradients(hugging_face(model), batch)
     round_off = relative_error(gradients, expected)
-    for microbatch_size in (1, 2, 3):
+    for microbatch_size in (1, 3):
         recorder = fit(model, batch, regroup=regroup, microbatch_size=microbatch_size)
         assert relative_error(recorder.gradients, expected) < 2 * round_off
     stock, _, _ = train(model, loader(batch))
@@ -159,7 +159,7 @@ def test_config_without_a_model_type():
 
 
 def test_evaluation_gives_the_true_mean():
-    model = text_model()
+    model = one_layer_model()
     rows = text_rows(RAGGED)
     _, loss = reference_gradients(model, collate(rows))
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
@@ -223,7 +223,7 @@ def test_evaluation_keeps_the_order():
 
 def test_total_loss_equals_composer_metric():
     rows = text_rows(RAGGED)
-    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
+    composer_model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
     recorder = fit(composer_model, collate(rows))
     metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1:]
     assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
@@ -244,7 +244,7 @@ def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, '__deepcopy__', deepcopy_counting)
     metrics = [LanguageCrossEntropy()] if has_metrics else None
-    composer_model = hugging_face(text_model(), metrics=metrics)
+    composer_model = hugging_face(one_layer_model(), metrics=metrics)
     batch = ragged_batch()
     expected, _ = reference_gradients(composer_model.model, batch)
     forget = On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear())
@@ -269,7 +269,7 @@ def test_late_train_metrics_keep_labels(monkeypatch):
     def set_metrics(state):
         state.train_metrics = {'late': LanguageCrossEntropy()}
 
-    composer_model = hugging_face(text_model())
+    composer_model = hugging_face(one_layer_model())
     batch = ragged_batch([(4, 1), (9, 5), (14, 11), (6, 2)])
     expected, loss = reference_gradients(composer_model.model, batch)
     recorder = fit(

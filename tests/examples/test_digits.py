@@ -15,7 +15,7 @@ from examples.digits import DigitsDataset
 from examples.digits.dataset import split_scans
 from examples.digits.questions import DIGIT_WORDS
 
-NUM_SAMPLES = 1600
+NUM_SAMPLES = 928
 
 
 @pytest.fixture(scope='module')

@@ -9,8 +9,10 @@ no loss token, and some steps have fewer samples than ranks.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -144,15 +146,30 @@ def squared_distance(weights, other_weights, names):
     return sum(float((weights[name] - other_weights[name]).double().square().sum()) for name in names)
 
 
-def test_accumulation_steps_of_launcher_are_refused(tmp_path):
+def run_in_this_process(path, arguments, env):
+    """Runs an example as ``python path arguments`` does."""
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name='__main__')
+
+
+def test_accumulation_steps_of_launcher_are_refused(tmp_path, capfd):
     """``accelerator.backward`` would divide each loss by them, so updates would be 0.24 times the right ones."""
     pytest.importorskip('accelerate')
     env = environment()
     env.update(ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4', ACCELERATE_USE_CPU='true')
-    command = [sys.executable, 'examples/accelerate_loop.py', str(tmp_path / 'checkpoint'), '--steps=1']
-    done = execute(command, env)
-    assert done.returncode == 2
-    assert 'must have 1 gradient accumulation step, got: 4' in done.stderr
+    arguments = [str(tmp_path / 'checkpoint'), '--steps=1']
+    # A fork, because a new process would load torch again.
+    forked = multiprocessing.get_context('fork').Process(
+        target=run_in_this_process,
+        args=(ROOT / 'examples' / 'accelerate_loop.py', arguments, env),
+    )
+    forked.start()
+    forked.join(timeout=300)
+    assert forked.exitcode == 2
+    assert 'must have 1 gradient accumulation step, got: 4' in capfd.readouterr().err
     assert not (tmp_path / 'checkpoint').exists()
 
 

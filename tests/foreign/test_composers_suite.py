@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from composer import Trainer
@@ -52,6 +54,13 @@ def weights_of(trainer):
 def weights_after_fit(trainer):
     trainer.fit()
     return weights_of(trainer)
+
+
+@functools.cache
+def final_weights(microbatch_size, *, is_stock=False):
+    """Returns the weights after two epochs, with TokenAccumulation or of stock Composer."""
+    algorithms = [] if is_stock else None
+    return weights_after_fit(trainer_with(algorithms, microbatch_size=microbatch_size))
 
 
 def evaluator():
@@ -117,26 +126,23 @@ COMPOSERS_TOLERANCES = {'rtol': 1e-4, 'atol': 1e-5}
 @pytest.mark.parametrize('microbatch_size', [1, 3])
 def test_microbatch_size_makes_no_difference(microbatch_size):
     """``TestTrainerEquivalence.test_microbatch_size``, with its tolerances. They are too small for stock Composer."""
-    in_one = weights_after_fit(trainer_with(microbatch_size=4))
-    in_several = weights_after_fit(trainer_with(microbatch_size=microbatch_size))
+    in_one = final_weights(4)
+    in_several = final_weights(microbatch_size)
     assert_same(in_several, in_one, **COMPOSERS_TOLERANCES)
-    stock_in_one = weights_after_fit(trainer_with([], microbatch_size=4))
-    stock_in_several = weights_after_fit(trainer_with([], microbatch_size=microbatch_size))
+    stock_in_one = final_weights(4, is_stock=True)
+    stock_in_several = final_weights(microbatch_size, is_stock=True)
     with pytest.raises(AssertionError):
         assert_same(stock_in_several, stock_in_one, **COMPOSERS_TOLERANCES)
 
 
 def test_one_microbatch_is_the_stock_run():
     """With a single microbatch stock Composer is exact, so TokenAccumulation must not change the run."""
-    stock = weights_after_fit(trainer_with([], microbatch_size=4))
-    with_algorithm = weights_after_fit(trainer_with(microbatch_size=4))
-    assert_same(with_algorithm, stock, **COMPOSERS_TOLERANCES)
+    assert_same(final_weights(4), final_weights(4, is_stock=True), **COMPOSERS_TOLERANCES)
 
 
 def test_evaluation_in_between_changes_nothing():
-    plain = weights_after_fit(trainer_with())
-    with_evaluation = weights_after_fit(trainer_with(eval_dataloader=evaluator(), eval_interval='1ba'))
-    assert_same(with_evaluation, plain)
+    trainer = trainer_with(microbatch_size=2, eval_dataloader=evaluator(), eval_interval='1ba')
+    assert_same(weights_after_fit(trainer), final_weights(2))
 
 
 def test_with_composers_algorithms_and_callbacks():

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
+from composer_tokacc.layout.found import lengths_of_runs
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
 
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
@@ -85,3 +88,46 @@ def test_facts_hold_until_an_entry_changes():
     assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
     batch['labels'] = batch['labels'].clone()
     assert not facts.describes(LAYOUT, batch)
+
+
+def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns random masks and labels of a few narrow rows. They have padding, holes and labels on padding."""
+    num_rows, width = rng.randint(1, 3), rng.randint(1, 5)
+    masks = [[rng.choice([0, 1, 1]) for _ in range(width)] for _ in range(num_rows)]
+    labels = [[rng.choice([-100, -100, 7]) for _ in range(width)] for _ in range(num_rows)]
+    return masks, labels
+
+
+@pytest.mark.parametrize('seed', range(200))
+def test_facts_of_random_rows(seed):
+    """Against a plain walk over the positions of each row."""
+    masks, labels = drawn_rows(random.Random(seed))
+    batch = {
+        'input_ids': torch.ones(len(masks), len(masks[0]), dtype=torch.long),
+        'attention_mask': torch.tensor(masks),
+        'labels': torch.tensor(labels),
+    }
+    facts = describe(BatchLayout(family=QWEN), batch)
+    width = len(masks[0])
+    real_columns = []
+    has_hole = []
+    for mask, row_labels in zip(masks, labels, strict=True):
+        attended = [column for column in range(width) if mask[column]]
+        real_columns.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
+        has_hole.append(any(later - column > 1 for column, later in pairwise(attended)))
+    end_last = all(width - 1 in columns for columns in real_columns)
+    begin_first = all(0 in columns for columns in real_columns)
+    side = 'left' if end_last and not begin_first else 'right'
+    lengths = []
+    for columns in real_columns:
+        reach = 0
+        if columns:
+            reach = width - columns[0] if side == 'left' else columns[-1] + 1
+        lengths.append(max(reach, 1))
+    assert (facts.side, facts.lengths, facts.has_hole) == (side, lengths, has_hole)
+    assert facts.is_padded == any(len(columns) < width for columns in real_columns)
+
+
+def test_lengths_of_runs():
+    rows = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]]
+    assert lengths_of_runs(torch.tensor(rows).bool()) == [[2, 1], [], [3], [1, 1]]

@@ -89,6 +89,14 @@ def test_rows_without_media_bring_none():
     assert len(batch) == 6
 
 
+def test_lists_have_a_value_per_row():
+    """Also if a microbatch lacks the list: its rows must not get the values of others."""
+    last = {**microbatch([3, 2], images=[1]), 'sources': ['charts', 'tables']}
+    batch = pre_split(microbatch([4, 4]), last)
+    assert batch['num_images'] == [0, 0, 0, 1]
+    assert batch['sources'] == [None, None, 'charts', 'tables']
+
+
 def test_counting_joins_no_tensor(monkeypatch):
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
     monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key, layout: pytest.fail(f'joined {key}'))

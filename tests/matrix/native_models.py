@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from composer.models import ComposerModel
 
-from tests.matrix.subjects import SUBJECTS
+from tests.matrix.subjects import text_subject
+from tests.support.text import next_token_loss
 
-__all__ = ['LOSSES', 'NativeModel', 'Terms']
+__all__ = ['LLAMA', 'LOSSES', 'NativeModel', 'Terms', 'has_loss']
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-SMOOTHING, Z_WEIGHT = 0.1, 0.01
+LLAMA = text_subject('llama', num_hidden_layers=1)
+SMOOTHING = 0.1
+Z_WEIGHT = 0.01
 
 
 class NativeModel(ComposerModel):
@@ -32,13 +35,15 @@ class NativeModel(ComposerModel):
 
     def __init__(self, loss: str | Loss, *, logits: str = 'always', init: str = 'large') -> None:
         super().__init__()
-        self.model = SUBJECTS['llama'].model(init).model
+        self.model = LLAMA.model(init).model
         self.loss_of: Loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.logits = logits
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        inputs = {key: batch[key] for key in ('input_ids', 'attention_mask', 'position_ids') if key in batch}
-        logits = self.model(**inputs).logits.float()
+        logits = self.model(
+            batch['input_ids'], attention_mask=batch.get('attention_mask'), position_ids=batch.get('position_ids')
+        ).logits
+        logits = logits.float()
         outputs = {'loss': self.loss_of(logits, batch['labels'])}
         if self.logits == 'always' or (self.logits == 'eval' and not self.training):
             outputs['logits'] = logits
@@ -56,19 +61,29 @@ class Terms(ComposerModel):
 
     def __init__(self, of: Callable[..., Any]) -> None:
         super().__init__()
-        self.model = SUBJECTS['llama'].model('large').model
+        self.model = LLAMA.model('large').model
         self.of = of
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        return self.model(**{key: batch[key] for key in ('input_ids', 'attention_mask')}).logits
+        return self.model(batch['input_ids'], batch['attention_mask']).logits
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        labels = batch['labels'][:, 1:]
-        losses = F.cross_entropy(outputs[:, :-1].transpose(1, 2), labels, reduction='none')
-        return self.of(losses, labels != -100, self.training)
+        labels = batch['labels']
+        return self.of(losses_of_tokens(outputs, labels), has_loss(labels), self.training)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs
+
+
+def has_loss(labels: torch.Tensor) -> torch.Tensor:
+    """Returns whether the next token has a label, bool of shape ``(rows, width - 1)``."""
+    return labels[:, 1:] != -100
+
+
+def losses_of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of each next token, 0 without a label, of shape ``(rows, width - 1)``."""
+    losses = next_token_loss(logits, labels, reduction='none')
+    return losses.view(len(labels), -1)
 
 
 def by_token(losses, counted, *_):
@@ -76,15 +91,17 @@ def by_token(losses, counted, *_):
 
 
 def by_row(losses, counted, *_):
-    return (losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
+    sums = losses.sum(dim=1)
+    counts = counted.sum(dim=1).clamp(min=1)
+    return (sums / counts).mean()
 
 
 def squares(losses, counted, *_):
-    return losses.square().sum() / counted.sum().clamp(min=1)
+    return by_token(losses.square(), counted)
 
 
 def causal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return next_token_loss(logits, labels)
 
 
 def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -93,25 +110,23 @@ def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Divides by the number of all positions, also padding."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum') / labels.numel()
+    return next_token_loss(logits, labels, reduction='sum') / labels.numel()
 
 
 def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Averages the means of the rows, so that rows with few labels weigh as much as others."""
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
-    counted = (labels[:, 1:] != -100).sum(dim=1)
-    return (losses.sum(dim=1) / counted.clamp(min=1)).mean()
+    return by_row(losses_of_tokens(logits, labels), has_loss(labels))
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=SMOOTHING)
+    return next_token_loss(logits, labels, label_smoothing=SMOOTHING)
 
 
 def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Averages two terms over the same tokens."""
-    counted = labels[:, 1:] != -100
-    z = logits[:, :-1][counted].logsumexp(dim=-1).square().mean()
-    return causal(logits, labels) + Z_WEIGHT * z
+    predictions = logits[:, :-1][has_loss(labels)]
+    z_loss = predictions.logsumexp(dim=-1).square().mean()
+    return causal(logits, labels) + Z_WEIGHT * z_loss
 
 
 def fused(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -125,9 +140,9 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
             leaf = logits.detach().requires_grad_()
-            total = F.cross_entropy(leaf[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum')
+            total = next_token_loss(leaf, labels, reduction='sum')
             (gradient,) = torch.autograd.grad(total, leaf)
-        count = (labels[:, 1:] != -100).sum()
+        count = has_loss(labels).sum()
         ctx.save_for_backward(gradient / count)
         return total.detach() / count
 

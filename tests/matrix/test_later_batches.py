@@ -18,7 +18,7 @@ from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
 from tests.matrix.harness import kinds_of_steps, measure_steps, plain_gradients
-from tests.matrix.native_models import NativeModel
+from tests.matrix.native_models import LLAMA, NativeModel
 from tests.matrix.subjects import SUBJECTS, has_labels, has_media
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.text import VOCABULARY, collate, text_rows
@@ -54,8 +54,10 @@ def test_rows_of_one_length_come_first(name, sides, packing):
     longest_row = max(subject.rows(0), key=lambda row: row['input_ids'].shape[1])
     longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
     batches = [subject.collate([longest_row] * 4, 0, side=sides[0])]
-    batches += [subject.batch(seed, side=side) for seed, side in enumerate(sides * 2, start=1)]
-    check(measure_steps(subject.model('large'), batches, 2, packing=packing), len(batches), packing=packing)
+    for seed, side in enumerate(sides * 2, start=1):
+        batches.append(subject.batch(seed, side=side))
+    outcomes = measure_steps(subject.model('large'), batches, 2, packing=packing)
+    check(outcomes, len(batches), packing=packing)
 
 
 @pytest.mark.slow
@@ -65,11 +67,18 @@ def test_rows_without_media_come_first(name, packing):
     subject = SUBJECTS[name]
     text_rows = []
     for seed in range(0, 12, 2):
-        text_rows += [row for row in subject.rows(seed) if not has_media(row) and has_labels(row)]
+        for row in subject.rows(seed):
+            if not has_media(row) and has_labels(row):
+                text_rows.append(row)
     assert len(text_rows) > 2
-    batches = [subject.collate(text_rows[:5], 0, side='right')]
-    batches += [subject.batch(seed, side=side) for seed, side in enumerate(('right', 'left', 'right'), start=1)]
-    check(measure_steps(subject.model('large'), batches, 2, packing=packing), len(batches), packing=packing)
+    batches = [
+        subject.collate(text_rows[:5], 0, side='right'),
+        subject.batch(1, side='right'),
+        subject.batch(2, side='left'),
+        subject.batch(3, side='right'),
+    ]
+    outcomes = measure_steps(subject.model('large'), batches, 2, packing=packing)
+    check(outcomes, len(batches), packing=packing)
 
 
 @pytest.mark.slow
@@ -83,20 +92,29 @@ def test_labels_behind_padding_come_later(name, regroup):
         rows = subject.rows(4 * seed)
         # Only shorter rows. Longer rows of their microbatch keep the column of the label.
         lengths = sorted(row['input_ids'].shape[1] for row in rows)
+        middle_length = lengths[len(lengths) // 2]
         for row in rows:
-            if row['input_ids'].shape[1] < lengths[len(lengths) // 2]:
+            if row['input_ids'].shape[1] < middle_length:
                 row['labels'][:, 0] = row['input_ids'][:, 0]
         batches = [first, subject.collate(rows, seed, side='left')]
-        check(measure_steps(subject.model('large'), batches, 1 + seed % 3, regroup=regroup), len(batches))
+        outcomes = measure_steps(subject.model('large'), batches, 1 + seed % 3, regroup=regroup)
+        check(outcomes, len(batches))
 
 
 # What the first batch hides.
 
 
+ONE_ROW = [(6, 4)]
+ONE_LABEL = [(4, 1), (12, 1), (7, 1)]
+
+
 @pytest.mark.parametrize(
     ('first', 'logits'),
-    [(EQUAL, 'never'), ([(6, 4)], 'always'), ([(4, 1), (12, 1), (7, 1)], 'never')],
-    ids=['equal, no logits', 'one row', 'one label, no logits'],
+    [
+        pytest.param(EQUAL, 'never', id='equal, no logits'),
+        pytest.param(ONE_ROW, 'always', id='one row'),
+        pytest.param(ONE_LABEL, 'never', id='one label, no logits'),
+    ],
 )
 def test_mean_of_row_means_is_refused(first, logits):
     """On the first batch the loss is also the mean over all tokens."""
@@ -118,16 +136,28 @@ def dynamic_rope():
 
 
 def long_rope():
-    positions = {'original_max_position_embeddings': 10}
-    parameters = {'rope_type': 'longrope', 'rope_theta': 100.0, 'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8}
-    return large('phi3', max_position_embeddings=64, **positions, rope_parameters={**parameters, **positions})
+    num_short_positions = 10
+    parameters = {
+        'rope_type': 'longrope',
+        'rope_theta': 100.0,
+        'short_factor': [1.0] * 8,
+        'long_factor': [4.0] * 8,
+        'original_max_position_embeddings': num_short_positions,
+    }
+    return large(
+        'phi3',
+        max_position_embeddings=64,
+        original_max_position_embeddings=num_short_positions,
+        rope_parameters=parameters,
+    )
 
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
 @pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
 @pytest.mark.parametrize('build', [dynamic_rope, long_rope])
 def test_rotary_embedding_by_width(build, options):
-    short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
+    short = batch_of([(4, 2), (8, 5), (7, 3)])
+    long = batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
     kinds = kinds_of_steps(build(), [short, long, short], **options)
     assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
 
@@ -144,7 +174,7 @@ def test_rotary_embedding_by_largest_position(first):
 
 def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
     """Returns a Llama that scales the embedding in each column by a function of the column's number."""
-    model = SUBJECTS['llama'].model('large')
+    model = LLAMA.model('large')
 
     def scaled(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output * scale(torch.arange(output.shape[1]))[:, None]
@@ -153,11 +183,17 @@ def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFa
     return model
 
 
-@pytest.mark.parametrize(
-    'scale',
-    [lambda columns: 1 + 0.5 * (columns // 16), lambda columns: (1 + columns / 2048) ** 0.03],
-    ids=['from column 16 on, as Llama 4 does', 'hardly, in few columns, as Beam does'],
-)
+def as_llama_4(columns):
+    """Scales from column 16 on."""
+    return 1 + 0.5 * (columns // 16)
+
+
+def as_beam(columns):
+    """Scales hardly, in few columns."""
+    return (1 + columns / 2048) ** 0.03
+
+
+@pytest.mark.parametrize('scale', [as_llama_4, as_beam])
 @pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}], ids=['padded', 'packed', 'in order'])
 def test_columns_matter_in_long_rows(scale, options):
     short = batch_of(UNEQUAL, side='left')
@@ -192,7 +228,7 @@ def test_left_padding_is_trimmed_by_width():
     long = batch_of(LONG, side='left')
     for batches, width in (([short], 12), ([short, long], 40)):
         spec = token_data_spec(loader(*batches))
-        fit(SUBJECTS['llama'].model('large'), spec, max_duration=f'{len(batches)}ba')
+        fit(LLAMA.model('large'), spec, max_duration=f'{len(batches)}ba')
         rules = split_of(spec.dataloader).rules
         assert (rules.left, rules.left_width) == ('trim', width)
 
@@ -251,10 +287,9 @@ def changing_pixels(name, change):
 def test_coupled_images_come_later():
     """HunYuan-VL numbers the images of a batch. If only one row has images, nothing of that shows."""
     subject = SUBJECTS['llava']
-    text, one_image, several = [
-        subject.collate(with_images('llava', *counts), 0, side='right')
-        for counts in ((0, 0, 0), (1, 0, 0), (1, 0, 2, 1))
-    ]
+    text = subject.collate(with_images('llava', 0, 0, 0), 0, side='right')
+    one_image = subject.collate(with_images('llava', 1, 0, 0), 0, side='right')
+    several = subject.collate(with_images('llava', 1, 0, 2, 1), 0, side='right')
     assert kinds_of_steps(subject.model('large'), [one_image, several]) == ['exact', 'exact']
     coupled = changing_pixels('llava', lambda pixels: pixels + 0.1 * pixels.mean(dim=0))
     assert kinds_of_steps(coupled, [text, one_image, several]) == ['exact', 'exact', 'refused']

@@ -163,6 +163,24 @@ def test_use_of_the_device(batch):
     assert min(figures(recorder, 'loader_seconds')) > 0
 
 
+class AttentionFlops:
+    """One operation for each pair of positions of a row."""
+
+    def text(self, rows, width):
+        return float(rows * width**2)
+
+    def media(self, batch):
+        return 0.0
+
+
+def test_packed_documents_attend_to_themselves(batch):
+    monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
+    recorder = fit(text_model(), batch, packing=True, callbacks=[monitor])
+    seconds = REAL / figures(recorder, 'tokens_per_second')[0]
+    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
+    assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
+
+
 def test_hours_left_of_epochs(batch):
     """Composer's elapsed duration counts whole epochs, also in the middle of one."""
     recorder = run(loader(batch, batch, batch), max_duration='2ep')
@@ -202,10 +220,11 @@ def test_gradient_norm_of_sparse_gradients(batch):
 
 @pytest.mark.slow
 def test_gradient_norm_under_fsdp1():
-    """Its gradients are plain tensors, which hold a part of the gradient on each rank."""
+    """Its gradients are plain tensors. They hold a part of the gradient on each rank, or nothing if it is frozen."""
     result = launch_json('tests/ranks/fsdp1_norm.py', ranks=2)
     for strategy, norm in result['measured'].items():
         assert norm == pytest.approx(result['expected'], rel=1e-5), strategy
+    assert result['measured_part_frozen'] == pytest.approx(result['expected_part_frozen'], rel=1e-5)
 
 
 # Where users look.

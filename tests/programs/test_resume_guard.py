@@ -22,7 +22,7 @@ from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
 from tests.support.launch import launch_json, launch_program
-from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA
+from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA, UNCHECKED
 
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
 
@@ -57,6 +57,7 @@ def command(data, checkpoints, *overrides):
         f'dataset.path={data}/data.json',
         f'dataset.image_dir={data}/images',
         *TINY_LLAVA,
+        UNCHECKED,
         'trainer.max_duration=2ba',
         'trainer.save_interval=1ba',
         f'trainer.save_folder={checkpoints}',
@@ -165,6 +166,8 @@ def digits_command(folder, num_steps, *overrides):
     return [
         DIGITS,
         *TINY_DIGITS,
+        UNCHECKED,
+        'dataset.eval=null',
         'trainer.autoresume=true',
         'trainer.save_interval=1ba',
         f'trainer.save_folder={folder}',
@@ -183,7 +186,7 @@ def test_dataset_without_identity_compares_by_samples(tmp_path, capsys):
 
 
 def adapted_command(folder, num_steps, lora):
-    return digits_command(folder, num_steps, f'model.lora={lora}', 'dataset.eval=null')
+    return digits_command(folder, num_steps, f'model.lora={lora}')
 
 
 @pytest.fixture(scope='module')

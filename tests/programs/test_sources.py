@@ -19,7 +19,7 @@ from composer_tokacc.programs import ConfigError, load_config
 from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import RegroupingDataLoader
-from examples.digits.dataset import load_scans, split_scans
+from examples.digits import dataset as digits
 from tests.data.length_tables import lengths_of
 from tests.support.launch import ROOT
 
@@ -127,8 +127,9 @@ def test_image_cap_of_plans_and_split(tmp_path):
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as if scikit-learn were not installed
-    load_scans.cache_clear()
-    split_scans.cache_clear()
+    # Without the scans that were loaded before.
+    monkeypatch.setattr(digits, 'load_scans', digits.load_scans.__wrapped__)
+    monkeypatch.setattr(digits, 'split_scans', digits.split_scans.__wrapped__)
     with pytest.raises(ConfigError, match=r"`dataset`: .* install 'composer_tokacc\[demo\]'"):
         build(tmp_path)
     with pytest.raises(ConfigError, match=r'`dataset.parts.a`: .* install'):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from composer_tokacc.data import LengthTable
 from composer_tokacc.programs import ConfigError, load_config, suggest
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.sizing import BatchShape
+from composer_tokacc.sizing import BatchShape, MemoryModel
 from tests.sizing.test_suggestion import memory_model, sizes_of
 from tests.test_size import YAML
 
@@ -63,42 +65,57 @@ def test_packing_is_compared_as_the_run_cuts(regroups_ranks):
     assert report.packing is not regroups_ranks
 
 
-def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, tmp_path):
-    """Composer takes the CPU then, and float32. Half precision would need about half of the memory."""
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    predicted = {}
-    for device in ('null', 'cpu', 'gpu'):
-        config = config_of(**{'trainer.device': device, 'dataset.num_samples': 64})
-        source = source_of(config)
-        processor = source.build_processor()
-        dataset = source.build_dataset(processor)
-        table = source.measure(dataset, processor)
-        predicted[device] = suggest.memory_of_run(config, dataset, processor, table)
-    assert predicted['null'] == predicted['cpu']
-    shape = BatchShape(rows=4, width=64)
-    assert predicted['null'].peak(shape) > predicted['gpu'].peak(shape)
-
-
 SHAPE = BatchShape(rows=4, width=64)
-FSDP = 'trainer.parallelism_config.fsdp'
+# A trace takes time for each layer.
+FEW_LAYERS = {
+    'dataset.num_samples': 16,
+    'model.config.text_config.num_hidden_layers': 1,
+    'model.config.vision_config.num_hidden_layers': 1,
+}
+
+
+@functools.cache
+def traced_data() -> tuple[Any, Any, LengthTable]:
+    """Returns the dataset of the traced runs, its processor, and the sizes of its samples."""
+    source = source_of(config_of(**FEW_LAYERS))
+    processor = source.build_processor()
+    dataset = source.build_dataset(processor)
+    return dataset, processor, source.measure(dataset, processor)
+
+
+def traced_memory(settings: Mapping[str, Any]) -> MemoryModel:
+    config = config_of(**{**FEW_LAYERS, **settings})
+    return suggest.memory_of_run(config, *traced_data())
+
+
+@pytest.fixture
+def calibrations(monkeypatch, tmp_path):
+    """The folder that keeps the memory models."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    return tmp_path / 'composer_tokacc' / 'memory'
+
+
+def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
+    """Composer takes the CPU then, and float32. Half precision would need about half of the memory."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    without_device = traced_memory({'trainer.device': 'null'})
+    on_cpu = traced_memory({'trainer.device': 'cpu'})
+    on_gpu = traced_memory({'trainer.device': 'gpu'})
+    assert without_device == on_cpu
+    assert without_device.peak(SHAPE) > on_gpu.peak(SHAPE)
 
 
 def sharded_memory(**settings: Any) -> dict[str, float]:
     """Returns bytes by term on one of four ranks."""
-    changes = {f'{FSDP}.{name}': value for name, value in settings.items()}
-    config = config_of(**{'dataset.num_samples': 64, 'trainer.precision': 'amp_bf16', **changes})
-    source = source_of(config)
-    processor = source.build_processor()
-    dataset = source.build_dataset(processor)
-    table = source.measure(dataset, processor)
-    memory = suggest.memory_of_run(config, dataset, processor, table)
-    return memory.terms(SHAPE, num_ranks=4)
+    # FSDP gathers one layer at a time, so there are two.
+    options = {'trainer.precision': 'amp_bf16', 'model.config.text_config.num_hidden_layers': 2}
+    for name, value in settings.items():
+        options[f'trainer.parallelism_config.fsdp.{name}'] = value
+    return traced_memory(options).terms(SHAPE, num_ranks=4)
 
 
-def test_settings_of_fsdp_change_its_memory(monkeypatch, tmp_path):
+def test_settings_of_fsdp_change_its_memory(monkeypatch, calibrations):
     """Sizes are in weights of the model, which has float32 weights and computes in bfloat16."""
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     full_shard = sharded_memory(sharding_strategy='FULL_SHARD')
     num_weights = full_shard['parameters'] * 4 / 4
     assert 'autocast copies of weights' not in full_shard
@@ -124,3 +141,5 @@ def test_settings_of_fsdp_change_its_memory(monkeypatch, tmp_path):
     monkeypatch.setenv('FSDP_VERSION', '2')
     assert sharded_memory(reshard_after_forward='true') == full_shard
     assert sharded_memory(reshard_after_forward='false') == keeps_gathered
+    # A trace of a large model takes minutes. One is for weights in float32, one for weights in bfloat16.
+    assert len(list(calibrations.iterdir())) == 2

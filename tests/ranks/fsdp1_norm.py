@@ -25,17 +25,28 @@ def main() -> dict[str, Any]:
     inner = torch.nn.Linear(5, 3)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), inner)
     rows = torch.randn(4, 7)
-    plain = copy.deepcopy(model)
-    plain(rows).square().sum().backward()
-    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    # The frozen layer is larger than the trained one, so no shard of the second rank is trained.
+    part_frozen = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 40))
+    part_frozen[1].requires_grad_(False)
+    part_frozen[2].requires_grad_(False)
     return {
-        'expected': float(torch.nn.utils.get_total_norm(gradients)),
+        'expected': plain_norm(model, rows),
         'measured': {strategy: sharded_norm(model, rows, strategy) for strategy in STRATEGIES},
+        'expected_part_frozen': plain_norm(part_frozen, rows),
+        'measured_part_frozen': sharded_norm(part_frozen, rows, 'FULL_SHARD'),
     }
 
 
+def plain_norm(model: torch.nn.Module, rows: torch.Tensor) -> float:
+    """Returns the norm of the gradient without FSDP."""
+    plain = copy.deepcopy(model)
+    plain(rows).square().sum().backward()
+    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients))
+
+
 def sharded_norm(model: torch.nn.Sequential, rows: torch.Tensor, strategy: str) -> float:
-    """Returns the norm of the gradient. The last layer is a unit of its own inside of the outer unit."""
+    """Returns the norm of the gradient. The second layer is a unit of its own inside of the outer unit."""
     options: dict[str, Any] = {
         'sharding_strategy': ShardingStrategy[strategy],
         'use_orig_params': True,

@@ -8,18 +8,30 @@ from __future__ import annotations
 import pytest
 import transformers
 
+from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.half_precision import SCALE, set_precision, train_in_two_cuts
+from tests.support.half_precision import SCALE, gradients_of_one_forward, set_precision
+from tests.support.training import fit, reference_gradients, relative_error
+
+PRECISIONS = ('amp_bf16', 'amp_fp16')
 
 
-@pytest.mark.parametrize('precision', ['amp_bf16', 'amp_fp16'])
-@pytest.mark.parametrize('family', FAMILIES)
+def families_and_precisions():
+    """Yields all families with both precisions. One of them is not slow, in turn."""
+    for number, family in enumerate(FAMILIES):
+        for precision in PRECISIONS:
+            is_quick = precision == PRECISIONS[number % 2]
+            yield pytest.param(family, precision, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(('family', 'precision'), families_and_precisions())
 def test_families(family, precision, monkeypatch):
     if family == 'smolvlm' and transformers.__version__.startswith('4.'):
         pytest.skip('Transformers 4 puts half-precision images into float32 embeddings')
-    callbacks = set_precision(precision, monkeypatch)
-    results = train_in_two_cuts(FAMILIES[family](), callbacks=callbacks)
-    for recorder, _ in results:
-        assert recorder.trainer.state.scaler.get_scale() == SCALE
-    (_, error_in_microbatches), (_, error_in_one_forward) = results
-    assert 0 < error_in_microbatches < 2 * error_in_one_forward
+    case = FAMILIES[family]()
+    batch = family_batch(case)
+    expected, _ = reference_gradients(case.model, batch)
+    round_off = relative_error(gradients_of_one_forward(case, batch, precision), expected)
+    recorder = fit(case.model, batch, callbacks=set_precision(precision, monkeypatch))
+    assert recorder.trainer.state.scaler.get_scale() == SCALE
+    assert 0 < relative_error(recorder.gradients, expected) < 2 * round_off

@@ -46,7 +46,7 @@ def test_llama_costs_as_counted_by_hand():
         vocab_size=500,
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         use_cache=False,
         attn_implementation='eager',

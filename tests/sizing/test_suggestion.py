@@ -68,7 +68,7 @@ def memory_model(**changes: Any) -> MemoryModel:
     return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
 
 
-def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
+def table(num_samples: int = 1000, seed: int = 0) -> LengthTable:
     rng = np.random.default_rng(seed)
     has_image = rng.random(num_samples) < 0.6
     images = 64 * has_image.astype(np.int64)
@@ -239,6 +239,16 @@ def test_cost_of_the_run_cuts_steps() -> None:
         assert cheap[method].microbatches == 2
         assert dear[method].microbatches == 1
     assert cheap['stock'] == dear['stock']
+
+
+def test_gain_counts_the_whole_step() -> None:
+    """Microbatches of equally long rows are faster. The seconds outside of them stay."""
+    lengths = [10, 100, 30, 200] * 16
+    costs = {'cost': CostModel(launch=1e6), 'measured_cost': CostModel(launch=1.0, seconds_per_token=1e-4)}
+    no_time_outside = suggest_for_one_rank(lengths, **costs)
+    assert 'smaller microbatches have less padding' in no_time_outside.warnings()[0]
+    most_time_outside = suggest_for_one_rank(lengths, **costs, seconds_per_step=1e3)
+    assert most_time_outside.warnings() == []
 
 
 def test_measured_encoder_time_counts() -> None:

@@ -26,7 +26,7 @@ from composer_tokacc.sizing.trace import TracedStep
 
 HIDDEN = 64
 INNER = 96
-LAYERS = 3
+LAYERS = 2
 VOCABULARY = 200
 
 

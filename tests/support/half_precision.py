@@ -17,7 +17,14 @@ from composer.loggers import Logger
 
 from composer_tokacc import BatchLayout
 from tests.support.families import Case
-from tests.support.training import GradientRecorder, fit, reference_gradients, relative_error
+from tests.support.training import (
+    GradientRecorder,
+    Gradients,
+    fit,
+    gradients_of,
+    reference_gradients,
+    relative_error,
+)
 
 DTYPES = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
 SCALE = 1024.0
@@ -66,6 +73,14 @@ def train_in_two_cuts(case: Case, **options: Any) -> list[tuple[GradientRecorder
         recorder.trainer.close()  # so that the next Trainer can have the same callbacks
         results.append((recorder, relative_error(recorder.gradients, expected)))
     return results
+
+
+def gradients_of_one_forward(case: Case, batch: dict[str, Any], precision: str) -> Gradients:
+    """Returns the gradients of one plain forward in a precision. Its loss is scaled as with :class:`EnabledScaler`."""
+    with _autocast(precision):
+        loss = case.loss(batch)
+    scaled_gradients = gradients_of(case.model, SCALE * loss)
+    return {name: gradient / SCALE for name, gradient in scaled_gradients.items()}
 
 
 def set_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -32,6 +32,8 @@ TINY_LLAVA = [
     'loader.global_batch_size=4',
     'scheduler.t_warmup=1ba',
 ]
+# For runs that test something else. The check takes a third of a short run.
+UNCHECKED = 'algorithms.token_accumulation={loss_tokens: causal, check_loss: false}'
 # 40 samples, 8 a step: five steps an epoch, so 12 steps end in the middle of the third.
 TINY_DIGITS = [
     *TINY_MODEL,

@@ -25,19 +25,24 @@ ONE_UNLABELLED = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 """The same with a row without labels."""
 
 
-def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
+def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **config: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=num_hidden_layers,
             num_attention_heads=2,
             use_cache=False,
             **config,
         )
     )
+
+
+def one_layer_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
+    """Returns the smallest text model, for tests to which the number of layers does not matter."""
+    return text_model(seed, num_hidden_layers=1, **config)
 
 
 class ColumnCounter(GPT2LMHeadModel):

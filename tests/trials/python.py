@@ -37,7 +37,7 @@ from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import LossShares, Mixture, RestoreRandomState
 from tests.data.chat_processors import small
-from tests.support.text import collate, next_token_loss, text_model, text_rows
+from tests.support.text import collate, next_token_loss, one_layer_model, text_rows
 from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, refusal
 
@@ -70,7 +70,7 @@ def step(*batches: Any, num_algorithms: int = 1, **options: Any) -> Callable[[],
 
     def run() -> None:
         algorithms = [TokenAccumulation() for _ in range(num_algorithms)]
-        train(text_model(), token_data_spec(loader(*batches), **options), algorithms=algorithms)
+        train(one_layer_model(), token_data_spec(loader(*batches), **options), algorithms=algorithms)
 
     return run
 
@@ -88,7 +88,7 @@ def step_with_mask(change: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
 def weighted(weights: torch.Tensor) -> Callable[[], Any]:
     def run() -> None:
         spec = token_data_spec(loader({**batch(), 'loss_weights': weights}))
-        train(text_model(), spec, algorithms=[TokenAccumulation(token_weights='column')])
+        train(one_layer_model(), spec, algorithms=[TokenAccumulation(token_weights='column')])
 
     return run
 
@@ -126,7 +126,7 @@ def isolation(model: Any = None, documents: Any = None, **inputs: Any) -> Callab
         documents = torch.tensor([[0, 0, 1]])
 
     def check() -> None:
-        checked_model = text_model() if model is None else model
+        checked_model = one_layer_model() if model is None else model
         verify_isolation(checked_model, inputs, documents)
 
     return check
@@ -146,13 +146,13 @@ class MeanOverRows(HuggingFaceModel):
 
 
 def loss_of_samples() -> None:
-    model: Any = MeanOverRows(text_model(), use_logits=True)
+    model: Any = MeanOverRows(one_layer_model(), use_logits=True)
     train(model, token_data_spec(loader(batch())), algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})])
 
 
 def train_a_classifier() -> None:
     """Trains a head that gives a class for each row, with the labels in one column."""
-    config = text_model().config
+    config = one_layer_model().config
     config.num_labels = 2
     config.pad_token_id = 0
     model: Any = HuggingFaceModel(LlamaForSequenceClassification(config), use_logits=True)
@@ -161,11 +161,11 @@ def train_a_classifier() -> None:
 
 
 def train_a_frozen_model() -> None:
-    train(text_model().requires_grad_(False), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
+    train(one_layer_model().requires_grad_(False), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
 
 
 def fitted_again_with_nothing() -> None:
-    *_, trainer = train(text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
+    *_, trainer = train(one_layer_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
     trainer.fit(train_dataloader=token_data_spec(loader()), duration='1ba', reset_time=False)
 
 

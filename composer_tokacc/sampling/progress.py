@@ -1,0 +1,100 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How far a run has read its data, if several iterators read the same epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar('Item')
+
+
+@dataclass(eq=False)
+class _ReadingIterator:
+    """How far one iterator has read. Without ``eq``, so that a list finds this very object, not one that is equal."""
+
+    epoch: int
+    next_batch: int
+    """Number in the epoch of the batch that it yields next."""
+    is_reading: bool = True
+    """False once it has ended, or was closed or garbage collected before its end."""
+    has_ended: bool = False
+    """Whether it has yielded all batches of the epoch."""
+
+
+class Progress:
+    """The iterators of a sampler and of its loaders, and the place of the run, which a checkpoint must hold.
+
+    The place is an epoch, and the number of the batch that the run reads next. A run trains on the batches of one
+    iterator. But ``next(iter(loader))`` makes a second iterator, to look at a batch, and must not change the place. So
+    the iterator that has read most batches of the epoch holds the place. Once an iterator has read a whole epoch, the
+    others are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._iterators: list[_ReadingIterator] = []
+        """All iterators that may hold the place. The last one has yielded a batch, or was made, after the others."""
+
+    @property
+    def has_reading_iterator(self) -> bool:
+        """Whether an iterator has begun, and has neither ended nor was closed."""
+        return any(iterator.is_reading for iterator in self._iterators)
+
+    def follow(
+        self,
+        batches: Iterable[Item],
+        epoch: int,
+        first: int,
+    ) -> Iterator[Item]:
+        """Yields the batches of an epoch from batch `first` on, and notes how many were taken."""
+        current = _ReadingIterator(epoch, first)
+        iterators = []
+        for iterator in self._iterators:
+            # If a run reads an epoch again, the end of the first reading is no longer its place.
+            is_read_again = iterator.has_ended and iterator.epoch == epoch
+            if not is_read_again:
+                iterators.append(iterator)
+        self._iterators = [*iterators, current]
+        try:
+            for batch in batches:
+                current.next_batch += 1
+                # Move it to the end of the list. It is not in the list if it was forgotten since its last batch.
+                if current in self._iterators:
+                    self._iterators.remove(current)
+                self._iterators.append(current)
+                yield batch
+            # A forgotten iterator that yields no further batch stays forgotten.
+            if current in self._iterators:
+                current.has_ended = True
+                self._iterators = [current]
+        finally:
+            # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
+            current.is_reading = False
+
+    def forget(self) -> None:
+        """Forgets all iterators. Needed when a caller sets the place, which an earlier iterator must not override."""
+        self._iterators = []
+
+    def place(
+        self,
+        next_epoch: int,
+        next_batch: int,
+    ) -> tuple[int, int]:
+        """Returns the epoch of the run, and the number of the batch that it reads next.
+
+        While an iterator is reading, its epoch counts, even if the trainer has already set the next epoch.
+
+        Args:
+            next_epoch: The epoch if no iterator is reading.
+            next_batch: The batch if no iterator has read this epoch.
+        """
+        epoch = next_epoch
+        for iterator in self._iterators:
+            if iterator.is_reading:
+                epoch = iterator.epoch  # of several, the last one counts
+        # Iterators of other epochs were a look at a batch, or were given up before the end of their epoch.
+        batches = [iterator.next_batch for iterator in self._iterators if iterator.epoch == epoch]
+        return epoch, max(batches, default=next_batch)
