@@ -78,7 +78,7 @@ class SizeOptions:
     time_steps: bool = False
     folder: str = 'runs/size'
     lengths: Any = None
-    """Path of a table, or a mapping of figures, see :func:`.lengths_of`."""
+    """Path of a table, or the figures of a distribution, such as ``{'mean': 150}``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,6 +49,7 @@ def token_data_spec(
 
     :class:`.TokenAccumulation` finds the layout and the loss rule of the model on the first batch. If you use
     Composer's own ``accumulate_train_batch_on_tokens`` instead, give the ``model``, so that both are found as well.
+    Composer does not notice a wrong rule.
 
     Args:
         dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``, as

@@ -75,7 +75,7 @@ class Family:
     Args:
         name: Name for error messages.
         model_types: ``config.model_type`` values that use it.
-        entries: Media tensors by key. Text tensors are the same for all families: :data:`TEXT_ENTRIES`.
+        entries: Media tensors by key. Text tensors are the same for all families: ``TEXT_ENTRIES``.
         media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
         matches: Returns whether a batch has this format. Only asked if the model is not known.
         slots: Returns which image slots of a batch hold an image and are not padding, ``(rows, slots)`` bool. None: the

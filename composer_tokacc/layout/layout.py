@@ -563,11 +563,18 @@ class BatchLayout:
         keys: dict[str, None] = {}  # a dict keeps their order
         for batch in batches:
             keys |= dict.fromkeys(batch)
+        modality_of_count = {f'num_{modality}s': modality for modality in MODALITIES}
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
-            if any(isinstance(value, torch.Tensor) for value in values):
+            if values and key in modality_of_count:
+                # The numbers are counted again, in each batch by itself. The user counts images, but a processor may
+                # cut them into tiles. In a batch of one row all tiles belong to that row.
+                joined[key] = []
+                for batch in batches:
+                    joined[key] += self._carried_or_counted(batch, modality_of_count[key])
+            elif any(isinstance(value, torch.Tensor) for value in values):
                 joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
@@ -576,15 +583,6 @@ class BatchLayout:
                 joined[key] = self._values_of_rows(key, batches)
             else:
                 joined[key] = values[0] if values else None
-        for modality in MODALITIES:
-            key = f'num_{modality}s'
-            if joined.get(key) is None:
-                continue
-            # The numbers are counted again, in each batch by itself. The user counts images, but a processor may cut
-            # them into tiles. In a batch of one row all tiles belong to that row.
-            joined[key] = []
-            for batch in batches:
-                joined[key] += self._carried_or_counted(batch, modality)
         return joined
 
     def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:

@@ -123,7 +123,10 @@ class PreSplitBatch(Mapping[str, Any]):
         missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
-            values += microbatch.get(key) or [missing] * len(text_of(microbatch))
+            values_of_rows = microbatch.get(key)
+            if values_of_rows is None:
+                values_of_rows = [missing] * len(text_of(microbatch))
+            values += values_of_rows
         return values
 
     def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:

@@ -313,6 +313,14 @@ def test_entry_of_some_samples_is_refused(key, value):
         TEXT_LAYOUT.concat(batches)
 
 
+@pytest.mark.parametrize('count', [list, torch.tensor])
+def test_text_rows_lack_counts(count):
+    """A collator may leave `num_images` out of a batch without images."""
+    with_images = text_batch([3, 2], num_images=count([2, 1]), pixel_values=numbered(3, 3, 2, 2))
+    joined = LLAVA_LAYOUT.concat([text_batch([4]), with_images])
+    assert joined['num_images'] == [0, 2, 1]
+
+
 def test_text_rows_lack_image_entries():
     layout = BatchLayout.for_model(CASES['llava_onevision']().model)
     with_image = text_batch(

@@ -97,6 +97,13 @@ def test_lists_have_a_value_per_row():
     assert batch['sources'] == [None, None, 'charts', 'tables']
 
 
+def test_empty_list_adds_no_value():
+    """A list with one value per image: the rows of a microbatch without images must not get one."""
+    text = {**microbatch([4, 4]), 'files': []}
+    images = {**microbatch([3, 2], images=[1]), 'files': ['chart.png']}
+    assert pre_split(text, images)['files'] == ['chart.png']
+
+
 def test_counting_joins_no_tensor(monkeypatch):
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
     monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key, layout: pytest.fail(f'joined {key}'))
