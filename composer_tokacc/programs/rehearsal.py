@@ -347,7 +347,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
     end = state.max_duration
     assert end is not None, 'a fit has an end'
-    # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, longer than most plans.
+    # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, as long as a small plan.
     elapsed = {}
     for unit in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
         elapsed[unit] = state.timestamp.get(unit).value
