@@ -355,8 +355,9 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         raise InvalidInputError(
             f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.'
         )
-    # Without the counts of this package, because they belong to another cut.
-    plain_batches = [without_rows(batch) for batch in batches]
+    # Without the counts of this package, because they belong to another cut. Copies, because a row may be a view, and
+    # pickle would send the whole tensor behind each view.
+    plain_batches = [with_copied_tensors(without_rows(batch)) for batch in batches]
     batches_by_rank = all_gather_object(plain_batches)
     if layout is None:
         # A batch with media has the most keys. The layout of text alone would not know the keys of media. Perhaps only

@@ -33,7 +33,7 @@ Checksum = tuple[str, str]
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
 """Checksum of a gradient that is 0, or absent."""
 MASKED_LOGIT = -1e4
-"""Logits at or below this value count as masked, and are not compared. Some models mask the logits of ids that no text
+"""Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
 
 
@@ -273,12 +273,14 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     """
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
-    # A masked logit would make the difference NaN, or the norm so large that no difference shows.
-    first = first.detach().masked_fill(first <= MASKED_LOGIT, 0)
-    second = second.detach().masked_fill(second <= MASKED_LOGIT, 0)
+    # A masked logit would make the difference NaN, or the norm so large that no difference shows. It is clamped,
+    # and not left out, so that a large logit does not differ by all its size if round-off moves it across the limit.
+    is_masked = (first <= MASKED_LOGIT) & (second <= MASKED_LOGIT)
+    first = first.detach().clamp(min=MASKED_LOGIT)
+    second = second.detach().clamp(min=MASKED_LOGIT)
     # Only the sums are in float64. A copy of the logits in float64 would take too much memory.
     change = torch.linalg.vector_norm(second - first, dtype=torch.float64)
-    size = torch.linalg.vector_norm(first, dtype=torch.float64)
+    size = torch.linalg.vector_norm(first.masked_fill_(is_masked, 0), dtype=torch.float64)
     return float(change / size.clamp(min=TINY))
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.checks.test_written_state import Cache, RunningMean, spectral_norm, w
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
+from tests.support.process_group import group_of_one_rank
 from tests.support.text import packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import hugging_face, reference_gradients
 
@@ -182,6 +184,27 @@ def test_means_averaged_over_ranks_are_off():
     # The same rows on every rank, so with equal numbers of labels. The check assigns rows to ranks in another way.
     assert results['step mean, same rows'] < 1e-6
     assert results['mean of each rank, same rows'] > 1e-2
+
+
+def test_ranks_send_each_row_once(monkeypatch, tmp_path):
+    """Rows may be views of one large batch. Pickle would send the whole batch for each of them."""
+    batch = ragged_batch(ROWS * 8)
+    views = [{key: tensor[row : row + 1] for key, tensor in batch.items()} for row in range(40)]
+    gather = torch.distributed.all_gather_object
+    sent_bytes = []
+
+    def counting(values, value):
+        sent_bytes.append(len(pickle.dumps(value)))
+        gather(values, value)
+
+    monkeypatch.setattr(torch.distributed, 'all_gather_object', counting)
+    with group_of_one_rank(tmp_path):
+        verify_invariance(step_mean(text_model()), views, **FEW_CUTS)
+        most_for_views = max(sent_bytes)
+        sent_bytes.clear()
+        rows = [{key: tensor.clone() for key, tensor in view.items()} for view in views]
+        verify_invariance(step_mean(text_model()), rows, **FEW_CUTS)
+    assert most_for_views <= max(sent_bytes)
 
 
 def test_parameters_without_a_gradient():

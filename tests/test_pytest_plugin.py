@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from composer_tokacc import pytest_plugin, weighted_microbatches
+from composer_tokacc.step_watch import relative_difference
 from tests.checks.test_written_state import (
     ReplacedMean,
     RunningMean,
@@ -369,6 +370,19 @@ def test_state_with_masked_logits(make_layer, mask):
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.masked_fill(is_last_id, mask))
     message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
     assert ('A forward writes' in message) == (make_layer is RunningMean)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_beside_the_limit_of_masks(dtype):
+    """Round-off of a logit is small wherever it is. A logit that is masked in one forward only is a difference."""
+    logits = torch.tensor([1.0, -torch.inf, -10_000.0, 2.0], dtype=dtype)
+    rounded = logits.clone()
+    rounded[2] = torch.nextafter(rounded[2], torch.tensor(0.0, dtype=dtype))
+    assert relative_difference(logits, logits) == 0
+    for first, second in ((logits, rounded), (rounded, logits)):
+        assert relative_difference(first, second) <= torch.finfo(dtype).eps
+    assert relative_difference(logits, torch.full_like(logits, -torch.inf)) > 1e-3
+    assert relative_difference(logits, torch.tensor([1.0, 5.0, -10_000.0, 2.0], dtype=dtype)) > 0.5
 
 
 def test_repeated_forward_is_not_counted():

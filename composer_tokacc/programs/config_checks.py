@@ -216,9 +216,10 @@ def _check_report(config: TrainConfig) -> None:
     report = config.report
     function: Any = object  # has no arguments
     if 'name' in report:
-        function = import_by_name('report.name', str(report['name']))
-        module = str(getattr(function, '__module__', ''))
-        function = partial(function, None)  # its first argument, a FinishedRun, is not from the file
+        # Its first argument, a FinishedRun, is not from the file.
+        function = partial(import_by_name('report.name', str(report['name'])), None)
+        # `func` is not the partial of a user, whose module would be functools, but the function in it.
+        module = str(getattr(function.func, '__module__', ''))
         # A file from somebody else must not call functions such as os.system().
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')

@@ -27,9 +27,10 @@ class MachineFault:
 LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
-    # Other connections, such as those to the Hugging Face hub, are reset with the same words.
-    r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting|'
-    'Application timeout caused pair closure)|DistBackendError|DistNetworkError',
+    # Other connections, such as those to the Hugging Face hub, are reset with the words in the second pair of brackets.
+    # Gloo puts its file name before these, but not before the words about the pair.
+    r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
+    'Application timeout caused pair closure|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )

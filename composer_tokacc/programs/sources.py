@@ -579,14 +579,28 @@ class ShardSource(Source):
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))
             names_place = not eval_section.keys().isdisjoint(SHARD_PLACES)
-            if not names_place and self._shards(is_eval=True) == self._shards(is_eval=False):
-                raise ConfigError('dataset.eval', 'must name shards of its own. Give `dataset.eval.local`')
+            if not names_place:
+                self._check_other_split()
         key_needing_plan = self.config.loader.key_needing_plan
         if key_needing_plan is not None:
             message = 'as it is set needs a plan, which streamed data cannot have. Use a JSON file'
             raise ConfigError(key_needing_plan, message)
         if self.config.loader.exchange_ranks:
             self._check_exchange()
+
+    def _check_other_split(self) -> None:
+        """Refuses an eval set in the places of the training set if any of its shards are those of the training set.
+
+        They are if ``dataset.eval.split`` is missing or the same, and in a stream that has a split of its own.
+        """
+        training_shards = self._shards(is_eval=False)
+        for places, split in self._shards(is_eval=True):
+            if (places, split) in training_shards:
+                raise ConfigError(
+                    'dataset.eval',
+                    f'must name shards of its own, got: split {split!r} of {places}, which is trained. Give '
+                    '`dataset.eval.local` or `dataset.eval.streams`',
+                )
 
     def _check_exchange(self) -> None:
         """Refuses settings with which ranks cannot exchange samples."""

@@ -265,6 +265,14 @@ def test_first_batches_of_each_epoch_are_rehearsed():
     assert windows == expected
 
 
+def test_resumed_run_with_shorter_epochs():
+    """The checkpoint is at the third batch of an epoch, which now ends after two. So the next epoch begins."""
+    spec = spec_of(LengthDataset(60), size=4, batch=12)
+    state = state_of_trainer(spec, Limited(np.inf), batch=3)
+    state.dataloader_len = Time.from_batch(2)
+    assert rehearse(state).num_batches == 2
+
+
 class Broken(Limited):
     def forward(self, batch):
         raise RuntimeError('shapes do not fit')

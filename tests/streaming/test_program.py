@@ -106,8 +106,9 @@ def test_streams_take_the_split_of_the_dataset(shards):
     assert source_of(split).build_dataset(source_of(split).build_processor()).size == 20
 
 
-def test_other_split_changes_no_stream_with_a_split(shards):
-    streams = f'dataset.streams={{a: {{local: {shards}, split: train}}}}'
+@pytest.mark.parametrize('other_stream', ['', ', b: {local: others}'])
+def test_other_split_changes_no_stream_with_a_split(shards, other_stream):
+    streams = f'dataset.streams={{a: {{local: {shards}, split: train}}{other_stream}}}'
     config = config_of(shards, 'dataset.local=null', streams, 'dataset.eval={split: held_out}')
     with pytest.raises(ConfigError, match='must name shards of its own'):
         check_config(config, num_ranks=1)
