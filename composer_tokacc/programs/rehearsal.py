@@ -46,7 +46,7 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
-"""The heaviest microbatches are searched in at most this many global batches. Planning these takes ten seconds."""
+"""At most this many global batches are searched for the heaviest microbatches. It takes about ten seconds."""
 NAMED_SAMPLES = 4
 """Most samples that an error names."""
 
