@@ -37,7 +37,10 @@ def _has_group() -> bool:
 
 
 def _can_communicate() -> bool:
-    """Returns whether there is a process group. Raises RuntimeError if several ranks were launched without one."""
+    """Returns whether values must be exchanged with other ranks.
+
+    Raises NotExactError if several ranks were launched without a process group. Sums would cover only this rank.
+    """
     if not _has_group() and get_world_size() > 1:
         raise NotExactError(
             f'{get_world_size()} ranks were launched, but they have no process group to exchange values. Call '
@@ -108,7 +111,8 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
     """Returns whether a number is the same on all ranks.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). Both
-    sums must be exact, so the numbers must be integers, and the sums below 2**53.
+    sums must be exact, so the numbers must be integers, and the sums below 2**53. If the sums are floats,
+    ``num_ranks * total_of_squares`` must also be below 2**53.
 
     Args:
         total: Sum over the ranks of the number.

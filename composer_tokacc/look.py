@@ -6,7 +6,7 @@
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 
 Tokens that carry loss stand between >> and <<. A long run of one token, such as a placeholder, is written once, with
-its number. The program's own keys, besides those of the config:
+the number of repetitions. The program's own keys, besides those of the config:
 
     samples=12              number of samples, 12 by default: one of each combination of modalities, the ones with the
                             most and the fewest tokens, and others spread over the dataset
@@ -77,7 +77,7 @@ def look(options: LookOptions, config: TrainConfig) -> None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     lengths = source.measure(dataset, processor).lengths
     samples = source.by_index(dataset)
-    with while_somebody_reads():
+    with while_somebody_reads():  # `| head` may close the pipe
         for index in choose_samples(samples, lengths, options.samples):
             print(f'\n{described(samples[index], tokenizer_of(processor), index)}', flush=True)
 

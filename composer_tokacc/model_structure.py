@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-VISION_MODULES = {
+MEDIA_MODULES = {
     'vision_tower',
     'visual',
     'vision_model',
@@ -22,12 +22,12 @@ VISION_MODULES = {
 """Transformers' names of the modules that turn images, videos or audio into embeddings of the language model."""
 
 
-def vision_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns vision and audio encoders and projectors. Some of them may be inside others."""
+def media_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the encoders of images, videos and audio, and their projectors. Some of them may be inside others."""
     modules = []
     for name, module in model.named_modules():
         last_name = name.rpartition('.')[2]  # the name of the attribute
-        if last_name in VISION_MODULES:
+        if last_name in MEDIA_MODULES:
             modules.append(module)
     return modules
 

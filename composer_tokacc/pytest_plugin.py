@@ -22,8 +22,8 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
 
     The test also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between
-    two backwards, and if a forward writes state on which the next one depends. An evaluation inside of the context must
-    run under ``torch.no_grad()``, so that it does not count as such a forward.
+    two backwards, and if a forward writes state on which the next one depends. Run an evaluation inside of the context
+    under ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
 
     Example:
         .. code-block:: python
@@ -53,7 +53,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     any_others = any(values_of_ranks(any(have_others)))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
-    # Not written with `>`, which would be False for NaN.
+    # Round-off may lift the spread by `known_to`. Not written with `>`, which would be False for NaN.
     if not spread <= 1 + report.known_to:
         faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '

@@ -17,7 +17,8 @@ from dataclasses import replace
 from composer_tokacc.programs.process import allow_open_files, command_line, prepare, say, share_cores
 
 if __name__ == '__main__':
-    prepare(__doc__, announces=True)  # before the imports that take seconds
+    # Answers --help and says that the imports begin, because they take seconds.
+    prepare(__doc__, announces=True)
 
 from composer import Trainer
 from composer.core import Callback, State
@@ -64,8 +65,9 @@ def run(config: TrainConfig) -> None:
     if dist.get_global_rank() == 0:
         folder = checkpoint_folder(config.trainer)
     with lock_folder(folder):
-        # Composer resumes from the checkpoint that its `latest` link names. If that one is damaged, the link must be
-        # changed before. One rank of each node does it, because each node may have its own disk.
+        # Composer resumes from the checkpoint that its `latest` link names. If that checkpoint is damaged, the link
+        # must be repaired before the Trainer is built. One rank of each node does it, because each node may have its
+        # own disk.
         if dist.get_local_rank() == 0:
             message = repair_latest_link(config.trainer)
             if message:
@@ -78,7 +80,7 @@ class _DryRunEnd(Exception):
 
 
 class _StopBeforeStep(Callback):
-    """Ends a dry run after ``BATCH_START`` of the first batch, with the first-batch check and the rehearsal."""
+    """Ends a dry run right before the first step, after the first-batch check and the rehearsal (``BATCH_START``)."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         raise _DryRunEnd
@@ -106,7 +108,9 @@ def _train(config: TrainConfig) -> None:
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()
     trainer, parts = _build(config, history, trainer_parts)
+    # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
     watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
+    # A callback that lets the model answer eval samples. None if the config asks for no answers, for example.
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
@@ -128,7 +132,7 @@ def _train(config: TrainConfig) -> None:
         if answers is not None:
             last_answers = answers.last
         summary = write_report(config, parts, result, metrics, history, last_answers)
-    # All ranks wait until the report is written, because NCCL takes a rank that ends early for a crash.
+    # All ranks wait until the report is written. If a rank exited earlier, NCCL would report it as crashed.
     dist.barrier()
     trainer.close()  # before the summary, because this ends the line of the progress bar
     if summary:
@@ -146,6 +150,7 @@ def _build(
     trainer = build_trainer(config, parts, history, trainer_parts)
     rehearsal = rehearsal_of(config, parts)
     if rehearsal is not None:
+        # Appended to the built Trainer, so that it runs after the callbacks of the config.
         trainer.state.callbacks.append(rehearsal)
     return trainer, parts
 

@@ -219,7 +219,7 @@ OF_ANY_SIZE = [*WITHOUT_DATA, 'model.config.model_type=qwen2_vl']
         ),
         (WITHOUT_DATA, 'lengths.mean=200 lengths.longst=9', 'longst. Did you mean longest?'),
         (WITHOUT_DATA, 'lengths=150', '`lengths` must be a CSV file, plain or .gz, got: 150'),
-        (OF_ANY_SIZE, 'lengths.mean=150 lengths.image_tokens=300', 'needs `model.pretrained`, got: a'),
+        (OF_ANY_SIZE, 'lengths.mean=150 lengths.image_tokens=300', 'from which no image can be made. Name a'),
     ],
 )
 def test_mistake_is_one_line(run, arguments, message, capsys):
@@ -270,7 +270,8 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens\n', 'must hold at least one sample, got: none'),
         ('tokens,image_tokens\n5,1\n6\n', 'the number of columns changed from 2 to 1 at row 2'),
         ('tokens\n5\nabc\n', "could not convert string 'abc' to float64 at row 1, column 1"),
-        ('tokens\n-5\n', 'got: -5 tokens in row 1 of '),
+        ('tokens\n-5\n', 'whole numbers up to 16777216, got: -5 tokens in row 1 of '),
+        ('tokens,image_tokens\n5,9\n', 'no more image_tokens than tokens, got: 9 image_tokens in row 1 of '),
         ('tokens\n0\n', 'at least 1, got: 0'),
     ],
 )

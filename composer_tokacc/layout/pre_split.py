@@ -38,13 +38,13 @@ class PreSplitBatch(Mapping[str, Any]):
     The model is trained on the microbatches. For callbacks that look at the whole batch, the object is also a mapping:
     ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
     when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists and
-    tuples with one value per row are joined to one list. Any other value is that of the first microbatch.
+    tuples with one value per row are joined to one list. Any other value is that of the first microbatch that has one.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Most tokens of a microbatch, by which the loader has planned them.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
@@ -60,7 +60,7 @@ class PreSplitBatch(Mapping[str, Any]):
         self.indices = indices
         self.plan: PlanRecord | None = None
         """This rank's record of the plan of the global batch, by which ranks compare their plans. None: no plan."""
-        self._joined: dict[str, Any] = {}  # the entries of all rows that were read, by key
+        self._joined: dict[str, Any] = {}  # joined entries that were already read, by key
 
     def __repr__(self) -> str:
         """Returns keys and sizes."""
@@ -115,17 +115,20 @@ class PreSplitBatch(Mapping[str, Any]):
             return None
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
-            # The layout is inferred from a microbatch with the key. Another may have no images, which name the family.
+            # The layout is inferred from a microbatch with the key. One without images lacks the tensors by which the
+            # model family is known.
             return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
         if not isinstance(value, (list, tuple)):
             return value
-        # A microbatch without media may lack their counts (`num_images`). Its rows have no value in other lists.
+        # A microbatch may lack the list, for example `num_images` if it has no images. Then each of its rows gets 0 in
+        # a list of counts, and None in any other list.
         missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
             values_of_rows = microbatch.get(key)
             if values_of_rows is None:
-                values_of_rows = [missing] * len(text_of(microbatch))
+                num_rows = len(text_of(microbatch))
+                values_of_rows = [missing] * num_rows
             values += values_of_rows
         return values
 
@@ -181,8 +184,8 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    It is padded on the side on which it has padding. The batch stays as it is if a tensor that no family registers may
-    lie along the text. The layout of the model would tell, but it is not known in the loader.
+    It is padded on the side on which it has padding. The batch stays as it is if it has a tensor that no family
+    registers and that may have one entry per token. Only the model's config can tell, and the loader does not have it.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -213,8 +216,9 @@ def widened(
 def _pad_token_id(batches: Sequence[Batch]) -> int:
     """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, a row's last id.
 
-    A hidden id is nearly always that of padding. Any id would do, because the new padding is masked, except a
-    placeholder of media, because placeholders are counted. The last token of a row is no placeholder.
+    A hidden id is nearly always that of padding. The new padding is masked, so any id would do, except a placeholder of
+    media, because placeholders are counted. The last id of the first row is taken, because rows rarely end with media.
+    If there are no ids, 0 is returned, and no ids are padded.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:

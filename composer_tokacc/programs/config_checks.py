@@ -74,7 +74,8 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     with building('dataset'):
         source_of(config).check()
     with building('microbatching'):
-        # The same call as in the run, but with an empty loader. It refuses options that do not go together.
+        # The same call as in the run, but with an empty loader. It refuses options that do not go together. The run may
+        # choose `slot_tokens` by the data. Here it is the value of the file.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
     _check_duration(config)
@@ -129,6 +130,7 @@ def _check_trainer(trainer: Section) -> None:
     # A URL is not opened before the run. The values of {rank} and {run_name} are not known yet.
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
+    # The folder is locked, and searched for a checkpoint, before the Trainer would generate a name.
     if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
@@ -203,6 +205,7 @@ def _check_sharding(config: TrainConfig) -> None:
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
+        # Composer drops the degrees, because its FSDP2Config has none, and shards over all ranks.
         if replicas is not None or shards != -1:
             raise ConfigError(_FSDP, f'must be without degrees with FSDP_VERSION=2, got: {replicas} and {shards}')
     elif replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
@@ -241,6 +244,7 @@ def _check_report(config: TrainConfig) -> None:
 
 def check_folders(config: TrainConfig) -> None:
     """Refuses folders of the config that the run cannot write."""
+    # Without a name Composer generates one later. Any name does here, because the nearest existing parent is checked.
     run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')

@@ -3,7 +3,7 @@
 
 """Reads or draws the lengths of samples for ``size lengths=...``, which needs no data.
 
-For the memory model, which runs the model on samples, :class:`StandIns` makes some.
+``size`` predicts memory from a few runs of the model (:class:`.MemoryModel`). :class:`StandIns` makes samples for them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def read_lengths(path: str) -> LengthTable:
     """Returns the table of a CSV file, which has a line for each sample.
 
     The first line names the columns: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``. The
-    unit of the first three is tokens. ``tokens`` are all tokens of the sample.
+    unit of the first three is tokens. ``tokens`` are all tokens of the sample. ``vision_patches`` are the patches that
+    the vision encoder computes, before they are merged into image tokens.
     """
     names, columns = _read_csv(path)
     are_known = set(names) <= CSV_COLUMNS.keys()
@@ -133,16 +134,17 @@ def read_lengths(path: str) -> LengthTable:
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in zip(names, columns, strict=True):
         limit: Any = LONGEST_SAMPLE
+        requirement = f'whole numbers up to {LONGEST_SAMPLE}'
         if name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
             limit = tokens
+            requirement = f'whole numbers, and no more {name} than tokens'
         is_whole = values % 1 == 0
         is_valid = (values >= 0) & (values <= limit) & is_whole
         if not is_valid.all():
             row = int(is_valid.argmin())  # the first that is not valid
             raise ConfigError(
                 'lengths',
-                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more {name} than tokens, got: {values[row]:g} '
-                f'{name} in row {row + 1} of {path}',
+                f'must have {requirement}, got: {values[row]:g} {name} in row {row + 1} of {path}',
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
@@ -199,8 +201,8 @@ class StandIns:
             if self._image_sample is None:
                 raise ConfigError(
                     'lengths',
-                    f'with images of any size needs `model.pretrained`, got: a `model.config` of {config.model_type}. '
-                    'Name a checkpoint; its folder needs no weights',
+                    f'with image tokens needs `model.pretrained`, got: a `model.config` of {config.model_type}, from '
+                    'which no image can be made. Name a checkpoint; its folder needs no weights',
                 )
 
     def __len__(self) -> int:
@@ -240,6 +242,7 @@ def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
     """Returns a sample that is only an image, for LLaVA with an encoder of one image size; None for other models.
 
     If an encoder takes images of any size, or cuts them into tiles, its config does not say how large they are.
+    Other models with one size, such as PaliGemma, are not supported.
     """
     vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id

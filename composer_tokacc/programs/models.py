@@ -64,7 +64,11 @@ FIELD_RANGES = {
     '_theta$': Positive,
     'dropout$': Fraction,
 }
-"""Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number."""
+"""Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number.
+
+A number must be in the range of each pattern that matches its field. A number of something may be 0, which some configs
+write for "none".
+"""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -152,6 +156,7 @@ def build_transformers_model(
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     # Composer calls these functions with every module. A block becomes a unit of FSDP, the rest is in the root unit.
+    # Composer asks the second one only if the settings of FSDP have their own `activation_checkpointing`.
     blocks = set(transformer_blocks(model))
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
@@ -171,13 +176,13 @@ def check_model(
     config: Section | None,
     lora: Section | None = None,
 ) -> None:
-    """Refuses a model without a source or with two of them, and a bad adapter, before anything is loaded."""
+    """Refuses a model without a source or with two, a bad config and a bad adapter, before anything is loaded."""
     has_checkpoint = pretrained is not None
     has_config = bool(config)
     if has_checkpoint == has_config:
         raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
     if config:
-        read_config(None, config)
+        read_config(None, config)  # only for its refusals
     if lora is not None:
         check_lora(lora, pretrained=pretrained)
 
@@ -194,26 +199,27 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            listed = ', '.join(_largest_parts(model))
+            listed = ', '.join(_outer_parts(model))
             raise ConfigError('model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {listed}')
         for parameter in parameters:
             parameter.requires_grad_(False)
 
 
-def _largest_parts(model: nn.Module) -> list[str]:
+def _outer_parts(model: nn.Module) -> list[str]:
     """Returns the names of the model's two outer levels of parts, such as ``model`` and ``model.layers``.
 
     Parts without parameters of their own cannot be frozen, so they are left out. A head that is tied to the embeddings
     is one of them.
     """
-    outer_parts = []
-    inner_parts = []
+    outermost = []
+    second_level = []
     for parameter_name, _ in model.named_parameters():
         *names, _ = parameter_name.split('.')
-        outer_parts += names[:1]
+        outermost += names[:1]
         if len(names) > 1:
-            inner_parts.append('.'.join(names[:2]))
-    return list(dict.fromkeys(outer_parts + inner_parts))  # without repetitions, and in the order of the model
+            second_level.append('.'.join(names[:2]))
+    # Without repetitions. Each level is in the order of the model.
+    return list(dict.fromkeys(outermost + second_level))
 
 
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
@@ -375,8 +381,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # Transformers lists Qwen2-Audio only among the sequence-to-sequence models, although it has only a decoder. BART is
-    # in both lists, because its decoder can be trained without its encoder.
+    # A model that is only in the sequence-to-sequence list gets that class. This includes Qwen2-Audio, which has only a
+    # decoder. A model in both lists, such as BART, gets the class of its decoder alone.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM
@@ -423,8 +429,8 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Builds a model with random weights."""
-    # The only possible option is `attn_implementation`. An error names it if it is given, because it is then the most
-    # likely cause.
+    # The only possible option is `attn_implementation`, because 4-bit weights are refused if no weights are loaded. An
+    # error names it if it is given, because it is then the most likely cause.
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
     return model.to(dtype)
@@ -433,7 +439,8 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
 def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of a model on or off, in the configs of all its modules and in configs inside these.
 
-    Only generation needs it. In training it is off, because packed documents would see each other through it.
+    Only generation needs it. In training it is off: with a cache, Transformers does not detect packed documents from
+    ``position_ids``, so they would attend to each other.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:
@@ -446,8 +453,9 @@ def set_cache(model: nn.Module, on: bool) -> None:
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """Freezes the parameters after the vision feature layer, which no loss reaches, and returns their names.
 
-    If they stayed trained, they would have no gradient on one rank, and so no optimizer state, which torch asks for
-    when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink them.
+    If they stayed trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch
+    asks for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would
+    shrink them.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
@@ -497,7 +505,7 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     return [name for name, parameter in empty_encoder.named_parameters() if parameter.grad is None]
 
 
-@skip_embedding_resize
+@skip_embedding_resize  # _fit_embeddings() enlarges them if they are too small
 class _RunModel(HuggingFaceModel):
     """A HuggingFaceModel whose checkpoints also hold the processor, which :mod:`composer_tokacc.export` needs."""
 

@@ -46,7 +46,7 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
-"""Most global batches of which the heaviest microbatch is searched. It takes about ten seconds."""
+"""At most this many global batches are searched for the heaviest microbatches. It takes about ten seconds."""
 NAMED_SAMPLES = 4
 """Most samples that an error names."""
 
@@ -55,12 +55,12 @@ class Candidate(NamedTuple):
     """A planned microbatch that may be the heaviest of the run."""
 
     step: int
-    """Global batch, counted from the present step."""
+    """Number of the step in the run. The first one of the run is 1."""
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """Samples of planned microbatches that are read and then split. Usually this one only. If rows are packed, all
-    microbatches of the rank, because the split packs their rows together."""
+    """What is read to run it: a list of samples for each planned microbatch. Usually one list, equal to ``samples``. If
+    rows are packed, all planned microbatches of the rank in this step, because the split packs their rows together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -243,8 +243,9 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
             return first_failure
         first_failure = first_failure or failed
         report.microbatch_size //= 2
+        # A size counts rows of `slot_tokens`, so the token budget grows with it.
         max_tokens = planned_tokens * report.microbatch_size // first_size
-        if max_tokens < longest_sample:
+        if max_tokens < longest_sample:  # a microbatch holds at least one sample
             raise _does_not_fit(run.state, first_failure, first_size, fitting_size=0)
         options = replace(options, max_tokens=max_tokens)
         report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
@@ -255,7 +256,8 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 
     ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
-    # By the place of a size in `Candidate.sizes`: that size with the total, and the microbatch that has them.
+    # The largest microbatch so far by each size of `Candidate.sizes`. The key is the index of the size. The value is
+    # that size with the total, and the microbatch.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -264,10 +266,10 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
             for candidate in _candidates_of_rank(run, step, planned_microbatches, window, options):
                 sizes = candidate.sizes()
                 total = sizes[-1]
-                for place, size in enumerate(sizes):
+                for index, size in enumerate(sizes):
                     size_and_total = (size, total)  # if two have the same size, the larger total wins
-                    if place not in largest or size_and_total > largest[place][0]:
-                        largest[place] = size_and_total, candidate
+                    if index not in largest or size_and_total > largest[index][0]:
+                        largest[index] = size_and_total, candidate
     distinct = {id(candidate): candidate for _, candidate in largest.values()}
     # The lightest first. If one does not fit, the lines of the report show how much did fit.
     lightest_first = sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1])
@@ -296,10 +298,11 @@ def _candidates_of_rank(
         samples_of_rank.append([window[place] for place in planned.indices])
     for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
         for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
-            rows = run.sampler.rows.of(np.array(samples))
-            image_tokens = int(rows.image_tokens.sum())
+            planner_rows = run.sampler.rows.of(np.array(samples))
+            image_tokens = int(planner_rows.image_tokens.sum())
             num_logits = None  # logits at all positions
             if run.labels_per_sample is not None:
+                # The run may compute logits at more positions than those with a label.
                 num_labels = int(run.labels_per_sample[samples].sum())
                 num_logits = logit_positions(num_labels, len(samples) * width)
             samples_to_read = [samples]
@@ -322,17 +325,17 @@ def _candidates_of_rank(
 def _cut_again(
     samples: list[int], planned: Microbatch, sampler: RegroupingBatchSampler, options: CutOptions
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields samples and width of a planned microbatch. If it is over the budget, those of its parts.
+    """Yields samples and width of a planned microbatch, or of each of its parts if it is over the budget.
 
     The split of the run will cut it into the same parts.
     """
     if planned.num_tokens <= options.max_tokens:
         yield samples, planned.width
         return
-    rows_of_samples = sampler.rows.of(np.array(samples))
-    lengths = rows_of_samples.lengths
-    cut = cut_rows(lengths, options, **rows_of_samples.sizes, max_width=planned.width)
-    for rows in cut:
+    planner_rows = sampler.rows.of(np.array(samples))
+    lengths = planner_rows.lengths
+    cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
+    for rows in cut:  # indices in `samples`
         longest = int(lengths[rows].max())
         width = -(-longest // options.width_multiple) * options.width_multiple
         yield [samples[row] for row in rows], width
@@ -341,7 +344,8 @@ def _cut_again(
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
     """Yields step, microbatches of each rank, and samples of each global batch that is left of a run.
 
-    If the run ends after a number of tokens or seconds, as many batches as an epoch has.
+    Yields at most ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
+    known ahead, and as many batches are yielded as an epoch has.
     """
     state = run.state
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
@@ -356,7 +360,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     most_batches = MOST_BATCHES
     if end.unit not in elapsed:
         most_batches = min(sampler.num_batches, MOST_BATCHES)
-    for step in range(most_batches):
+    for _ in range(most_batches):
         # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
         length_of_epoch = sampler.num_batches
         if state.dataloader_len is not None:
@@ -369,6 +373,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
         if end.unit in elapsed and elapsed[end.unit] >= end.value:
             return
         window = sampler.window(batch)
+        step = int(timestamp.batch) + 1
         yield step, sampler.plan(batch).ranks, window
         batch += 1
         elapsed[TimeUnit.BATCH] += 1
@@ -380,7 +385,11 @@ def _run_all(
     candidates: list[Candidate],
     report: RehearsalReport,
 ) -> Candidate | None:
-    """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
+    """Runs the candidates one after the other. Returns the first that does not fit on some rank.
+
+    All ranks run the same microbatches, so that ranks with equal memory fail together. Under FSDP a rank that failed
+    without the others would leave them waiting in a collective.
+    """
     if len(candidates) == 1:
         # In a step a microbatch finds the gradients and logits of an earlier one in memory. So does the second run.
         candidates = candidates * 2
@@ -414,12 +423,13 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
     """Runs forward and backward of a microbatch. Logits are computed at the same positions as in the run."""
     state = run.state
     model = state.model
+    # Counts of the rows and token weights are for TokenAccumulation. The model does not take them.
     inputs = dict(without_rows(microbatch))
     inputs.pop(LOSS_WEIGHTS, None)
     batch = state.device.batch_to_device(inputs)
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
-            # DDP learns the order of gradients in its first reduction, so that one must belong to a real step.
+            # DDP learns the order of gradients in its first reduction. That one must be in a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
             # Candidates are chosen by their labels only if these are counted. Else all logits are computed, because
@@ -438,14 +448,17 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[B
     """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
+    # As in a worker of the loader: reads and collates one microbatch for each list.
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples_to_read))
+    # Without the algorithm any weights and loss rule will do. They change the loss, and not the memory.
     weights = 'token'
     rule = 'causal'
     if run.accumulation is not None:
         weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        weights = 'token'  # for `loss_shares` the loader adds the column, but only to a whole step
+        # With the sampler's `loss_shares` the loader adds this column, but only in a whole step.
+        weights = 'token'
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))
@@ -483,7 +496,10 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of the states that an optimizer will have. A small parameter shows how many for each byte."""
+    """Returns the bytes of the states that an optimizer will have.
+
+    A step with a small parameter shows how many bytes of state there are for each byte of a parameter.
+    """
     parameter_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group['params']:
@@ -491,7 +507,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
-    zeros = torch.zeros(64, 64, device=device)
+    zeros = torch.zeros(64, 64, device=device)  # so large that a step count, of a few bytes, makes no difference
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)

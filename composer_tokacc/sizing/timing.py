@@ -18,7 +18,7 @@ from composer.loggers import Logger
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import vision_modules
+from composer_tokacc.model_structure import media_modules
 from composer_tokacc.planning import CostModel
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import relative_fit
@@ -71,7 +71,7 @@ class MicrobatchTimer(Callback):
         self._gradient_arrived: float | None = None  # time at which the gradient reached the output of the encoder
         if self.patches is None:
             return
-        for module in vision_modules(state.model):
+        for module in media_modules(state.model):
             module.register_forward_pre_hook(self._enter_encoder)
             module.register_forward_hook(self._leave_encoder)
 

@@ -29,7 +29,7 @@ from composer_tokacc.compat import (
     tree_iter,
     tree_map_only,
 )
-from composer_tokacc.model_structure import vision_modules
+from composer_tokacc.model_structure import media_modules
 
 aten: Any = torch.ops.aten
 device_of_tensor: Any = torch.ops.prim.device
@@ -188,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}
         self._handles: list[RemovableHandle] = []
-        for module in vision_modules(model):
+        for module in media_modules(model):
             before_forward = module.register_forward_pre_hook(self._enter_encoder)
             after_forward = module.register_forward_hook(self._leave_encoder)
             self._handles += [before_forward, after_forward]
