@@ -373,7 +373,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
         if end.unit in elapsed and elapsed[end.unit] >= end.value:
             return
         window = sampler.window(batch)
-        step = int(timestamp.batch) + 1
+        step = elapsed[TimeUnit.BATCH] + 1
         yield step, sampler.plan(batch).ranks, window
         batch += 1
         elapsed[TimeUnit.BATCH] += 1
