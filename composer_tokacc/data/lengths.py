@@ -169,7 +169,7 @@ def length_table(
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
             and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
-            ``fingerprint()`` identifies the data, see :func:`table_name`. The attribute ``measured`` is a patch size
+            ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a patch size
             and the table that was made with it. The methods ``unexpanded`` and ``shapes_of_videos`` of
             :class:`.LlavaDataset` give what can be measured without reading samples. They are used for more than 512
             samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.

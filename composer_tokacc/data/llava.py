@@ -270,7 +270,7 @@ class LlavaDataset(Dataset):
         """Returns the samples whose media were made smaller.
 
         Each is a mapping: ``sample`` (its id), ``source`` (its file and place), ``tokens`` (its length now), and
-        ``share`` (of the processor's budget for media that is left, see :func:`.share_of`).
+        ``share`` (of the processor's budget for media that is left, see ``share_of`` in ``data/fit.py``).
         """
         if self.measured is None:
             return []
