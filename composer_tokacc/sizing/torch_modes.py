@@ -75,8 +75,8 @@ class RealInputs(TorchDispatchMode):
         kwargs = kwargs or {}
         values, _ = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not has_fake_input:
+        num_fake = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if num_fake == 0:
             # The result depends only on the batch.
             input_storages = {storage_key(tensor) for tensor in tensors}
             without_memory = partial(self._without_memory, input_storages=input_storages)
@@ -91,7 +91,8 @@ class RealInputs(TorchDispatchMode):
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
-            args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+            if num_fake < len(tensors):  # rarely; walking through all arguments takes a tenth of a trace
+                args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             return func(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
