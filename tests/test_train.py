@@ -348,6 +348,7 @@ def test_mixture_of_media_survives_a_kill(tmp_path):
             'text': {'path': str(tmp_path / 'text.parquet'), 'epochs': 2},
         },
     }
+    config['algorithms']['token_accumulation'] = {'loss_tokens': 'causal', 'check_loss': False}
     config['loader'] = {'global_batch_size': 8, 'drop_last': True}
     config['trainer'] |= {'max_duration': '2ep', 'autoresume': True, 'save_interval': '2ba', 'device': 'cpu'}
     config_without_kill = write_yaml(tmp_path / 'complete.yaml', config)

@@ -33,7 +33,7 @@ def settings(folder, name, overrides=None):
         'dataset.processor': 'null',
         'dataset.path': folder / 'data.json',
         'loader.global_batch_size': 4,
-        'trainer.max_duration': '3ba',
+        'trainer.max_duration': '2ba',
         'microbatching.device_train_microbatch_size': 2,
         'scheduler.t_warmup': '0ba',
     }
@@ -76,7 +76,7 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
     before = load_file(tmp_path / 'base' / 'model.safetensors')
 
     padded = train_and_export(tmp_path, name, 'padded')
-    checkpoint = {'trainer.load_path': tmp_path / 'padded' / 'ep0-ba2-rank0.pt'}
+    checkpoint = {'trainer.load_path': tmp_path / 'padded' / 'ep0-ba1-rank0.pt'}
     resumed = train_and_export(tmp_path, name, 'resumed', **checkpoint)
     assert_equal_bitwise(resumed, padded)
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.support.launch import ROOT, environment
-from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.support.programs import DIGITS, TINY_DIGITS, UNCHECKED
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     waits for it, which would take 30 seconds.
     """
     config = yaml.safe_load(Path(DIGITS).read_text())
-    config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 2, **arguments}
+    config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 1, **arguments}
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
     command = [
@@ -41,6 +41,8 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
         'composer_tokacc.train',
         path,
         *TINY_DIGITS,
+        UNCHECKED,
+        'dataset.eval=null',
         f'report.folder={folder}',
         *overrides,
     ]
