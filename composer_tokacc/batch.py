@@ -309,6 +309,9 @@ class Reach:
     @property
     def side(self) -> str:
         """The padding side of rows with these real positions, see :func:`padding_side`."""
+        # The collator of an eval loader may leave out all rows of a batch.
+        if not self.from_first:
+            return 'right'
         all_end_last = min(self.from_first) == self.width
         all_begin_first = min(self.from_last) == self.width
         return 'left' if all_end_last and not all_begin_first else 'right'

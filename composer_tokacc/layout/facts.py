@@ -228,7 +228,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     real = real_positions(batch)
     reach = Reach.of(real)
     num_real = real.sum(dim=1).tolist()
-    is_padded = min(num_real) < reach.width
+    is_padded = sum(num_real) < real.numel()
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape_of(batch, key, real):
@@ -239,7 +239,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         batch=dict(batch),
         layout=layout,
         side=reach.side,
-        width=reach.width,
+        width=layout.width(batch),
         is_padded=is_padded,
         real=real,
     )

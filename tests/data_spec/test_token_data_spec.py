@@ -169,6 +169,21 @@ def test_evaluation_gives_the_true_mean():
     assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
 
 
+def test_evaluation_with_a_batch_without_rows():
+    """The collator of an eval loader may leave out all rows of a batch."""
+    model = one_layer_model()
+    rows = collate(text_rows(RAGGED))
+    no_rows = {key: value[:0] for key, value in rows.items()}
+    _, loss = reference_gradients(model, rows)
+    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+    data = token_data_spec(loader(rows, no_rows))
+    evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
+    trainer = Trainer(model=composer_model, eval_dataloader=evaluator, progress_bar=False)
+    trainer.eval()
+    metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
+    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+
+
 def two_documents() -> dict[str, Any]:
     """Returns a packed row of two documents. All tokens have a label."""
     return {**ragged_batch([(12, 12)]), 'position_ids': torch.tensor([[*range(5), *range(7)]])}

@@ -90,6 +90,12 @@ def test_facts_hold_until_an_entry_changes():
     assert not facts.describes(LAYOUT, batch)
 
 
+def test_facts_without_rows():
+    facts = describe(LAYOUT, {key: value[:0] for key, value in drawn_batch('1ii2').items()})
+    assert (facts.side, facts.width, facts.is_padded) == ('right', 4, False)
+    assert facts.lengths == facts.has_hole == facts.media == []
+
+
 def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
     """Returns random masks and labels of a few narrow rows. They have padding, holes and labels on padding."""
     num_rows, width = rng.randint(1, 3), rng.randint(1, 5)
