@@ -26,12 +26,12 @@ from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
     carried_counts,
+    changed_meaning_message,
     entries_per_row,
     entry_of_reading,
     has_audio_along_text,
     inferred_family,
     items_of_rows,
-    meaning_has_changed,
     possible_readings,
     sums_of_groups,
 )
@@ -256,7 +256,7 @@ class BatchLayout:
         earlier = self.readings.get(key, possible)
         agreed = agreed_readings(earlier, possible)
         if not agreed:
-            raise InvalidInputError(meaning_has_changed(key, earlier, possible))
+            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
