@@ -501,8 +501,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns the batch without the columns that no row needs.
 
-        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. A caller must ask
-        :meth:`width_matters` before.
+        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. It also trims a batch whose
+        :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it.
