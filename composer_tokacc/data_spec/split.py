@@ -106,7 +106,7 @@ class MicrobatchSplit:
         self.stop()
         self._model = model
         self.layout = layout or self.users_layout
-        self.rules = CutRules()  # trims nothing; the first-batch check tries what else holds
+        self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
@@ -387,7 +387,7 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # The trainer repeats samples to give all ranks equally many. They have no weight, so they are left out.
+                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
                 rows = rows_of(facts.batch)
                 samples = [row for row in piece.rows if rows[row].samples]
                 piece = piece.take(samples)
