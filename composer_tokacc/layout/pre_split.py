@@ -266,7 +266,7 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
                 num_blocks = -(-value.nbytes // ALIGNMENT)
                 size += num_blocks * ALIGNMENT
     # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
-    storage = new_shared_storage(max(size, 1))  # shared memory of 0 bytes cannot be made
+    storage = new_shared_storage(size)
     memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     for place, value in tensors:
         place.view_of(memory).copy_(value)
