@@ -620,7 +620,7 @@ class BatchLayout:
         _check_same_form(key, present_values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
-            return _widest_shared(key, present_values)
+            return _widest_shared(key, present_values, entry, side)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if entry.is_media and entry.slot_dim is None:
@@ -661,7 +661,7 @@ class BatchLayout:
                 shape[dim] = self.width(batch)
             if entry.slot_dim is not None:
                 shape[entry.slot_dim] = 0
-            absent = entry.absent or 0
+            absent = entry.absent or False  # False is 0 in every dtype. The integer 0 would turn bools into integers.
             # `absent` may be NaN, which an integer tensor cannot hold.
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
@@ -819,16 +819,22 @@ def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch])
         )
 
 
-def _widest_shared(key: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the widest of several tensors, each shared by the rows of its batch. It must begin as the others do.
+def _widest_shared(key: str, values: Sequence[torch.Tensor], entry: Entry, side: str) -> torch.Tensor:
+    """Returns the widest of several tensors, each shared by the rows of its batch.
+
+    The text of narrower batches is padded on ``side``. Their tensors must be equal to the rest of the widest one.
 
     Raises:
         ValueError: If one of them is different. Then rows would get the values of another batch.
     """
     widest = max(values, key=torch.Tensor.numel)
+    seq_dims = {dim % widest.dim() for dim in entry.seq_dims}
     for value in values:
-        beginning = widest[tuple(slice(size) for size in value.shape)]
-        if not torch.equal(value, beginning):
+        part = []
+        for dim, size in enumerate(value.shape):
+            is_padded_before = dim in seq_dims and side == 'left'
+            part.append(slice(-size, None) if is_padded_before else slice(size))
+        if not torch.equal(value, widest[tuple(part)]):
             raise InvalidInputError(
                 f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
                 f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
