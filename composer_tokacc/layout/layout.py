@@ -285,20 +285,20 @@ class BatchLayout:
         return [sum(counts_of_row) for counts_of_row in zip(*counts, strict=True)]
 
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
+        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
-        Each row has one ``'row'``, and the patches of its items, by the grids in the batch. An item is an image, a
-        video or an audio. The first of these that tells the items of each row decides:
+        A row has one ``'row'``. Its patches are those of its items, by their grids. An item is an image, a video or an
+        audio. The first of these that applies tells the items:
 
-        - the slots of the images, if the family has slots: see ``Family.slots``;
-        - ``num_<unit>s`` in the batch, else 0 for each row, if no tensor has the items;
-        - the number of rows, because a single row has all items;
-        - ``num_<unit>s``, if the numbers add up to the items of the batch;
+        - if the family has slots (see ``Family.slots``), the slots of the images;
+        - if no tensor has the items, ``num_<unit>s`` in the batch, or 0 for each row without it;
+        - if there is one row, it has all items;
+        - if the numbers ``num_<unit>s`` add up to the items of the batch, these numbers;
         - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item. Those
           of items whose tensors are not registered are inferred: see ``found.py``.
 
-        If the family has queries (InstructBLIP), and the config names the placeholders, the placeholders decide instead
-        of the two lines before them: see ``Family.has_queries``.
+        If the family has queries (InstructBLIP), and the config names the placeholders, the third and the fourth do not
+        apply: see ``Family.has_queries``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -440,12 +440,11 @@ class BatchLayout:
             self._check_entry(key, value, num_rows)
         entries = self._entries_of(batch)
         all_rows = list(range(num_rows))
-        row_groups = [list(rows) for rows in groups]
-        for rows in row_groups:
-            _check_rows(rows, num_rows)
         offsets: dict[str, list[int]] | None = None
         selected = []
-        for rows in row_groups:
+        for group in groups:
+            rows = list(group)
+            _check_rows(rows, num_rows)
             if rows == all_rows:
                 selected.append(dict(batch))
                 continue
@@ -822,19 +821,17 @@ def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch])
 def _widest_shared(key: str, values: Sequence[torch.Tensor], entry: Entry, side: str) -> torch.Tensor:
     """Returns the widest of several tensors, each shared by the rows of its batch.
 
-    The text of narrower batches is padded on ``side``. Their tensors must be equal to the rest of the widest one.
+    It must begin as the others do, or if text is padded on the left, end as they do.
 
     Raises:
         ValueError: If one of them is different. Then rows would get the values of another batch.
     """
     widest = max(values, key=torch.Tensor.numel)
-    seq_dims = {dim % widest.dim() for dim in entry.seq_dims}
+    # The dimensions along the text are reversed to compare the ends.
+    reversed_dims = entry.seq_dims if side == 'left' else ()
     for value in values:
-        part = []
-        for dim, size in enumerate(value.shape):
-            is_padded_before = dim in seq_dims and side == 'left'
-            part.append(slice(-size, None) if is_padded_before else slice(size))
-        if not torch.equal(value, widest[tuple(part)]):
+        beginning = widest.flip(reversed_dims)[tuple(slice(size) for size in value.shape)]
+        if not torch.equal(value.flip(reversed_dims), beginning):
             raise InvalidInputError(
                 f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
                 f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
