@@ -29,7 +29,7 @@ from composer_tokacc.plan_agreement import PlanRecord
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
 KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
-"""Keys by which :class:`.BatchLayout` tells the rows, their width and their padding. Any tensor is joined by them."""
+"""Keys by which :class:`.BatchLayout` tells the rows, their width and their padding, to join any tensor."""
 
 
 class PreSplitBatch(Mapping[str, Any]):
@@ -115,9 +115,7 @@ class PreSplitBatch(Mapping[str, Any]):
             return None
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
-            # A microbatch without images lacks the tensors that tell the family, so the layout is inferred from one
-            # that has this tensor.
-            return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
+            return self._joined_tensor(key, with_key[0])
         if not isinstance(value, (list, tuple)):
             return value
         # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
@@ -132,9 +130,15 @@ class PreSplitBatch(Mapping[str, Any]):
             values += values_of_rows
         return values
 
-    def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
-        """Returns the tensor for all rows, without joining the tensors of other keys."""
-        needed_keys = KEYS_OF_ROWS | {key}
+    def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
+        """Returns the tensor for all rows, without joining the tensors of other keys.
+
+        ``with_key`` is a microbatch that has the key. A microbatch without images would not tell the model family.
+        """
+        layout = BatchLayout.infer(with_key)
+        entry = layout.entry_of(with_key, key)
+        # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
+        needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
 
         def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in microbatch.items() if name in needed_keys}
