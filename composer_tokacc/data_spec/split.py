@@ -255,9 +255,7 @@ class MicrobatchSplit:
             self.rules = RULES_WITHOUT_CHECK
         layout = self.layout
         if layout is None:
-            # The microbatch with the most keys has media.
-            largest = max(microbatches_of(batch), key=len)
-            layout = BatchLayout.infer(largest)
+            layout = inferred_layout(batch)
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
@@ -337,17 +335,6 @@ class MicrobatchSplit:
         Raises ValueError if joining would change a loss. Narrower microbatches get more padding on the left, which may
         move positions, and a pad may predict a first label.
         """
-        self._check_positions(facts_of_batches)
-        joined = pre_split.joined(layout)
-        facts = describe(layout, joined)
-        _check_all_first_labels([facts], COLLATED_BY_LOADER)
-        return facts
-
-    def _check_positions(self, facts_of_batches: Sequence[RowFacts]) -> None:
-        """Raises if the model counts positions from the first column, and rows are padded on the left.
-
-        Joining changes the number of their pads.
-        """
         for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
                 raise InvalidInputError(
@@ -355,6 +342,9 @@ class MicrobatchSplit:
                     f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '
                     'the left. Pad on the right, or give `position_ids` (docs/errors.md#padding).'
                 )
+        joined_facts = describe(layout, pre_split.joined(layout))
+        _check_all_first_labels([joined_facts], COLLATED_BY_LOADER)
+        return joined_facts
 
     def _check_packing(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Raises if rows should be packed, but nothing shows that this is exact, or it is not exact for these rows."""
@@ -604,6 +594,12 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
+def inferred_layout(batch: Batch) -> BatchLayout:
+    """Returns the layout that a batch implies, or the microbatch with the most keys, which has media if any has."""
+    with_most_keys = max(microbatches_of(batch), key=len)
+    return BatchLayout.infer(with_most_keys)
+
+
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
 
@@ -615,7 +611,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = BatchLayout.for_model(state.model)
     except TypeError:
         # The model has no config. A rank without media infers the layout of a text model, which has no entries.
-        layouts = all_gather_object(BatchLayout.infer(state.batch))
+        layouts = all_gather_object(inferred_layout(state.batch))
         layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
     if split is None:
         # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries.
