@@ -409,7 +409,7 @@ class MicrobatchSplit:
         return {}
 
     def _num_microbatches(self, num_pieces: int) -> int:
-        """Returns how many microbatches this rank makes, with empty ones; a collective if ranks must make as many."""
+        """Returns how many microbatches this rank makes, empty ones included; a collective if counts must be equal."""
         num_microbatches = max(num_pieces, 1)
         must_be_equal = self.options.equal_counts
         if must_be_equal == 'auto':
@@ -420,9 +420,11 @@ class MicrobatchSplit:
 
     def _warn_of_padding(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Warns of rows that keep their padding because of a label on their first token."""
+        if self.packs_rows:
+            return
         num_kept = 0
         for facts in facts_of_batches:
-            if not self.packs_rows and self.rules.policy(facts) != 'keep':
+            if self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
             self._warn(
