@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any
 
@@ -223,15 +223,16 @@ class BatchLayout:
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        # Without `input_ids` (Whisper) the text is the decoder's.
-        is_of_decoder = batch.get('input_ids') is None
+        # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
+        lies_along_text = batch.get('input_ids') is not None
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
-            is_of_decoder = True
-        lies_along_text = not is_of_decoder
+            lies_along_text = False
         for dim in entry.seq_dims:
             # A tensor may lack the dimension: `loss_weights` may have one weight per row.
             lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
-        return entry if lies_along_text else replace(entry, seq_dims=())
+        if lies_along_text:
+            return entry
+        return replace(entry, seq_dims=())
 
     def _entries_of(self, batch: Batch) -> dict[str, Entry]:
         """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
@@ -561,9 +562,7 @@ class BatchLayout:
         widths = {self.width(batch) for batch in batches}
         if len(widths) > 1:
             batches = with_masks(batches)
-        keys: dict[str, None] = {}  # a dict keeps their order
-        for batch in batches:
-            keys |= dict.fromkeys(batch)
+        keys = dict.fromkeys(chain.from_iterable(batches))  # each key once, in order
         modality_of_count = {f'num_{modality}s': modality for modality in MODALITIES}
         joined: dict[str, Any] = {}
         for key in keys:
@@ -818,7 +817,12 @@ def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch])
         )
 
 
-def _widest_shared(key: str, values: Sequence[torch.Tensor], entry: Entry, side: str) -> torch.Tensor:
+def _widest_shared(
+    key: str,
+    values: Sequence[torch.Tensor],
+    entry: Entry,
+    side: str,
+) -> torch.Tensor:
     """Returns the widest of several tensors, each shared by the rows of its batch.
 
     It must begin as the others do, or if text is padded on the left, end as they do.
@@ -829,8 +833,9 @@ def _widest_shared(key: str, values: Sequence[torch.Tensor], entry: Entry, side:
     widest = max(values, key=torch.Tensor.numel)
     # The dimensions along the text are reversed to compare the ends.
     reversed_dims = entry.seq_dims if side == 'left' else ()
+    reversed_widest = widest.flip(reversed_dims)
     for value in values:
-        beginning = widest.flip(reversed_dims)[tuple(slice(size) for size in value.shape)]
+        beginning = reversed_widest[tuple(slice(size) for size in value.shape)]
         if not torch.equal(value.flip(reversed_dims), beginning):
             raise InvalidInputError(
                 f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '

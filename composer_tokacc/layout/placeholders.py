@@ -215,7 +215,8 @@ def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[i
         if tiled:
             tokens.append(_tokens_of_tiles(size, config, max_tiles))
         else:
-            tokens.append(_patches_per_side(config) ** 2 + 1)  # one token ends the image
+            tokens_of_tile = _patches_per_side(config) ** 2
+            tokens.append(tokens_of_tile + 1)  # one token ends the image
     return tokens
 
 
@@ -224,7 +225,11 @@ def _patches_per_side(config: Any) -> int:
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
-def _tokens_of_tiles(size: Sequence[int], config: Any, max_tiles: int | None) -> int:
+def _tokens_of_tiles(
+    size: Sequence[int],
+    config: Any,
+    max_tiles: int | None,
+) -> int:
     """Returns the number of tokens of a tiled image, computed as in ``pack_image_features`` of Transformers.
 
     Args:
@@ -237,7 +242,8 @@ def _tokens_of_tiles(size: Sequence[int], config: Any, max_tiles: int | None) ->
     side = _patches_per_side(config)
     tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
     patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')  # only its shape is needed
-    height, width = unpad_image(patches, size).shape[1:]
+    unpadded = unpad_image(patches, size)
+    height, width = unpadded.shape[1:]
     if max_tiles is not None:
         most_tokens = max_tiles * side**2
         ratio = math.sqrt(height * width / most_tokens)

@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +88,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the keys of all microbatches. Microbatches with images have more keys than others."""
-        keys: dict[str, None] = {}  # a dict keeps their order
-        for microbatch in self.microbatches:
-            keys |= dict.fromkeys(microbatch)
+        keys = dict.fromkeys(chain.from_iterable(self.microbatches))  # each key once, in order
         return iter(keys)
 
     def __len__(self) -> int:
