@@ -85,17 +85,15 @@ def write_shards(
         ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or there are videos
             or audio and PyAV is not installed.
         ImportError: If mosaicml-streaming is not installed.
+        FileExistsError: If the folder for the shards is not empty.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
-    is_empty_folder = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not is_empty_folder:
-        raise InvalidInputError(f'`out_folder` must be empty or absent, but {out} is not. Name another, or remove it.')
-    records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
-    writer = _open_writer(out, size_limit)
+    writer = _open_writer(out, size_limit)  # refuses a folder that is not empty
     try:
+        records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
         skipped = _write_rows(writer, records, on_error)
         if len(skipped) == len(records):
             raise InvalidInputError(f'`path` must hold at least one good sample, but {path} has none.')
