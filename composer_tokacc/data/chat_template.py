@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
@@ -77,13 +78,14 @@ class ChatTemplate:
         self._owner = owner
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
-        self._takes_media = takes_media
-        self._role_takes_parts: dict[str, bool] = {}
-        """Whether the content of a turn may be a list of parts, by the role of the turn."""
+        self._roles_with_parts: set[str] = set()
+        """The roles of turns whose content may be a list of parts."""
+        self._roles_with_media: set[tuple[str, str]] = set()
+        """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
+        if takes_media:
+            self._try_roles()
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
-        self._placeholder_results: dict[tuple[str, str], bool] = {}
-        """Results of `_writes_placeholders`, by role and modality."""
         before, after_question, after_answer, after_last = self._text_of_example()
         self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
@@ -146,7 +148,7 @@ class ChatTemplate:
         for message in messages:
             role = message['role']
             content = message['content']
-            if not self._gets_parts(role):
+            if role not in self._roles_with_parts:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
@@ -166,12 +168,19 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
-        if self._processor_adds_placeholders:
-            return True
-        key = (role, modality)
-        if key not in self._placeholder_results:
-            self._placeholder_results[key] = self._writes_placeholders(role, modality)
-        return self._placeholder_results[key]
+        return self._processor_adds_placeholders or (role, modality) in self._roles_with_media
+
+    def _try_roles(self) -> None:
+        """Finds out what the template can write in the turns of each role."""
+        # The trials of the later roles also hold turns of the earlier ones.
+        for role in ('user', 'assistant', 'system', 'tool'):
+            self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
+            if not self._writes_parts(role):
+                self._roles_with_parts.remove(role)
+        for role in ('user', 'tool'):
+            for modality in MODALITIES:
+                if self._writes_placeholders(role, modality):
+                    self._roles_with_media.add((role, modality))
 
     def _writes_placeholders(self, role: str, modality: str) -> bool:
         """Tells whether the template writes something for each medium: with 0, 1 and 2 media the text gets longer."""
@@ -184,7 +193,7 @@ class ChatTemplate:
             turn = {**question, 'role': role}
             try:
                 lengths.append(len(self.apply([*earlier_turns, turn])))
-            except (TypeError, ValueError):
+            except Exception:  # of the code of the template
                 return False
         return lengths[0] < lengths[1] < lengths[2]
 
@@ -280,16 +289,6 @@ class ChatTemplate:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
 
-    def _gets_parts(self, role: str) -> bool:
-        """Tells whether the template gets the content of a turn as a list of parts, and not as a string."""
-        if not self._takes_media:
-            return False
-        if role not in self._role_takes_parts:
-            # True during the trial: `_writes_parts` calls `apply`, which must give the template a list of parts.
-            self._role_takes_parts[role] = True
-            self._role_takes_parts[role] = self._writes_parts(role)
-        return self._role_takes_parts[role]
-
     def _writes_parts(self, role: str) -> bool:
         """Tells whether the template can write a list of parts in a turn of this role.
 
@@ -297,16 +296,15 @@ class ChatTemplate:
         """
         question, answer = example_conversation()
         turn = {**question, 'role': role}
-        conversation = [turn]
-        if role == 'system':
-            conversation = [turn, question]
-        elif role == 'assistant':
-            conversation = [question, turn]
-        elif role == 'tool':
-            conversation = [question, answer, turn]
+        conversations = {
+            'user': [turn],
+            'assistant': [question, turn],
+            'system': [turn, question],
+            'tool': [question, answer, turn],
+        }
         try:
-            text = self.apply(conversation)
-        except (TypeError, ValueError):
+            text = self.apply(conversations[role])
+        except Exception:  # of the code of the template
             return False
         return PRINTED_PART.search(text) is None
 
