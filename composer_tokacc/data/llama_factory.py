@@ -55,10 +55,8 @@ DEFAULT_TAGS = {
 also the names in the records that :meth:`.DatasetEntry.rename` returns, because `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 """The tags that name a key. The others name a speaker."""
-KEYS_OF_STRINGS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
-"""Keys of an entry whose value is a string."""
-KEYS_OF_MAPPINGS = ('columns', 'tags')
-"""Keys of an entry whose value is a mapping. All other keys of an entry are refused."""
+KEYS_OF_ENTRY = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
+"""Keys of an entry that are read. All others are refused."""
 
 
 class DatasetEntry:
@@ -73,16 +71,12 @@ class DatasetEntry:
 
     def __init__(self, entry: JsonObject) -> None:
         for key, value in entry.items():
-            if key in KEYS_OF_STRINGS and not isinstance(value, str | None):
-                raise InvalidInputError(f'`{key}` must be a string, got: {short_repr(value)}')
-            is_read = key in KEYS_OF_STRINGS or key in KEYS_OF_MAPPINGS
-            if value and not is_read:  # `ranking: false` asks for nothing
+            if value and key not in KEYS_OF_ENTRY:  # `ranking: false` asks for nothing
                 raise InvalidInputError(f'`{key[:60]}` is not supported')
         formatting = entry.get('formatting') or 'alpaca'
-        if formatting not in DEFAULT_COLUMNS:
-            raise InvalidInputError(
-                f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {short_repr(formatting)}'
-            )
+        formattings = list(DEFAULT_COLUMNS)
+        if formatting not in formattings:
+            raise InvalidInputError(f'`formatting` must be one of {formattings}, got: {short_repr(formatting)}')
         self._file_name = entry.get('file_name')
         self._hub_name = entry.get('hf_hub_url')
         if not self._file_name and not self._hub_name:
