@@ -93,8 +93,9 @@ class Medium(NamedTuple):
     """An image, a video or an audio of a record."""
 
     modality: str
-    files: tuple[str | EmbeddedFile, ...]
-    """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded."""
+    files: tuple[str | EmbeddedFile, ...] = ()
+    """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded.
+    Empty only while a record is read, if its files are listed elsewhere in it."""
 
     @property
     def names(self) -> list[str]:
