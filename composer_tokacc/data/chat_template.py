@@ -172,30 +172,33 @@ class ChatTemplate:
 
     def _try_roles(self) -> None:
         """Finds out what the template can write in the turns of each role."""
-        # The trials of the later roles also hold turns of the earlier ones.
+        # The trials of a role also hold turns of the roles before it.
         for role in ('user', 'assistant', 'system', 'tool'):
             self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
-            if not self._writes_parts(role):
+            text = self._text_of_trial(role)
+            # A template for strings raises, or writes the list as Python or JSON prints it.
+            if not text or PRINTED_PART.search(text):
                 self._roles_with_parts.remove(role)
-        for role in ('user', 'tool'):
             for modality in MODALITIES:
-                if self._writes_placeholders(role, modality):
+                texts = [self._text_of_trial(role, [modality] * count) for count in range(3)]
+                if 0 < len(texts[0]) < len(texts[1]) < len(texts[2]):  # it writes something for each medium
                     self._roles_with_media.add((role, modality))
 
-    def _writes_placeholders(self, role: str, modality: str) -> bool:
-        """Tells whether the template writes something for each medium: with 0, 1 and 2 media the text gets longer."""
-        earlier_turns: list[Message] = []
-        if role == 'tool':  # a tool answers a request of the assistant
-            earlier_turns = example_conversation()
-        lengths = []
-        for count in range(3):
-            question, _ = example_conversation([modality] * count)
-            turn = {**question, 'role': role}
-            try:
-                lengths.append(len(self.apply([*earlier_turns, turn])))
-            except Exception:  # of the code of the template
-                return False
-        return lengths[0] < lengths[1] < lengths[2]
+    def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
+        """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
+        question, answer = example_conversation()
+        turn_of_user, _ = example_conversation(modalities)
+        turn = {**turn_of_user, 'role': role}
+        conversations = {
+            'user': [turn],
+            'assistant': [question, turn],
+            'system': [turn, question],
+            'tool': [question, answer, turn],
+        }
+        try:
+            return self.apply(conversations[role])
+        except Exception:  # of the code of the template
+            return ''
 
     def _render_around_markers(self, messages: Sequence[Message], indices: Sequence[int], text: str) -> Rendered | None:
         """Finds answers: renders markers in their place, and puts the answers between the texts around the markers.
@@ -288,25 +291,6 @@ class ChatTemplate:
         for message in marked_messages:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
-
-    def _writes_parts(self, role: str) -> bool:
-        """Tells whether the template can write a list of parts in a turn of this role.
-
-        A template for strings raises, or writes the list as Python or JSON prints it.
-        """
-        question, answer = example_conversation()
-        turn = {**question, 'role': role}
-        conversations = {
-            'user': [turn],
-            'assistant': [question, turn],
-            'system': [turn, question],
-            'tool': [question, answer, turn],
-        }
-        try:
-            text = self.apply(conversations[role])
-        except Exception:  # of the code of the template
-            return False
-        return PRINTED_PART.search(text) is None
 
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.
