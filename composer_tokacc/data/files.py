@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +30,7 @@ from composer_tokacc.data.records import (
     PathLike,
     RawRecord,
     Record,
+    leaves_of,
     short_repr,
 )
 from composer_tokacc.planning import check_kind
@@ -227,17 +228,9 @@ def _decode_integer(digits: str) -> int | ValueError:
 
 def _first_error(value: object) -> ValueError | None:
     """Returns the first error that the decoder has put into a value."""
-    if isinstance(value, ValueError):
-        return value
-    children: Iterable[object] = ()
-    if isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, list):
-        children = value
-    for child in children:
-        error = _first_error(child)
-        if error is not None:
-            return error
+    for leaf in leaves_of(value):
+        if isinstance(leaf, ValueError):
+            return leaf
     return None
 
 
