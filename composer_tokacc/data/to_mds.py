@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -203,15 +202,17 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
     if isinstance(record, BadSampleError):
         return record
     try:
-        contents = []
-        for file in open_files(record):
-            content = file.read_bytes() if isinstance(file, Path) else file.read()
-            contents.append(content)
-        decode_media(record, [BytesIO(content) for content in contents])  # only a check, see `write_shards`
+        files = open_files(record)
+        decode_media(record, files)  # only a check, see `write_shards`
     except BadSampleError as error:
         return error
-    except OSError as error:
-        return record.error(f'file {error.filename} cannot be read: {error.strerror}')
+    contents = []
+    for file in files:
+        if isinstance(file, Path):
+            contents.append(file.read_bytes())
+        else:
+            file.seek(0)  # `decode_media` has read it
+            contents.append(file.read())
     return _to_row(record, contents)
 
 
