@@ -180,8 +180,11 @@ class ChatTemplate:
             if not text or PRINTED_PART.search(text):
                 self._roles_with_parts.remove(role)
             for modality in MODALITIES:
-                texts = [self._text_of_trial(role, [modality] * count) for count in range(3)]
-                if 0 < len(texts[0]) < len(texts[1]) < len(texts[2]):  # it writes something for each medium
+                lengths = []
+                for count in range(3):
+                    text = self._text_of_trial(role, [modality] * count)
+                    lengths.append(len(text))
+                if 0 < lengths[0] < lengths[1] < lengths[2]:  # it writes something for each medium
                     self._roles_with_media.add((role, modality))
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:

@@ -65,8 +65,12 @@ class VisionLanguageCollator:
 
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    is_list = not isinstance(samples, Mapping)  # a mapping is one sample, or a batch, by mistake
-    if not is_list or not samples or not all(isinstance(sample.get('input_ids'), torch.Tensor) for sample in samples):
+    ids_of_samples: list[object] = []
+    # A mapping is one sample, or a batch, by mistake. It gets no ids, so it is refused below.
+    if not isinstance(samples, Mapping):
+        for sample in samples:
+            ids_of_samples.append(sample.get('input_ids'))
+    if not ids_of_samples or not all(isinstance(ids, torch.Tensor) for ids in ids_of_samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."

@@ -100,7 +100,10 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     if name is not None and not _is_table(file):
         entry = _find_entry(file, name)
         file, name = entry.locate(Path(file).parent)
-    raw_records = _read_table(file, name) if _is_table(file) else _read_json(file)
+    if _is_table(file):
+        raw_records = _read_table(file, name)
+    else:
+        raw_records = _read_json(file)
     for raw_record in raw_records:
         if entry is not None and isinstance(raw_record.data, Mapping):
             raw_record = raw_record._replace(data=entry.rename(raw_record.data))

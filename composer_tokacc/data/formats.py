@@ -558,7 +558,10 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
     for slot in slots:
-        filled.append(slot if slot.files else next(next_media[slot.modality]))
+        if slot.files:
+            filled.append(slot)
+        else:
+            filled.append(next(next_media[slot.modality]))
     return filled
 
 

@@ -261,7 +261,8 @@ def _measure_rows(
         rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
     missing_places = [place for place, row in enumerate(rows) if row is None]
     missing_indices = [indices[place] for place in missing_places]
-    for place, row in zip(missing_places, run(measurer.read, missing_indices), strict=True):
+    missing_rows = run(measurer.read, missing_indices)
+    for place, row in zip(missing_places, missing_rows, strict=True):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # no error is raised here, because all ranks raise it together when they have exchanged their rows

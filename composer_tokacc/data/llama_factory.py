@@ -157,10 +157,11 @@ def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
         supported: Its keys are LLaMA-Factory's names that are read. Any other is refused.
     """
     names = entry.get(key) or {}
-    # The name may be null: the file has no such column, or no such speaker.
-    if not isinstance(names, Mapping) or not all(isinstance(name, str | None) for name in names.values()):
+    if not isinstance(names, Mapping):
         raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
-    for name in names:
+    for name, name_in_file in names.items():
         if name not in supported:
             raise InvalidInputError(f'`{name[:60]}` is not supported')
+        if not isinstance(name_in_file, str | None):  # null: the file has no such column, or no such speaker
+            raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

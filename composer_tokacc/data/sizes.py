@@ -234,7 +234,11 @@ class SampleMeasurer:
         except BadSampleError as error:
             return str(error)
 
-    def from_headers(self, indices: Sequence[int], run: Callable[..., Iterator[Any]]) -> list[TableRow | None]:
+    def from_headers(
+        self,
+        indices: Sequence[int],
+        run: Callable[..., Iterator[Any]],
+    ) -> list[TableRow | None]:
         """Returns the rows of samples without decoding their images. None for a sample that must be read.
 
         Args:
@@ -251,7 +255,8 @@ class SampleMeasurer:
             rows_and_sizes.extend(rows_and_sizes_of_batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
-        additions = dict(zip(distinct_sizes, run(expansion, distinct_sizes), strict=True))
+        added_rows = run(expansion, distinct_sizes)
+        additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in rows_and_sizes:
             if row is not None and sizes is not None:
@@ -323,7 +328,8 @@ class ImageExpansion:
         if text is None or sample is None:
             return None
         text_row = self._measure(text)
-        added = TableRow(*map(operator.sub, self._measure(sample), text_row))
+        row = self._measure(sample)
+        added = TableRow(*map(operator.sub, row, text_row))
         if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
             return None
         return AddedRow(added, text_row.image_tokens)
