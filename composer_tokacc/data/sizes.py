@@ -185,7 +185,7 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     if pixels.dim() == 5 and not pixels.is_meta:
         # Tiles of zeros are not counted, because the models drop them: Idefics3 drops every tile of zeros, LLaVA-NeXT
         # and OneVision drop the tiles of padding, which are zeros. (Mllama computes all its tiles. Its pixels have six
-        # dimensions.) Meta tensors have no padding, because their images have one size (see `ImageExpansion`).
+        # dimensions.) Meta tensors have no padding, because their images have one size (see `_encode_images`).
         has_pixels = pixels.flatten(2).any(dim=2)
         num_tiles = int(has_pixels.sum())
     height, width = pixels.shape[-2:]
@@ -195,6 +195,14 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 MeasuredText = tuple[TableRow | None, ImageSizes | None]
 """The row of a text, and the sizes of its images. A sample whose row is complete has no sizes. A sample that must be
 read has no row either."""
+
+
+class AddedRow(NamedTuple):
+    """The row that images add to the row of a text."""
+
+    row: TableRow
+    num_placeholders: int
+    """Placeholder tokens that the template writes for the images, before the processor expands them."""
 
 
 class SampleMeasurer:
@@ -245,9 +253,8 @@ class SampleMeasurer:
             indices: The samples.
             run: :func:`map_samples`, which knows the number of processes.
         """
-        expansion = ImageExpansion(self)
-        probe_rows = {expansion((size,)) for size in PROBE_SIZES}
-        # If every image adds the same row, all images are treated as images of one size. (Or `expansion` returned None
+        probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
+        # If every image adds the same row, all images are treated as images of one size. (Or `_added_by` returned None
         # for every size. Then it does so below too, and samples with images are read.)
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         rows_and_sizes: list[MeasuredText] = []
@@ -255,7 +262,7 @@ class SampleMeasurer:
             rows_and_sizes.extend(rows_and_sizes_of_batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
-        added_rows = run(expansion, distinct_sizes)
+        added_rows = run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in rows_and_sizes:
@@ -288,6 +295,26 @@ class SampleMeasurer:
             return None  # over a cap: reading it raises the error, or makes its media smaller (`fit.py`)
         return total
 
+    def _added_by(self, sizes: ImageSizes) -> AddedRow | None:
+        """Returns the row that images of these sizes add. None if only reading the sample can tell.
+
+        It is computed by running the processor on black images. If the processor computes with torch, they are meta
+        tensors, which have a shape and no content. So nothing is computed.
+        """
+        encoder = copy(self.dataset.encoder)
+        encoder.max_length = None  # a probe may be longer than the cap
+        conversation = example_conversation(['image'] * len(sizes))
+        text = encoder.encode_unexpanded([conversation])[0]
+        sample = _encode_images(encoder, conversation, sizes)
+        if text is None or sample is None:
+            return None
+        text_row = self.measure(text)
+        row = self.measure(sample)
+        added = TableRow(*map(operator.sub, row, text_row))
+        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
+            return None
+        return AddedRow(added, text_row.image_tokens)
+
     def _measure_videos(self, index: int) -> TableRow | None:
         """Returns the row of a sample with videos, whose shapes are known when one frame of each is decoded.
 
@@ -300,52 +327,18 @@ class SampleMeasurer:
         return None
 
 
-class AddedRow(NamedTuple):
-    """The row that images add to the row of a text."""
-
-    row: TableRow
-    num_placeholders: int
-    """Placeholder tokens that the template writes for the images, before the processor expands them."""
-
-
-class ImageExpansion:
-    """Computes the row that images of some sizes add to a sample, by running the processor on black images.
-
-    If the processor computes with torch, the images are meta tensors, which have a shape and no content. So nothing is
-    computed.
-    """
-
-    def __init__(self, measurer: SampleMeasurer) -> None:
-        self._measure = measurer.measure
-        self._encoder = copy(measurer.dataset.encoder)
-        self._encoder.max_length = None  # a probe may be longer than the cap
-
-    def __call__(self, sizes: ImageSizes) -> AddedRow | None:
-        """Returns the row that the images add. None if only reading the sample can tell."""
-        conversation = example_conversation(['image'] * len(sizes))
-        text = self._encoder.encode_unexpanded([conversation])[0]
-        sample = self._encode(conversation, sizes)
-        if text is None or sample is None:
-            return None
-        text_row = self._measure(text)
-        row = self._measure(sample)
-        added = TableRow(*map(operator.sub, row, text_row))
-        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
-            return None
-        return AddedRow(added, text_row.image_tokens)
-
-    def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
-        """Encodes a conversation with images of these sizes. None if the processor raises an error."""
-        # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
-        # recognizes these by their content, which meta tensors do not have.
-        if len(set(sizes)) < 2:
-            with suppress(Exception):  # some processors need real images, which follow
-                meta_images = []
-                for width, height in sizes:
-                    meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
-                    meta_images.append(meta_image)
-                return self._encoder(conversation, meta_images)
-        with suppress(Exception):  # the reason is given when a sample with such images is read
-            images = [Image.new('RGB', size) for size in sizes]
-            return self._encoder(conversation, images)
-        return None
+def _encode_images(encoder: Any, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
+    """Encodes a conversation with images of these sizes. None if the processor raises an error."""
+    # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
+    # recognizes these by their content, which meta tensors do not have.
+    if len(set(sizes)) < 2:
+        with suppress(Exception):  # some processors need real images, which follow
+            meta_images = []
+            for width, height in sizes:
+                meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
+                meta_images.append(meta_image)
+            return encoder(conversation, meta_images)
+    with suppress(Exception):  # the reason is given when a sample with such images is read
+        images = [Image.new('RGB', size) for size in sizes]
+        return encoder(conversation, images)
+    return None
