@@ -99,7 +99,8 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     entry = None
     if name is not None and not _is_table(file):
         entry = _find_entry(file, name)
-        file, name = entry.locate(Path(file).parent)
+        file = entry.path
+        name = entry.split
     if _is_table(file):
         raw_records = _read_table(file, name)
     else:
@@ -250,7 +251,7 @@ def _find_entry(file: str, name: str) -> DatasetEntry:
             f'`path` must name a dataset of {file} behind the #, got: {name!r}. It has {short_repr(datasets, 300)}.'
         )
     try:
-        return DatasetEntry(datasets[name])
+        return DatasetEntry(datasets[name], Path(file).parent)
     except ValueError as error:
         raise InvalidInputError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
 
