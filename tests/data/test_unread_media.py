@@ -92,7 +92,7 @@ def test_unread_medium_is_refused(recommended_key, record):
 
 
 def test_medium_of_a_placeholder_is_unread():
-    """The message names the key, and not only the number of media. An address is no note of a medium that is not read."""
+    """The message names the key, and not only the number of media."""
     with pytest.raises(BadSampleError, match='`image_url` looks like '):
         parse({'conversations': WITH_IMAGE, 'image_url': 'https://flickr.com/5.jpg'})
 
