@@ -321,7 +321,7 @@ def test_two_ranks_train_as_one(uninterrupted, tmp_path):
 def test_mixture_of_media_survives_a_kill(tmp_path):
     """Three files of three formats, two epochs on two ranks.
 
-    A rank is killed. The resumed run ends with the weights of an uninterrupted run.
+    A rank is killed in the middle of the second epoch. The resumed run ends with the weights of an uninterrupted run.
     """
     pytest.importorskip('av')
     case = MEDIA['qwen2_vl']()
@@ -352,7 +352,7 @@ def test_mixture_of_media_survives_a_kill(tmp_path):
     config['loader'] = {'global_batch_size': 8, 'drop_last': True}
     config['trainer'] |= {'max_duration': '2ep', 'autoresume': True, 'save_interval': '2ba', 'device': 'cpu'}
     config_without_kill = write_yaml(tmp_path / 'complete.yaml', config)
-    config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 7}
+    config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 9}
     config_with_kill = write_yaml(tmp_path / 'killed.yaml', config)
 
     save_folder = f'trainer.save_folder={tmp_path}/complete'
@@ -362,7 +362,7 @@ def test_mixture_of_media_survives_a_kill(tmp_path):
     killed = launch(program, ranks=2)
     assert 'Rank 1 crashed with exit code -9' in killed.stderr
     result = launch_training(config_without_kill, *arguments, folder=tmp_path, ranks=2)
-    assert result['first_step'] == 6
+    assert result['first_step'] == 8, 'two steps after the end of the first epoch'
 
     resumed = (tmp_path / 'resumed' / 'latest-rank0.pt').resolve()
     complete = (tmp_path / 'complete' / 'latest-rank0.pt').resolve()
