@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The loader by itself, and real runs that are resumed at every batch: bitwise equal, and nothing is read twice."""
+"""The loader by itself, and real runs that are resumed: bitwise equal, and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def steps_from(run, first):
 @pytest.mark.slow
 def test_resumed_runs_are_bitwise_equal(tmp_path):
     durations = [f'{NUM_STEPS}ba']
-    first_steps = range(1, NUM_STEPS)
+    first_steps = (1, 3, 5, 6, 7, 10)  # an epoch ends before step 6
     resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': durations} for step in first_steps]
     unbroken_result, *resumed_results, reading_result = runs(
         {'folder': str(tmp_path), 'durations': durations},
