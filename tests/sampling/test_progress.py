@@ -63,6 +63,7 @@ def steps_after(loop, state):
     """Steps of a new run that loads a saved state."""
     run = Run(loop)
     run.loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert run.loader.state_dict() == state
     return list(run.steps(first_epoch=state['epoch']))
 
 
