@@ -145,6 +145,7 @@ needs_composer = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'Sizin
 names = [name for name in composer_tokacc.__all__ if name not in needs_composer]
 variables = {'torch': torch, **vars(composer_tokacc.planning)}
 variables.update((name, getattr(composer_tokacc, name)) for name in names)
+names.remove('verify_isolation')  # its example has a model of Transformers
 for name in names:
     doctest.run_docstring_examples(variables[name], variables)
 sys.path.insert(0, 'examples')
