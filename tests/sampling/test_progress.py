@@ -96,6 +96,13 @@ def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
         assert list(run.steps(first_epoch=state['epoch'])) == unbroken[position:]
 
 
+def test_other_epoch_than_the_saved_one(unbroken):
+    """A user may load a state in the middle of an epoch, and begin the next epoch nevertheless."""
+    run = Run('sampler')
+    run.loader.load_state_dict({**run.loader.state_dict(), 'epoch': 0, 'batch': 2})
+    assert list(run.steps(first_epoch=1)) == unbroken[BATCHES:]
+
+
 @pytest.mark.parametrize('loop', LOOPS)
 @pytest.mark.parametrize('stays_open', [False, True])
 def test_looks_in_mid_epoch(stays_open, loop, unbroken):
