@@ -222,14 +222,12 @@ class Probe:
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
         """
-        # The model is examined with the first batch, by calls of this method.
         if not self._was_examined:
-            self._was_examined = True
-            self._examine(batch)
+            self.examine(batch)
+        width = labels_of(batch).shape[1]
         # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, keeps_state=keeps_state)
-            width = labels_of(batch).shape[1]
             try:
                 with torch.no_grad(), guard as snapshot:
                     with self._as_probed(seed, width) as mode:
@@ -266,8 +264,16 @@ class Probe:
             if state.name not in self._judged:
                 self._written.setdefault(state.name, state)
 
-    def _examine(self, batch: Batch) -> None:
-        """Finds the last layers, whether the loss is random, and whether it depends on written state."""
+    def examine(self, batch: Batch) -> ProbeResult:
+        """Finds the last layers, whether the loss is random, and whether it depends on written state.
+
+        :meth:`run` calls this method with its first batch, if nobody has called it before.
+
+        Returns:
+            The result of the batch, as :meth:`run` returns it.
+        """
+        self._was_examined = True
+        self._layers = []
         first = self._find_last_layers(batch)
         # This forward has another seed, so its loss changes if it depends on random numbers.
         second = self.run(batch)
@@ -278,8 +284,8 @@ class Probe:
         if self.is_random and self.is_training and self.state_dependence is None:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
-            self._layers = []
-            self._examine(batch)
+            return self.examine(batch)
+        return second
 
     def _find_last_layers(self, batch: Batch) -> ProbeResult:
         """Finds the last layers by a forward, and returns its result."""
