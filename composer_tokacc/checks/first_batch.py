@@ -785,10 +785,11 @@ def with_unequal_row(
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif counted_columns and _ids_at_labels(extended) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
-        # ids may be placeholders.
+        # ids may be placeholders. Only the last tokens get it, because a model may not count labels at placeholders,
+        # which most rows have before their text.
         is_real = real_positions(extended)[-1]
         columns = is_real.nonzero().flatten().tolist()[1:]
-        labels[-1, columns] = int(labels[-1, counted_columns[0]])
+        labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
     return extended
 
 
