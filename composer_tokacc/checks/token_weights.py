@@ -24,10 +24,10 @@ from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.refusals import NotExactError
 
-SURE_NORM = 1e-3
+SURE = 1e-3
 """If the norm of softmax - onehot is smaller than this, the model is sure of the label, and the gradient is mostly
 round-off. The norm is about 1 - p, where p is the probability of the label."""
-LARGEST_UNEXPLAINED = 0.5
+OTHER = 0.5
 """If more than this share of the gradient's norm at a position is not explained by a label, the gradient comes from
 something else: from a z-loss at a position without a label, or from soft labels."""
 MOST_LISTED = 8
@@ -183,7 +183,7 @@ class TokenWeightsReport:
         num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
         if num_left_out:
             lines.append(
-                f'{num_left_out:,} left out: 1 - p of the label below {SURE_NORM}, or a gradient that is of no label'
+                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
             )
         num_without_gradient = len(self._forwards) - len(self._forwards_with_gradient())
         if num_without_gradient:
@@ -300,8 +300,8 @@ class TokenWeightsReport:
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
         # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
-        is_sure = measured.plain_norms < SURE_NORM
-        is_unexplained = measured.residual_norms > LARGEST_UNEXPLAINED * measured.norms
+        is_sure = measured.plain_norms < SURE
+        is_unexplained = measured.residual_norms > OTHER * measured.norms
         is_reliable = has_loss & ~is_sure & ~is_unexplained  # NaN fulfils neither condition, so it is reported
         self._backwards.append(
             _Backward(
