@@ -694,7 +694,7 @@ def _can_show_rule(batch: Batch) -> bool:
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
         has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
-        if bool(has_label | has_two_tokens):
+        if has_label or has_two_tokens:
             return True
     return False
 

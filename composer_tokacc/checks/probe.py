@@ -437,11 +437,14 @@ def _result_of(
     *,
     has_broken_tie: bool,
 ) -> ProbeResult:
+    """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
+    losses = {}
     gradients: dict[str, list[Tensor | None]] = {}
     # Gradients are reduced to sketches at once, to save memory. Only the one by the logits is also measured.
     logit_gradient = None
     for unit, loss in forward.terms.items():
+        losses[unit] = loss.float().mean().item()
         unit_gradients = _gradients(loss, forward.points)
         if unit == 'tokens' and forward.points and forward.points[-1] is logits:
             logit_gradient = unit_gradients[-1]
@@ -458,9 +461,6 @@ def _result_of(
         output_size = logits.shape[-1]
         if not isinstance(logits, DTensor):
             output_address = logits.data_ptr()
-    losses = {}
-    for unit, loss in forward.terms.items():
-        losses[unit] = loss.float().mean().item()
     return ProbeResult(
         losses=losses,
         gradients=gradients,
