@@ -93,6 +93,15 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
+def test_rule_needs_two_forwards():
+    """The first forward finds the last layers. The second one shows whether the loss is random, and the rule."""
+    forwards = []
+    model = one_layer_model()
+    model.register_forward_hook(lambda *_: forwards.append(model.training))
+    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
+    assert len(forwards) == 2
+
+
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
