@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,7 +45,10 @@ STATE_TOLERANCE = 1e-6
 VARIATION = 0.8
 """The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
 columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much."""
-DROPOUT = re.compile(r'(feature_)?(alpha_)?dropout(\dd)?_?')
+DROPOUTS = frozenset(
+    'dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ '
+    'feature_alpha_dropout feature_alpha_dropout_'.split()
+)
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
 
 Outputs: TypeAlias = Any
@@ -636,7 +638,7 @@ class _ProbeMode(TorchFunctionMode):
         """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
-        if DROPOUT.fullmatch(name):
+        if name in DROPOUTS:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
             # The arguments after query, key, value and mask.
