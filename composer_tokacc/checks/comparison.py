@@ -442,7 +442,7 @@ class RowComparison(Generic[RulesT]):
             document = 0
             for place, row in enumerate(rows):
                 is_real = self._facts.real[row]
-                if not bool(is_real.any()):
+                if not is_real.any():
                     continue  # a row without tokens makes no document
                 row_gradients[place, is_real] = gradient[0, documents == document]
                 document += 1

@@ -438,7 +438,7 @@ def find_loss_rule(
         predicting_norms = norms[predicts]
         other_norms = norms[~predicts]
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
-        if elsewhere < LARGEST_ELSEWHERE and bool((predicting_norms > 0).all()):
+        if elsewhere < LARGEST_ELSEWHERE and (predicting_norms > 0).all():
             matching[rule] = elsewhere
     positions = _columns(norms)
     if not matching:
@@ -788,7 +788,7 @@ def with_unequal_row(
         # ids may be placeholders. Only the last tokens get it, because a model may not count labels at placeholders,
         # which most rows have before their text.
         is_real = real_positions(extended)[-1]
-        columns = is_real.nonzero().flatten().tolist()[1:]
+        columns = is_real.nonzero().flatten()[1:]
         labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
     return extended
 

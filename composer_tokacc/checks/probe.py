@@ -45,10 +45,16 @@ STATE_TOLERANCE = 1e-6
 VARIATION = 0.8
 """The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
 columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much."""
-DROPOUTS = frozenset(
-    'dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ '
-    'feature_alpha_dropout feature_alpha_dropout_'.split()
-)
+DROPOUTS = {
+    'dropout',
+    'dropout_',
+    'dropout1d',
+    'dropout2d',
+    'dropout3d',
+    'alpha_dropout',
+    'feature_dropout',
+    'feature_alpha_dropout',
+}
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
 
 Outputs: TypeAlias = Any
