@@ -597,7 +597,7 @@ class TokenAccumulation(Algorithm):
         if is_one_mean and run.check.token_scale is not None:
             plain_token_weight = run.check.token_scale * scaled_weight / num_tokens
         measures_all = self._token_choice.draws_all()
-        record.watch(logits, weights, plain_token_weight, is_whole=measures_all, selected=selected)
+        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
     def _end_microbatch(self, state: State) -> None:
         """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the model's own loss back.
