@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -224,12 +224,7 @@ class ExchangingDataLoader(DataLoader):
         for name, value in asdict(self._options).items():
             facts[name] = str(value)
         facts['image_token_ids'] = str(self._image_token_ids.tolist())
-        return PlanRecord(
-            plan_checksum=0,
-            rank=get_global_rank(),
-            num_ranks=get_world_size(),
-            facts=partial(dict, facts),
-        )
+        return PlanRecord(facts=facts)
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. What no option needs is not counted, and is 0."""

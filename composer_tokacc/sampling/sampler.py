@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -327,10 +327,8 @@ class RegroupingBatchSampler(DistributedSampler):
         Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. Batches
         of a RegroupingDataLoader bring the checksum of their assignment instead, which also covers the plan.
         """
-        epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
-        facts = partial(self.plan_facts, epoch, batch)
-        return PlanRecord(checksum, self.rank, self.num_replicas, facts=facts)
+        return PlanRecord(checksum, self.rank, self.num_replicas, facts=self.plan_facts(self.epoch, batch))
 
     def plan_facts(
         self,
