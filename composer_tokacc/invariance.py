@@ -290,8 +290,6 @@ def verify_invariance(
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
-    if not callable(gradients):
-        raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
     for size in microbatch_sizes or ():
         check_count('microbatch_sizes', size)
     if not padding_sides:
@@ -391,30 +389,23 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
     With equal ranks the mean over the ranks is the mean over all tokens, so a trainer that averages over ranks would
     not be found. With equal rows no trainer that averages means would be found: then it raises ValueError.
     """
-    ranks_are_equal = False
-    for rule in RULES_TO_COUNT:
-        labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
-        distinct_counts = set().union(*labels_by_rank)
-        if len(distinct_counts) == 1:
-            num_rows = sum(len(labels) for labels in labels_by_rank)
+    rows = _joined(rows_by_rank)
+    num_labels = torch.tensor([_labels_by_rule(row) for row in rows])  # (rows of all ranks, rules)
+    for rule, labels in zip(RULES_TO_COUNT, num_labels.unbind(dim=1), strict=True):
+        if len(labels.unique()) == 1:
             raise InvalidInputError(
-                f'`rows` must differ in their numbers of labels, got: {distinct_counts.pop()} in each of {num_rows} '
-                f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
-                'proven.'
+                f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(rows)} rows, counted '
+                f'{rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-        totals = {sum(labels) for labels in labels_by_rank}
-        ranks_are_equal |= len(totals) == 1
-    if len(rows_by_rank) == 1 or not ranks_are_equal:
+    num_ranks = len(rows_by_rank)
+    labels_of_ranks = num_labels.view(num_ranks, -1, len(RULES_TO_COUNT)).sum(dim=1)  # (ranks, rules)
+    are_equal = (labels_of_ranks == labels_of_ranks[0]).all(dim=0)
+    if num_ranks == 1 or not are_equal.any():
         return rows_by_rank
     # The first ranks get the rows with few labels.
-    rows = sorted(_joined(rows_by_rank), key=_labels_by_rule)
+    rows.sort(key=_labels_by_rule)
     rows_per_rank = len(rows_by_rank[0])
     return [rows[start : start + rows_per_rank] for start in range(0, len(rows), rows_per_rank)]
-
-
-def _labels_per_row(rows: SingleRows, rule: str) -> list[int]:
-    """Returns the number of labels of each row, counted by one rule."""
-    return [int(loss_mask(row, rule).sum()) for row in rows]
 
 
 def _labels_by_rule(row: Batch) -> list[int]:

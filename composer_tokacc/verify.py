@@ -35,7 +35,6 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.utils import dist
 from pydantic import Field
-from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import AlgorithmOptions
@@ -291,7 +290,7 @@ class _VerifiedRun:
             return microbatches
 
         data = DataSpec(
-            _loader_of(batch),
+            [dict(batch)],
             split_batch=split,
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
@@ -300,7 +299,7 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches with the memory of ``size`` rows."""
-        data = token_data_spec(_loader_of(batch), layout=self.layout, regroup=regroup)
+        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup)
         algorithm = TokenAccumulation(**vars(self.options))
         return self._trained_gradients(data, size, algorithm)
 
@@ -342,21 +341,6 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
         row = layout.select(batch, [round(place)])
         rows.append(layout.trim(row))
     return rows
-
-
-def _loader_of(batch: dict[str, Any]) -> DataLoader:
-    """Returns a loader that yields only this batch."""
-    return DataLoader(_OneBatch(batch), batch_size=None)  # None: the dataset yields batches
-
-
-class _OneBatch(IterableDataset):
-    """Yields one batch."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield dict(self.batch)
 
 
 class UnusedParameters(Algorithm):
