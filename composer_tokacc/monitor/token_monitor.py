@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ PROGRESS_BAR = {
 """Metrics in Composer's progress bar: short name and format of each."""
 
 
-@runtime_checkable
 class Flops(Protocol):
     """Predicts the floating point operations of a microbatch, forward and backward."""
 
@@ -133,23 +132,15 @@ class TokenMonitor(Callback):
             if not is_number or not 0 < device_tflops < math.inf:
                 raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
-        if flops is not None and not isinstance(flops, Flops):
-            raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._previous: _PreviousStep | None = None
-        # Counts of the present step.
+        # Counts of the present step. The batch is counted when it starts.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch = BatchCounts(
-            samples=0,
-            real_tokens=0,
-            loss_tokens=0,
-            positions=0,
-            dummy_positions=0.0,
-        )
+        self._device_batch: BatchCounts
         self._media_flops = 0.0
         # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.
         self._microbatches: list[BatchCounts] = []

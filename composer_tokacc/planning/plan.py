@@ -247,14 +247,9 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
         slots: list[tuple[Microbatch, ...]] = []
         for ranks_of_group in ranks_of_groups:
             slots.extend(zip(*ranks_of_group, strict=True))
-        slots.sort(key=_cost_of_slot, reverse=True)
+        slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
         ranks = zip(*slots, strict=True)
     return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _rows=rows)
-
-
-def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
-    """Returns the cost of the costliest microbatch of a slot."""
-    return max(microbatch.cost for microbatch in slot)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:

@@ -58,8 +58,7 @@ class BatchSchedule:
         units: set[str] = set()
         for stage in stages:
             match = None
-            is_list = isinstance(stage, Sequence) and not isinstance(stage, str)
-            if is_list and len(stage) == 2:
+            if isinstance(stage, Sequence) and len(stage) == 2:
                 match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)
@@ -80,10 +79,6 @@ class BatchSchedule:
         """Returns the number of the stage of the next step."""
         reached = trained.steps if self.unit == 'ba' else trained.tokens
         return bisect_right(self.starts, reached) - 1
-
-    def is_last_stage(self, trained: Trained) -> bool:
-        """Whether the size does not change any more."""
-        return self.stage_after(trained) == len(self.starts) - 1
 
     def cut(
         self,
@@ -273,9 +268,10 @@ class GlobalBatches:
         It may return less, once the last stage is reached. Then the size of all later global batches is the same.
         """
         trained_before_epochs = self._trained_before_epochs
+        last_stage = len(schedule.starts) - 1
         while len(trained_before_epochs) <= epoch:
             trained = trained_before_epochs[-1]
-            if schedule.is_last_stage(trained):
+            if schedule.stage_after(trained) == last_stage:
                 return trained
             earlier_epoch = len(trained_before_epochs) - 1
             (order,) = self._orders(earlier_epoch)  # only one, because a schedule of stages excludes modalities

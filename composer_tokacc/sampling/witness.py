@@ -48,10 +48,8 @@ def _digest(samples: Sequence[object]) -> str:
             arrays.append(leaf.astype(np.int64).tobytes())
         else:
             texts.append(leaf.encode())
-    checksum = 0
-    for piece in arrays or texts:
-        checksum = zlib.crc32(piece, checksum)
-    return f'{checksum:08x}' if arrays or texts else ''
+    data = b''.join(arrays or texts)
+    return f'{zlib.crc32(data):08x}' if data else ''
 
 
 def _leaves(value: object) -> Iterator[np.ndarray | str]:

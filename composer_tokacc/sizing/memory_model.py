@@ -35,13 +35,13 @@ of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# For each part of a microbatch (`TRACED_PARTS`): the sizes that its bytes can depend on. They are `constant`, and
-# attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are copied.
+# For each part of a microbatch (`TRACED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
+# They are `constant`, and attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are
+# copied.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
     'logits': ('logits',),
     'vision': ('image_tokens', 'pixel_bytes', 'image_area'),
-    'weights': ('constant',),
 }
 
 
@@ -260,11 +260,8 @@ def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
 
     Copies of weights are left out, because they are no activations.
     """
-    totals = np.zeros(len(microbatches))
-    for index, parts in enumerate(microbatches):
-        weights = parts.get('weights', 0)
-        totals[index] = sum(parts.values()) - weights
-    return totals
+    totals = [sum(parts.values()) - parts.get('weights', 0) for parts in microbatches]
+    return np.array(totals, dtype=np.float64)
 
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:

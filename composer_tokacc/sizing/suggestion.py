@@ -199,8 +199,6 @@ def suggest_microbatching(
     check_kind('memory', memory, MemoryModel)
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
-    if not device_memory_gib > 0:
-        raise InvalidInputError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
         raise InvalidInputError(f'`safety` must be over 0 and at most 1, got: {safety}.')
     options = CutOptions(
