@@ -359,9 +359,5 @@ def cut_by_tokens(
         num_batches += 1
     # No sample is longer than `tokens`, so between two multiples of it at least one sample ends: no batch is empty.
     multiples = tokens * np.arange(1, num_batches + 1)
-    ends = np.searchsorted(tokens_so_far, multiples, side='right').tolist()
-    starts = [0, *ends][:-1]
-    batches = []
-    for start, end in zip(starts, ends, strict=True):
-        batches.append(order[start:end])
-    return batches
+    ends = np.searchsorted(tokens_so_far, multiples, side='right')
+    return np.split(order, ends)[:num_batches]

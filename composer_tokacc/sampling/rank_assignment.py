@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,11 +109,10 @@ def collate(
     """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
     budget = options.max_tokens
     microbatches: list[Batch] = []
-    start = 0
+    remaining = iter(samples)
     for number, indices in enumerate(assignment.microbatches):
-        end = start + len(indices)
-        batch = _as_mapping(collate_fn(list(samples[start:end])))
-        start = end
+        samples_of_microbatch = list(islice(remaining, len(indices)))
+        batch = _as_mapping(collate_fn(samples_of_microbatch))
         # To the planned width, which is not rounded up beyond the budget.
         batch = widened(batch, options.width_multiple, budget)
         _check_rows(batch, len(indices))

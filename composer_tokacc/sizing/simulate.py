@@ -196,11 +196,8 @@ def _cut_by_composer(
     It slices the padded device batch and trims nothing.
     """
     width = int(table.tokens[samples].max())
-    microbatches = []
-    for start in range(0, len(samples), num_rows):
-        rows = samples[start : start + num_rows]
-        microbatches.append(_ComputedMicrobatch(rows, width))
-    return microbatches
+    starts = range(num_rows, len(samples), num_rows)
+    return [_ComputedMicrobatch(rows, width) for rows in np.split(samples, starts)]
 
 
 def _cut_by_split(
