@@ -375,11 +375,8 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:
-        num_rows = layout.num_rows(batch)
-        for index in range(num_rows):
-            row = layout.select(batch, [index])
-            row = layout.trim(row)
-            rows.append(row)
+        single_rows = layout.split(batch, [[row] for row in range(layout.num_rows(batch))])
+        rows += [layout.trim(row) for row in single_rows]
     return rows
 
 
@@ -430,21 +427,15 @@ def _cuts(
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)
     widths = [labels_of(row).shape[1] for row in rows]
-    longest_first = sorted(range(num_rows), key=lambda row: -widths[row])
+    in_order = list(range(num_rows))
+    longest_first = sorted(in_order, key=lambda row: -widths[row])
     for size in sorted({min(size, num_rows) for size in sizes}):
-        in_order = []
-        by_length = []
-        for start in range(0, num_rows, size):
-            end = min(start + size, num_rows)
-            in_order.append(layout.select(batch, range(start, end)))
-            microbatch = layout.select(batch, longest_first[start:end])
-            # Padding on the left stays. Its last position may predict the first label of a row, and without it the
-            # positions of the tokens would change.
-            if padding == 'right':
-                microbatch = layout.trim(microbatch)
-            by_length.append(microbatch)
-        yield 'in order', size, in_order
+        starts = range(0, num_rows, size)
+        yield 'in order', size, layout.split(batch, [in_order[start : start + size] for start in starts])
+        by_length = layout.split(batch, [longest_first[start : start + size] for start in starts])
+        # Padding on the left stays. Its last position may predict the first label of a row, and without it the
+        # positions of the tokens would change.
+        if padding == 'right':
+            by_length = [layout.trim(microbatch) for microbatch in by_length]
         yield 'by length', size, by_length
-    first_row = layout.select(batch, [0])
-    other_rows = layout.select(batch, range(1, num_rows))
-    yield 'uneven', 1, [first_row, other_rows]
+    yield 'uneven', 1, layout.split(batch, [in_order[:1], in_order[1:]])

@@ -282,12 +282,9 @@ class _VerifiedRun:
 
         # Composer's own split does not know which images belong to a row.
         def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-            num_rows = self.layout.num_rows(batch)
-            microbatches = []
-            for start in range(0, num_rows, int(size)):
-                end = min(start + int(size), num_rows)
-                microbatches.append(self.layout.select(batch, range(start, end)))
-            return microbatches
+            rows = range(self.layout.num_rows(batch))
+            starts = range(0, len(rows), int(size))
+            return self.layout.split(batch, [rows[start : start + int(size)] for start in starts])
 
         data = DataSpec(
             [dict(batch)],
@@ -336,11 +333,8 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    rows = []
-    for place in places:
-        row = layout.select(batch, [round(place)])
-        rows.append(layout.trim(row))
-    return rows
+    rows = layout.split(batch, [[round(place)] for place in places])
+    return [layout.trim(row) for row in rows]
 
 
 class UnusedParameters(Algorithm):

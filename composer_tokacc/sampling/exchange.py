@@ -25,7 +25,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.compat import tree_map_only
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.plan_agreement import PlanRecord, find_difference, reading_facts
+from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
@@ -125,10 +125,7 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        arguments_of_ranks = self._exchange.gather(self._arguments())
-        difference = find_difference(arguments_of_ranks)
-        if difference is not None:
-            raise NotExactError(difference)
+        compare_plans(self._arguments())
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. Then they go on without samples until the last one does.
@@ -211,12 +208,10 @@ class ExchangingDataLoader(DataLoader):
         reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
-        sizes_of_ranks = []
-        for sizes_of_rank, failure_of_rank in reports:
+        for _, failure_of_rank in reports:
             if failure_of_rank is not None:
                 raise failure_of_rank
-            sizes_of_ranks.append(sizes_of_rank)
-        return samples, sizes_of_ranks
+        return samples, [sizes_of_rank for sizes_of_rank, _ in reports]
 
     def _arguments(self) -> PlanRecord:
         """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
