@@ -375,8 +375,9 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:
-        single_rows = layout.split(batch, [[row] for row in range(layout.num_rows(batch))])
-        rows += [layout.trim(row) for row in single_rows]
+        groups = [[row] for row in range(layout.num_rows(batch))]
+        for row in layout.split(batch, groups):
+            rows.append(layout.trim(row))
     return rows
 
 
@@ -431,8 +432,10 @@ def _cuts(
     longest_first = sorted(in_order, key=lambda row: -widths[row])
     for size in sorted({min(size, num_rows) for size in sizes}):
         starts = range(0, num_rows, size)
-        yield 'in order', size, layout.split(batch, [in_order[start : start + size] for start in starts])
-        by_length = layout.split(batch, [longest_first[start : start + size] for start in starts])
+        groups_in_order = [in_order[start : start + size] for start in starts]
+        groups_by_length = [longest_first[start : start + size] for start in starts]
+        yield 'in order', size, layout.split(batch, groups_in_order)
+        by_length = layout.split(batch, groups_by_length)
         # Padding on the left stays. Its last position may predict the first label of a row, and without it the
         # positions of the tokens would change.
         if padding == 'right':

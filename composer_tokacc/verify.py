@@ -284,7 +284,8 @@ class _VerifiedRun:
         def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
             rows = range(self.layout.num_rows(batch))
             starts = range(0, len(rows), int(size))
-            return self.layout.split(batch, [rows[start : start + int(size)] for start in starts])
+            groups = [rows[start : start + int(size)] for start in starts]
+            return self.layout.split(batch, groups)
 
         data = DataSpec(
             [dict(batch)],
@@ -333,8 +334,8 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    rows = layout.split(batch, [[round(place)] for place in places])
-    return [layout.trim(row) for row in rows]
+    groups = [[round(place)] for place in places]
+    return [layout.trim(row) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):
