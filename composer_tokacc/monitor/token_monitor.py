@@ -360,8 +360,8 @@ class GradientNorm(Algorithm):
     """
 
     def __init__(self) -> None:
-        self._norms: list[tuple[torch.Tensor, int]] = []
-        """Norms of this rank's part of the gradient, each with the number of ranks that hold the same part."""
+        self._norms: dict[int, torch.Tensor] = {}
+        """Norms of this rank's part of the gradient, by the number of ranks that hold the same part."""
 
     @classmethod
     def of_run(cls, state: State) -> GradientNorm:
@@ -392,10 +392,9 @@ class GradientNorm(Algorithm):
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()  # all other entries are 0
             gradients.setdefault(num_copies, []).append(gradient)
-        self._norms = []
+        self._norms = {}
         for num_copies, tensors in gradients.items():
-            norm = torch.nn.utils.get_total_norm(tensors)
-            self._norms.append((norm, num_copies))
+            self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
 
     def square_on_rank(self) -> float:
         """Returns this rank's share of the squared norm. Waits for the device.
@@ -404,7 +403,7 @@ class GradientNorm(Algorithm):
         takes an equal share of that part. A rank has no share if FSDP1 gives it only frozen parameters.
         """
         square = 0.0
-        for norm, num_copies in self._norms:
+        for num_copies, norm in self._norms.items():
             square += float(norm) ** 2 / num_copies
         return square
 
