@@ -190,29 +190,18 @@ def _digest(values: np.ndarray) -> str:
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences.
-    facts_of_ranks = [record.facts for record in records]
-    differing: list[str] = []
-    for name in chain.from_iterable(facts_of_ranks):
-        values = {facts.get(name) for facts in facts_of_ranks}
-        if len(values) > 1 and name not in differing:
-            differing.append(name)
-    if differing:
-        name, *more_names = differing
-        more = ''
-        if more_names:
-            more = f' Also different: {", ".join(more_names)}.'
-        values_of_ranks = [facts.get(name, 'none') for facts in facts_of_ranks]
-        return _unequal(name, values_of_ranks) + more
+    for name in chain.from_iterable(record.facts for record in records):
+        values_of_ranks = [record.facts.get(name, 'none') for record in records]
+        if len(set(values_of_ranks)) > 1:
+            return _unequal(name, values_of_ranks)
     # An empty witness says nothing.
-    witnesses = {record.witness for record in records if record.witness}
-    if len(witnesses) > 1:
-        witnesses_of_ranks = [record.witness or 'unknown' for record in records]
+    witnesses_of_ranks = [record.witness or 'unknown' for record in records]
+    if len(set(witnesses_of_ranks) - {'unknown'}) > 1:
         return _unequal('first samples', witnesses_of_ranks)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
-    planned_ranks = sorted(record.rank for record in records)
     num_ranks = len(records)
-    has_all_ranks = planned_ranks == list(range(num_ranks))
-    if not has_all_ranks or any(record.num_ranks != num_ranks for record in records):
+    planned_ranks = sorted((record.rank, record.num_ranks) for record in records)
+    if planned_ranks != [(rank, num_ranks) for rank in range(num_ranks)]:
         values = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
         return (
             f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '
