@@ -126,15 +126,11 @@ class Capacity:
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
         terms = self.terms(int(self.table.tokens.min()))
-        largest = sorted(terms, key=terms.__getitem__, reverse=True)
-        largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest[:3])
-        sharding = 'sharding with FSDP'
-        if self.memory.strategy == 'fsdp':
-            sharding = 'sharding with FSDP over more ranks'
+        parts = ', '.join(f'{name} {num_bytes / GIB:.2f}' for name, num_bytes in terms.items())
         return (
             f'`device_memory_gib` must hold the model and its shortest sample. They need '
-            f'{sum(terms.values()) / GIB:.2f} GiB ({largest_terms}), and {self.limit / GIB:.2f} GiB may be used. What '
-            f'would help: {sharding}, freezing parts, activation checkpointing, a shorter context.'
+            f'{sum(terms.values()) / GIB:.2f} GiB ({parts}), and {self.limit / GIB:.2f} GiB may be used. What would '
+            'help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a shorter context.'
         )
 
 
