@@ -290,6 +290,8 @@ def verify_invariance(
     """
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
+    if not callable(gradients):
+        raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
     for size in microbatch_sizes or ():
         check_count('microbatch_sizes', size)
     if not padding_sides:
