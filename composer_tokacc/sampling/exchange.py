@@ -325,21 +325,11 @@ class SampleExchange:
 
 def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
-    # If a tensor is a part of a larger one, torch would save the larger one.
-    samples = tree_map_only(torch.Tensor, _without_other_entries, samples)
+    # Copies, because torch saves the whole storage of a tensor, which may be a part of a larger one.
+    samples = tree_map_only(torch.Tensor, torch.clone, samples)
     buffer = io.BytesIO()
     torch.save(samples, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _without_other_entries(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if its storage holds more than the tensor itself."""
-    if tensor.layout != torch.strided:
-        return tensor
-    storage = tensor.untyped_storage()
-    if storage.nbytes() > tensor.nbytes:
-        return tensor.clone()
-    return tensor
 
 
 def from_bytes(packed: torch.Tensor) -> Any:
