@@ -131,10 +131,7 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
         documents: The number of the document at each position, ``(rows, width)``.
         text: A tensor of the same shape, see :func:`.text_of`.
     """
-    numbers_by_row = []
-    for row in documents:
-        numbers = row.unique().tolist()
-        numbers_by_row.append([number for number in numbers if number >= 0])
+    numbers_by_row = [row[row >= 0].unique().tolist() for row in documents]
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(

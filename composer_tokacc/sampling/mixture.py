@@ -95,13 +95,10 @@ class Mixture:
             num_samples = Fraction(sum(self.sizes))
             samples_per_weight = num_samples / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        epochs = self.epochs
-        if epochs is None:
+        if self.epochs is None:
             return [Fraction(size) for size in self.sizes]
-        quotas = []
-        for size, times in zip(self.sizes, epochs, strict=True):
-            quotas.append(size * Fraction(float(times)))
-        return quotas
+        sizes_and_epochs = zip(self.sizes, self.epochs, strict=True)
+        return [size * Fraction(float(epochs)) for size, epochs in sizes_and_epochs]
 
     @property
     def num_samples(self) -> int:

@@ -69,9 +69,8 @@ class RankAssignment:
             plan_checksum: Checksum of the plan of all ranks.
         """
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        is_copy = not computed
-        if is_copy:
-            computed = planned[:1]  # a dummy, which is a copy of a sample that another rank computes
+        # Without any, a dummy, which is a copy of a sample that another rank computes.
+        computed = computed or planned[:1]
         samples = []
         weights_of_samples = []
         for microbatch in computed:
@@ -79,7 +78,7 @@ class RankAssignment:
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
-        return cls(samples, is_copy, weights_of_samples or None, plan_checksum)
+        return cls(samples, computed[0].filled, weights_of_samples or None, plan_checksum)
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
