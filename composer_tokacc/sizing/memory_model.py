@@ -341,8 +341,7 @@ class MemoryModel:
     @classmethod
     def load(cls, path: str | Path) -> MemoryModel:
         """Reads the file that :meth:`save` wrote."""
-        stored = json.loads(Path(path).read_text())
-        return TypeAdapter(cls).validate_python(stored)
+        return TypeAdapter(cls).validate_json(Path(path).read_bytes())
 
 
 def warning_of_residual(residual: float) -> str | None:
