@@ -49,10 +49,13 @@ class StepWatch:
         self.faults: list[str] = []
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._trained_ids = {id(parameter) for parameter in trained}
+        named = self._model.named_parameters()
+        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._trained_ids = {id(parameter) for parameter in trained.values()}
         """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
-        self._parameters = _followed_parameters(self._model)
+        # By the name of the class, because a newer torch may have no FSDP1.
+        classes = {type(module).__name__ for module in self._model.modules()}
+        self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
@@ -279,14 +282,6 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     change = torch.linalg.vector_norm(second - first, dtype=torch.float64)
     size = torch.linalg.vector_norm(first.masked_fill_(is_masked, 0), dtype=torch.float64)
     return float(change / size.clamp(min=TINY))
-
-
-def _followed_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Returns the trained parameters by name, none with FSDP1, see :class:`StepWatch`."""
-    # By the name of the class, because a newer torch may have no FSDP1.
-    if any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules()):
-        return {}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:

@@ -186,7 +186,8 @@ class _VerifiedRun:
         """Builds the model in float32, because the round-off of a shorter type would hide an error; a collective."""
         model_section = replace(config.model, dtype='float32')
         parts = build_parts(replace(config, model=model_section))
-        device = _device_of(config)
+        # Without TF32, because its round-off would be taken for an error.
+        device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         device.module_to_device(parts.model)
         _make_deterministic(parts.model)
         layout = BatchLayout.for_model(parts.model)
@@ -321,11 +322,6 @@ class _VerifiedRun:
         trainer.fit()
         trainer.close()
         return recorder.gradients
-
-
-def _device_of(config: TrainConfig) -> Device:
-    """Returns the device of a run, without TF32: its round-off would be taken for an error."""
-    return DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:

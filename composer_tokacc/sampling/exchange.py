@@ -194,6 +194,8 @@ class ExchangingDataLoader(DataLoader):
         samples: list[DatasetSample] = []
         sizes: list[SampleSize] = []
         failure: Exception | None = None
+        reported: Exception | None = None
+        """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             loaded = next(reading, [])
             if isinstance(loaded, torch.Tensor):
@@ -202,9 +204,14 @@ class ExchangingDataLoader(DataLoader):
             num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
             samples = loaded[: len(loaded) - num_repeated]
             sizes = [self._size(sample) for sample in samples]
+        except ValueError as error:  # about the data
+            failure = error
+            reported = InvalidInputError(str(error))
         except Exception as error:
             failure = error
-        reported = None if failure is None else _as_reported(failure)
+            reported = NotExactError(
+                f'every rank must read its samples, got: an error on rank {get_global_rank()}: {error}'
+            )
         reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
@@ -234,18 +241,6 @@ class ExchangingDataLoader(DataLoader):
             has_label = sample['labels'] != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
-
-
-def _as_reported(failure: Exception) -> Exception:
-    """Returns the error that the other ranks raise if this rank cannot read its samples.
-
-    A ValueError is about the data, so all ranks raise one with its text. The error itself is not sent, because its
-    class may not survive pickling.
-    """
-    if isinstance(failure, ValueError):
-        return InvalidInputError(str(failure))
-    rank = get_global_rank()
-    return NotExactError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
 
 
 class SampleSize(NamedTuple):

@@ -217,8 +217,18 @@ def fit_activations(
             # These are copies of weights, so they do not depend on the size of a microbatch. A microbatch of text has
             # no copies of the encoder's weights, so the largest value counts.
             coefficients[part] = {'constant': float(num_bytes.max())}
-        else:
-            coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
+            continue
+        names = _FEATURES_OF[part]
+        features = np.zeros((len(shapes), len(names)))
+        for row, shape in enumerate(shapes):
+            for column, name in enumerate(names):
+                features[row, column] = _size(shape, name, area)
+        # Errors are relative to the total, so that small microbatches count as much as large ones.
+        solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
+        coefficients[part] = {}
+        for name, coefficient in zip(names, solution, strict=True):
+            if coefficient > 0:
+                coefficients[part][name] = coefficient
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)
@@ -227,32 +237,6 @@ def fit_activations(
     relative_errors = (predicted - totals) / peaks
     residual = np.abs(relative_errors).max()
     return replace(fit, residual=float(residual))
-
-
-def _fit_part(
-    names: Sequence[str],
-    shapes: Sequence[BatchShape],
-    area: str,
-    num_bytes: np.ndarray,
-    totals: np.ndarray,
-) -> dict[str, float]:
-    """Fits one part. Returns its coefficients by the name of the size; those of 0 are left out.
-
-    Args:
-        names: Sizes that the bytes can depend on.
-        shapes: Shape of each microbatch.
-        area: See :class:`ActivationFit`.
-        num_bytes: Bytes of this part in each microbatch, float64 (microbatches,).
-        totals: Bytes of all parts in each microbatch, float64 (microbatches,).
-    """
-    features = np.zeros((len(shapes), len(names)))
-    for row, shape in enumerate(shapes):
-        for column, name in enumerate(names):
-            features[row, column] = _size(shape, name, area)
-    # Errors are relative to the total, so that small microbatches count as much as large ones.
-    solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
-    coefficients = dict(zip(names, solution, strict=True))
-    return {name: value for name, value in coefficients.items() if value > 0}
 
 
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
