@@ -265,7 +265,13 @@ def _with_other_ids(
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
-    reserved = reserved | _separators(texts)
+    # The id with which all documents begin, and the id with which all end, may separate them, even if the config does
+    # not name them.
+    first_tokens = {text[0] for text in texts}
+    last_tokens = {text[-1] for text in texts}
+    for tokens in (first_tokens, last_tokens):
+        if len(tokens) == 1:
+            reserved = reserved | tokens
     ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
     if len(ordinary) < 2:
         return
@@ -277,20 +283,6 @@ def _with_other_ids(
             changed = ids.clone()
             changed[document.row] = torch.where(is_changed, other_ids, row)
             yield document, changed
-
-
-def _separators(texts: Sequence[list[int]]) -> set[int]:
-    """Returns the id with which all documents begin, and the id with which all end, if there are such ids.
-
-    They may separate the documents, even if the config does not name them.
-    """
-    first_tokens = {text[0] for text in texts}
-    last_tokens = {text[-1] for text in texts}
-    separators = set()
-    for tokens in (first_tokens, last_tokens):
-        if len(tokens) == 1:
-            separators |= tokens
-    return separators
 
 
 def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:

@@ -141,7 +141,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
     def reference(padding: str) -> Gradients:
         # Computed only now, because compare_cuts() watches the buffers during this call. Kept to measure the round-off.
-        references[padding] = run.whole_step(run.joined_rows(padding))
+        rows = run.layout.concat(run.rows_of_all_ranks, padding_side=padding)
+        references[padding] = run.whole_step(rows)
         return references[padding].gradients
 
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
@@ -216,18 +217,13 @@ class _VerifiedRun:
             loss_rule=loss_rule,
         )
 
-    def joined_rows(self, padding: str) -> Batch:
-        """Returns one batch of the rows of all ranks, padded on a side."""
-        batch = self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
-        return self.layout.with_media(batch)
-
     def whole_step(self, batch: Batch) -> _WholeStep:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
 
         If tokens have different weights, their weighted mean is computed here, from the logits.
         """
         model = self.parts.model.train()
-        batch = self.device.batch_to_device(batch)
+        batch = self.device.batch_to_device(self.layout.with_media(batch))
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
@@ -258,7 +254,6 @@ class _VerifiedRun:
         if padding == 'left':
             # A multiple above the width becomes the new width.
             batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
-        batch = self.layout.with_media(batch)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
 

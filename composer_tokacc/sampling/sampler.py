@@ -163,7 +163,9 @@ class RegroupingBatchSampler(DistributedSampler):
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
-        _check_samples_fit(self.rows)
+        check_cap('max_tokens', options.max_tokens, self.rows.lengths)
+        for size, cap in options.caps.items():
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
@@ -454,14 +456,6 @@ def length_of(dataset: object) -> int:
     check_kind('dataset', dataset, Sized)
     assert isinstance(dataset, Sized)
     return len(dataset)
-
-
-def _check_samples_fit(rows: Rows) -> None:
-    """Raises ValueError if a sample is larger than a cap of a microbatch."""
-    options = rows.options
-    check_cap('max_tokens', options.max_tokens, rows.lengths)
-    for size, cap in options.caps.items():
-        check_cap(CAPPED_SIZES[size], cap, rows.sizes[size])
 
 
 def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
