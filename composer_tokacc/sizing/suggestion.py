@@ -218,12 +218,15 @@ def suggest_microbatching(
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
     options = replace(options, max_tokens=max_tokens)
-    # Kept, because each size is compared with the same samples, and many samples have the same shape.
-    peak_of = cache(partial(memory.peak, num_ranks=num_ranks))
+
+    @cache  # because the samples that go alone are the same for most of the sizes
+    def peak_alone(sample: int) -> float:
+        return memory.peak(_shape_alone(capacity, sample), num_ranks=num_ranks)
+
     is_oversize = _is_over_a_cap(table, options)
     is_too_large = np.zeros_like(is_oversize)
     for sample in np.flatnonzero(is_oversize).tolist():
-        is_too_large[sample] = peak_of(_shape_alone(capacity, sample)) > capacity.limit
+        is_too_large[sample] = peak_alone(sample) > capacity.limit
     # Steps with the suggested size and with others. The run cuts by `options.cost`, but its time follows `price`.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
@@ -233,7 +236,7 @@ def suggest_microbatching(
         compared_tokens = token_budget(compared_size, slot)
         compared_options = replace(options, max_tokens=compared_tokens)
         figures = _figures(simulate, compared_options, stock_size=compared_size)
-        compared_heaviest = _heaviest_shape(capacity, compared_options, peak_of)
+        compared_heaviest = _heaviest_shape(capacity, compared_options, peak_alone)
         size_rows.append(_size_row(capacity, compared_size, compared_heaviest, figures))
     # What limits the suggested size.
     fitting_image_tokens = None
@@ -244,7 +247,7 @@ def suggest_microbatching(
     if size == rows_per_rank:
         limited_by = 'global batch'
     # Memory at the suggested size.
-    heaviest = _heaviest_shape(capacity, options, peak_of)
+    heaviest = _heaviest_shape(capacity, options, peak_alone)
     terms = memory.terms(heaviest, num_ranks=num_ranks)
     return SizingReport(
         profile=table.profile(),
@@ -266,7 +269,7 @@ def suggest_microbatching(
         packing=packing,
         binds=limited_by,
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
-        peak_gib=peak_of(heaviest) / GIB,
+        peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
         figures=_figures(simulate, options, stock_size),
         bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
@@ -324,7 +327,7 @@ def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
 def _heaviest_shape(
     capacity: Capacity,
     options: CutOptions,
-    peak_of: Callable[[BatchShape], float],
+    peak_alone: Callable[[int], float],
 ) -> BatchShape:
     """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
 
@@ -333,14 +336,15 @@ def _heaviest_shape(
     Args:
         capacity: Memory of the microbatches within the caps.
         options: How the run cuts.
-        peak_of: Returns bytes at the peak of a microbatch of some shape.
+        peak_alone: Returns bytes at the peak of a sample that goes alone.
     """
-    shapes = [capacity.worst_shape(options.max_tokens)]
-    for sample in np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist():
-        shape = _shape_alone(capacity, sample)
-        if peak_of(shape) <= capacity.limit:
-            shapes.append(shape)
-    return max(shapes, key=peak_of)
+    over_a_cap = np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist()
+    fitting = [sample for sample in over_a_cap if peak_alone(sample) <= capacity.limit]
+    if fitting:
+        heaviest = max(fitting, key=peak_alone)
+        if peak_alone(heaviest) > capacity.peak(options.max_tokens):
+            return _shape_alone(capacity, heaviest)
+    return capacity.worst_shape(options.max_tokens)
 
 
 def _figures(
