@@ -49,8 +49,8 @@ class StepWatch:
         self.faults: list[str] = []
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
-        named = self._model.named_parameters()
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+        parameters = self._model.named_parameters()
+        trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
         self._trained_ids = {id(parameter) for parameter in trained.values()}
         """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
         # By the name of the class, because a newer torch may have no FSDP1.
