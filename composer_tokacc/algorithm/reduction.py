@@ -115,7 +115,7 @@ class ReductionWatch:
         for parameter, state_before in states_before:
             if state_of_gradient(parameter) == state_before:
                 left_out.append(parameter)
-        # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all of them.
+        # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all.
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.

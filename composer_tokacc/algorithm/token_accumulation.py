@@ -398,6 +398,7 @@ class TokenAccumulation(Algorithm):
         run.check_batch_norms()
         run.reductions.start_attempt()
         step.microbatches = []
+        self._raw_loss = None  # the graph of a microbatch that failed, which would stay in memory
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
