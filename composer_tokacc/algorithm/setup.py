@@ -343,7 +343,7 @@ def _warn_of_surprises(state: State, token_weights: str) -> None:
         log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
 
 
-def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
+def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
     """Raises ValueError if labels or ids lie outside of the model's vocabulary.
 
     Args:
