@@ -183,7 +183,7 @@ def real_tokens(batch: Mapping[str, Any]) -> list[int]:
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a batch without loss tokens with one label, without waiting for the device.
+    """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
     A mean over no labels is 0 / 0, so NaN, also if the caller multiplies the loss by 0. The label is written where as
     many loss rules as possible count it: at the first attended position after an attended one. If all rows have a
@@ -198,8 +198,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
         is_attended = mask != 0
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]
-    # 2: every rule counts a label here; 1: all but 'causal_attended' do; 0: only 'unshifted' surely does. `argmax`
-    # returns the first of equals.
+    # 2: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted' does.
+    # `argmax` returns the first of equals.
     counts_by_every_rule = follows_attended & is_attended
     preference = follows_attended.int() + counts_by_every_rule.int()
     best_place = preference.flatten().argmax()
