@@ -165,20 +165,17 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
-    """Returns the number of attended positions of each row. Without a mask all positions are attended."""
+    """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     text = text_of(batch)
-    mask = batch.get('attention_mask')
     num_rows, width = text.shape
-    all_real = [width] * num_rows
-    if mask is None:
-        return all_real
-    if mask.shape == text.shape:
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.shape == text.shape:
         is_attended = mask != 0
-    elif mask.dim() > 2 and mask.shape[-1] == width:
+    elif mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
         is_attended = attended_positions(batch)
     else:
-        # The mask of another input, such as the frames of Whisper, says nothing about the text.
-        return all_real
+        # There is no mask, or it belongs to another input, such as the frames of Whisper.
+        return [width] * num_rows
     return is_attended.sum(dim=1).tolist()
 
 

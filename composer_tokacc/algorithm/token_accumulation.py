@@ -148,7 +148,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._reduces_once = False  # whether DDP reduces gradients only in the last microbatch of a step
+        self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
@@ -310,7 +310,7 @@ class TokenAccumulation(Algorithm):
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
-            # It may come from a checkpoint of another setup.
+            # It may come from a checkpoint of a run in which ranks met less often.
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
