@@ -89,7 +89,7 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     Otherwise the last token of a document would be trained to predict the first token of the next one. Our counts leave
     these labels out, and models count every label that is not masked. With the mask both divide by the same number.
 
-    Not for the loss rule ``'unshifted'``, by which no token predicts the label of the next one.
+    Callers must not do this if the loss rule is ``'unshifted'``, because then no token predicts the next one's label.
     """
     starts = document_starts(batch)
     if starts is None:

@@ -4,7 +4,7 @@
 """The positions of a batch that predict a label, and a model that computes logits only there.
 
 The loss needs only the logits of these positions. :class:`LabelledPositions` selects hidden states, labels and weights
-into one row: those of the first row of the batch, then those of the second row, and so on.
+into one row, in the order of the rows of the batch.
 
 :class:`LabelSelector` makes a model compute its logits in this form. One hook replaces the model's ``labels`` by those
 that count. Another hook selects hidden states just before the output embedding. Everything between the output embedding

@@ -125,7 +125,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     Args:
         batch: A batch with ``labels``. Rows that are marked with 0 samples keep this mark, and no token of them counts.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
-        weights: Weights of the tokens, ``(rows, width)``, 0 where no loss is; None: tokens have no weights.
+        weights: Weights of the tokens, ``(rows, width)``. They are 0 where no loss is. None: tokens have no weights.
     """
     loss_counts = counted_tokens(batch, loss_tokens).sum(dim=1).tolist()
     real_counts = real_tokens(batch)

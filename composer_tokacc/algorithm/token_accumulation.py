@@ -310,7 +310,7 @@ class TokenAccumulation(Algorithm):
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
-            # It may come from a checkpoint of a run in which ranks met less often.
+            # The value may come from a checkpoint or an earlier fit, whose ranks did not meet in every microbatch.
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
