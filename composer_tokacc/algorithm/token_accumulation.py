@@ -575,7 +575,7 @@ class TokenAccumulation(Algorithm):
         if is_one_mean and run.check.token_scale is not None:
             plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
         measures_all = self._token_choice.draws_all()
-        record.watch(logits, weights, plain_token_weight, is_whole=measures_all, selected=selected)
+        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
     def _weigh_mean(
         self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
