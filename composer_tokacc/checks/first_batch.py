@@ -47,7 +47,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import RowRanges, ranges_of
+from composer_tokacc.layout.facts import PACKED_ROWS, PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import num_rows, without_rows
@@ -389,7 +389,7 @@ class FirstBatchCheck(Generic[RulesT]):
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         # A model may begin to choose keys at some width, so ties are tried whenever a width is new.
         tied = None
-        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+        if any(name.startswith((PADDED_ROWS, PACKED_ROWS)) for name in missing):
             tied = row_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
@@ -620,7 +620,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     medium_first = [abs(length - about_half) for length in lengths]
     criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
     # They come earlier if the check runs for a new width.
-    if any(name.startswith('rows padded') for name in missing):
+    if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     # The shortest row of text only, and the row with the most media.
     has_media = [num_media > 0 for num_media in facts.media]

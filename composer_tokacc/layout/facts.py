@@ -35,6 +35,7 @@ from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
+PACKED_ROWS = 'packed rows'
 PADDED_ROWS = 'rows padded'
 """The beginning of the names of all limits of padded rows."""
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
@@ -382,7 +383,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
-        limits['packed rows'] = (max(lengths), largest_packed_row)
+        limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
         limit = _media_limit(modality, facts_of_batches)
         if limit is not None:
