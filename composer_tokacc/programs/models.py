@@ -199,43 +199,20 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            listed = ', '.join(_outer_parts(model))
-            raise ConfigError('model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {listed}')
+            # A head that is tied to the embeddings has no parameters of its own, so it is not among these.
+            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name, _ in model.named_parameters()}
+            raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
 
 
-def _outer_parts(model: nn.Module) -> list[str]:
-    """Returns the names of the model's two outer levels of parts, such as ``model`` and ``model.layers``.
-
-    Parts without parameters of their own cannot be frozen, so they are left out. A head that is tied to the embeddings
-    is one of them.
-    """
-    outermost = []
-    second_level = []
-    for parameter_name, _ in model.named_parameters():
-        *names, _ = parameter_name.split('.')
-        outermost += names[:1]
-        if len(names) > 1:
-            second_level.append('.'.join(names[:2]))
-    # Without repetitions. Each level is in the order of the model.
-    return list(dict.fromkeys(outermost + second_level))
-
-
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
     """Refuses a model without any trained parameter."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    # Without an adapter only `freeze` can have frozen everything.
-    if lora is None:
-        raise ConfigError(
-            'model.freeze',
-            f'must leave something to train, got: {list(freeze)}, which is the whole model',
-        )
-    raise ConfigError(
-        'model.lora.target_modules',
-        f'must name layers that a loss reaches, got: {lora.get("target_modules")}. No parameter would be trained',
-    )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        # Without an adapter only `freeze` can have frozen everything.
+        key = 'model.freeze' if lora is None else 'model.lora.target_modules'
+        value = freeze if lora is None else lora.get('target_modules')
+        raise ConfigError(key, f'must leave something to train that a loss reaches, got: {value}')
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
