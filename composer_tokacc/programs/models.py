@@ -13,8 +13,7 @@ import inspect
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +38,7 @@ from composer_tokacc.programs.lora import (
     with_adapter,
 )
 from composer_tokacc.programs.schema import Count, Fraction, Positive, check_names, check_value
+from composer_tokacc.random_state import same_random_numbers
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def build_transformers_model(
             )
         base = empty_model(read_config(pretrained, config))  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
-    with _seeded(seed):
+    with same_random_numbers(seed):
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
@@ -149,7 +149,7 @@ def build_transformers_model(
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
-        with _seeded(seed):
+        with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained, never_trained=unreached_names)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
@@ -161,14 +161,6 @@ def build_transformers_model(
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
     return model
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds torch in this block. After it, the run draws the same random numbers as without the block."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 def check_model(
