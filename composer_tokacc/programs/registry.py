@@ -62,7 +62,7 @@ class Kind:
 KINDS = {
     'algorithms': Kind(Algorithm, (composer.algorithms,), aliases={'token_accumulation': TokenAccumulation}),
     'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': TokenMonitor}),
-    'loggers': Kind(LoggerDestination, (composer.loggers,), suffix='logger'),
+    'trainer.loggers': Kind(LoggerDestination, (composer.loggers,), suffix='logger'),
     'optimizer': Kind(torch.optim.Optimizer, (composer.optim, torch.optim)),
     'scheduler': Kind(
         ComposerScheduler,
@@ -157,17 +157,16 @@ class HostArguments(TypedDict, total=False):
 HOST_HINTS: dict[str, Hint] = get_type_hints(HostArguments, include_extras=True)
 
 
-def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
+def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a section names, in order.
 
     Args:
-        kind: A key of ``KINDS``.
+        kind: A key of ``KINDS``, which is the key of the section.
         section: The section.
-        path: Its key in the config.
     """
     parts = []
     for name, arguments in (section or {}).items():
-        parts.append(build_part(kind, f'{path}.{name}', name, arguments or {}))
+        parts.append(build_part(kind, f'{kind}.{name}', name, arguments or {}))
     return parts
 
 
