@@ -29,6 +29,7 @@ if __name__ == '__main__':
 
 import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.programs import ConfigError, TrainConfig
@@ -105,22 +106,36 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
 def _one_of_each_combination(dataset: Any) -> list[int]:
     """Returns the index of one sample of each combination of modalities. Those with the most modalities come first."""
     first_indices: dict[frozenset[str], int] = {}
+    parts = [dataset]
+    if isinstance(dataset, ConcatDataset):
+        parts = dataset.datasets
     start = 0  # of the part
-    for part in getattr(dataset, 'datasets', [dataset]):  # the parts of a ConcatDataset
-        tells_modalities = hasattr(part, 'modalities')
-        num_looked_at = len(part) if tells_modalities else min(len(part), MAX_READ_FOR_MODALITIES)
-        evenly_spread = np.linspace(0, len(part) - 1, num_looked_at).astype(int)
+    for part in parts:
+        num_samples = len(part)
+        must_read = not hasattr(part, 'modalities')
+        num_looked_at = num_samples
+        if must_read:
+            num_looked_at = min(num_samples, MAX_READ_FOR_MODALITIES)
+        evenly_spread = np.linspace(0, num_samples - 1, num_looked_at).astype(int)
         for index in evenly_spread.tolist():
-            modalities = part.modalities(index) if tells_modalities else _modalities_of(part[index])
+            if must_read:
+                modalities = _modalities_of(part[index])
+            else:
+                modalities = part.modalities(index)
             first_indices.setdefault(modalities, start + index)
-        start += len(part)
+        start += num_samples
     combinations = sorted(first_indices, key=len, reverse=True)
     return [first_indices[combination] for combination in combinations]
 
 
 def _modalities_of(sample: Mapping[str, Any]) -> frozenset[str]:
     """Returns the modalities of a sample's media."""
-    return frozenset(modality for modality in MODALITIES if sample.get(f'num_{modality}s', [0])[0])
+    modalities = set()
+    for modality in MODALITIES:
+        items_per_row = sample.get(f'num_{modality}s', [0])
+        if items_per_row[0]:
+            modalities.add(modality)
+    return frozenset(modalities)
 
 
 def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:

@@ -149,8 +149,9 @@ def _check_duration(config: TrainConfig) -> None:
     if isinstance(config.loader.global_batch_size, int):
         units.append(TimeUnit.EPOCH)
     if unit not in units:
-        names = ', '.join(unit.value for unit in units)
-        raise ConfigError('trainer.max_duration', f'must be in one of the units {names}, got: {duration}')
+        names = [f'{unit.name.lower()} ({unit.value})' for unit in units]
+        message = f'must be in one of the units {", ".join(names)}, got: {duration}'
+        raise ConfigError('trainer.max_duration', message)
 
 
 def _check_optimizer(optimizer: Section) -> None:

@@ -192,7 +192,10 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
                 parameters.append(parameter)
         if not parameters:
             # A head that is tied to the embeddings has no parameters of its own, so it is not among these.
-            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name, _ in model.named_parameters()}
+            outer_parts = set()
+            for full_name, _ in model.named_parameters():
+                levels = full_name.split('.')
+                outer_parts.add('.'.join(levels[:2]))
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -202,8 +205,11 @@ def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None
     """Refuses a model without any trained parameter."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         # Without an adapter only `freeze` can have frozen everything.
-        key = 'model.freeze' if lora is None else 'model.lora.target_modules'
-        value = freeze if lora is None else lora.get('target_modules')
+        key = 'model.freeze'
+        value = freeze
+        if lora is not None:
+            key = 'model.lora.target_modules'
+            value = lora.get('target_modules')
         raise ConfigError(key, f'must leave something to train that a loss reaches, got: {value}')
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answer
@@ -96,7 +97,9 @@ def summarize(
     for name, (_, values) in monitored.items():
         if not name.startswith('source/'):  # see _sources()
             means[name] = fmean(values)
-    datasets = getattr(parts.train_dataset, 'datasets', [parts.train_dataset])  # those of `dataset.parts`
+    datasets = [parts.train_dataset]
+    if isinstance(parts.train_dataset, ConcatDataset):  # of `dataset.parts`
+        datasets = parts.train_dataset.datasets
     skipped = []
     fitted = []
     for dataset in (*datasets, parts.eval_dataset):

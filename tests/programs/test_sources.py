@@ -262,7 +262,7 @@ MISTAKES = [
     (['loader.global_batch_size=[[1,4]]'], r'`loader.global_batch_size`.* or a list of \(start, size\)'),
     (
         ['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'],
-        r'must be in one of the units ba, sp, tok, got: 2ep',
+        r'must be in one of the units batch \(ba\), sample \(sp\), token \(tok\), got: 2ep',
     ),
     (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'a': {'weight'}, 'b': set\(\)}"),
     (
