@@ -106,7 +106,7 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
 def _one_of_each_combination(dataset: Any) -> list[int]:
     """Returns the index of one sample of each combination of modalities. Those with the most modalities come first."""
     first_indices: dict[frozenset[str], int] = {}
-    parts = [dataset]
+    parts: Sequence[Any] = [dataset]
     if isinstance(dataset, ConcatDataset):
         parts = dataset.datasets
     start = 0  # of the part
