@@ -106,9 +106,9 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
 def _one_of_each_combination(dataset: Any) -> list[int]:
     """Returns the index of one sample of each combination of modalities. Those with the most modalities come first."""
     first_indices: dict[frozenset[str], int] = {}
-    parts: Sequence[Any] = [dataset]
+    parts: list[Any] = [dataset]
     if isinstance(dataset, ConcatDataset):
-        parts = dataset.datasets
+        parts = list(dataset.datasets)
     start = 0  # of the part
     for part in parts:
         num_samples = len(part)
