@@ -16,7 +16,6 @@ the number of repetitions. The program's own keys, besides those of the config:
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +46,7 @@ MAX_INTEGERS = 12
 MAX_FLOATS = 6
 """A tensor of more floats is not written out. It holds pixels or audio, and only their range is shown."""
 MAX_READ_FOR_MODALITIES = 64
-"""Most samples that are read to find one of each combination of modalities, if the dataset does not tell them."""
+"""Most samples of a dataset that are read to find one of each combination of modalities, if it does not tell them."""
 
 
 @dataclass(kw_only=True)
@@ -91,14 +90,12 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
         count: Number of samples to show.
     """
     num_samples = len(lengths)
-    evenly_spread = []
-    for number in range(count):
-        evenly_spread.append(number * (num_samples - 1) // max(count - 1, 1))
+    evenly_spread = np.linspace(0, num_samples - 1, count).astype(int)
     by_priority = [
-        *_one_of_each_combination(dataset, num_samples),
+        *_one_of_each_combination(dataset),
         int(lengths.argmin()),
         int(lengths.argmax()),
-        *evenly_spread,
+        *evenly_spread.tolist(),
     ]
     # An index may be in the list twice. Then samples from the start of the dataset fill up the number.
     by_priority.extend(range(num_samples))
@@ -106,36 +103,33 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
     return sorted(distinct[:count])
 
 
-def _one_of_each_combination(dataset: Any, num_samples: int) -> list[int]:
+def _one_of_each_combination(dataset: Any) -> list[int]:
     """Returns the index of one sample of each combination of modalities. Those with the most modalities come first."""
-    indices: Sequence[int] = range(num_samples)
-    if not _knows_modalities(dataset):
-        evenly_spread = np.linspace(0, num_samples - 1, min(num_samples, MAX_READ_FOR_MODALITIES))
-        indices = evenly_spread.astype(int).tolist()
     first_indices: dict[frozenset[str], int] = {}
-    for index in indices:
-        first_indices.setdefault(_modalities_of(dataset, index), index)
+    parts: list[Any] = [dataset]
+    if isinstance(dataset, ConcatDataset):
+        parts = list(dataset.datasets)
+    start = 0  # of the part
+    for part in parts:
+        num_samples = len(part)
+        must_read = not hasattr(part, 'modalities')
+        num_looked_at = num_samples
+        if must_read:
+            num_looked_at = min(num_samples, MAX_READ_FOR_MODALITIES)
+        evenly_spread = np.linspace(0, num_samples - 1, num_looked_at).astype(int)
+        for index in evenly_spread.tolist():
+            if must_read:
+                modalities = _modalities_of(part[index])
+            else:
+                modalities = part.modalities(index)
+            first_indices.setdefault(modalities, start + index)
+        start += num_samples
     combinations = sorted(first_indices, key=len, reverse=True)
     return [first_indices[combination] for combination in combinations]
 
 
-def _knows_modalities(dataset: Any) -> bool:
-    """Returns whether the dataset tells the modalities of a sample without reading it."""
-    if isinstance(dataset, ConcatDataset):
-        return all(_knows_modalities(part) for part in dataset.datasets)
-    return hasattr(dataset, 'modalities')
-
-
-def _modalities_of(dataset: Any, index: int) -> frozenset[str]:
-    """Returns the modalities of a sample's media. Reads the sample if its dataset does not tell them."""
-    if isinstance(dataset, ConcatDataset):
-        # `cumulative_sizes` are the ends of the parts.
-        part = bisect_right(dataset.cumulative_sizes, index)
-        start = dataset.cumulative_sizes[part - 1] if part > 0 else 0
-        return _modalities_of(dataset.datasets[part], index - start)
-    if hasattr(dataset, 'modalities'):
-        return dataset.modalities(index)
-    sample = dataset[index]
+def _modalities_of(sample: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the modalities of a sample's media."""
     modalities = set()
     for modality in MODALITIES:
         items_per_row = sample.get(f'num_{modality}s', [0])

@@ -39,8 +39,8 @@ def kept_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
+def same_random_numbers(seed: int = 0) -> Iterator[None]:
     """Seeds the random numbers inside of the context, so that two forwards have the same dropout."""
     with kept_random_state():
-        seed_everything(0)
+        seed_everything(seed)
         yield

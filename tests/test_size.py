@@ -267,7 +267,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens,image_tiles\n5,1\n', 'must have the columns tokens, image_tokens, loss_tokens,'),
         ('image_tokens\n5\n', 'got: image_tokens in '),
         ('', 'must have the columns tokens'),
-        ('tokens\n', 'must hold at least one sample, got: none'),
+        ('tokens\n', 'must have a line of 1 numbers for each sample, got: (0, 1)'),
         ('tokens,image_tokens\n5,1\n6\n', 'the number of columns changed from 2 to 1 at row 2'),
         ('tokens\n5\nabc\n', "could not convert string 'abc' to float64 at row 1, column 1"),
         ('tokens\n-5\n', 'whole numbers up to 16777216, got: -5 tokens in row 1 of '),

@@ -62,9 +62,9 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     but reading the data and loading the model may take minutes.
     """
     return TrainerParts(
-        loggers=build_all('loggers', config.trainer.get('loggers'), 'trainer.loggers'),
-        algorithms=build_all('algorithms', config.algorithms, 'algorithms'),
-        callbacks=build_all('callbacks', config.callbacks, 'callbacks'),
+        loggers=build_all('trainer.loggers', config.trainer.get('loggers')),
+        algorithms=build_all('algorithms', config.algorithms),
+        callbacks=build_all('callbacks', config.callbacks),
         scheduler=build_section('scheduler', config.scheduler),
     )
 

@@ -42,8 +42,11 @@ class ConfigError(InvalidInputError):
         message: The mistake, the value and the remedy, such as "must be ..., got: ...". The key is put before it.
     """
 
+    _separator = ' '
+    """Text between the key and the message."""
+
     def __init__(self, path: str, message: str) -> None:
-        text = f'`{path}` {message}' if path else message
+        text = f'`{path}`{self._separator}{message}' if path else message
         super().__init__(' '.join(text.split()))
         self.path = path
         self.message = message
@@ -61,10 +64,7 @@ class PartError(ConfigError):
     TypeError: ...".
     """
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__('', f'`{path}`: {message}')
-        self.path = path
-        self.message = message
+    _separator = ': '
 
 
 @contextmanager

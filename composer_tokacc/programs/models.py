@@ -13,8 +13,7 @@ import inspect
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +38,7 @@ from composer_tokacc.programs.lora import (
     with_adapter,
 )
 from composer_tokacc.programs.schema import Count, Fraction, Positive, check_names, check_value
+from composer_tokacc.random_state import same_random_numbers
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def build_transformers_model(
             )
         base = empty_model(read_config(pretrained, config))  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
-    with _seeded(seed):
+    with same_random_numbers(seed):
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
@@ -149,7 +149,7 @@ def build_transformers_model(
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
-        with _seeded(seed):
+        with same_random_numbers(seed):
             model = with_adapter(model, lora, base=pretrained, never_trained=unreached_names)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
@@ -161,14 +161,6 @@ def build_transformers_model(
     model.fsdp_wrap_fn = blocks.__contains__
     model.activation_checkpointing_fn = blocks.__contains__
     return model
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seeds torch in this block. After it, the run draws the same random numbers as without the block."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
 
 
 def check_model(
@@ -199,43 +191,26 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            listed = ', '.join(_outer_parts(model))
-            raise ConfigError('model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {listed}')
+            # A head that is tied to the embeddings has no parameters of its own, so it is not among these.
+            outer_parts = set()
+            for full_name, _ in model.named_parameters():
+                levels = full_name.split('.')
+                outer_parts.add('.'.join(levels[:2]))
+            raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
 
 
-def _outer_parts(model: nn.Module) -> list[str]:
-    """Returns the names of the model's two outer levels of parts, such as ``model`` and ``model.layers``.
-
-    Parts without parameters of their own cannot be frozen, so they are left out. A head that is tied to the embeddings
-    is one of them.
-    """
-    outermost = []
-    second_level = []
-    for parameter_name, _ in model.named_parameters():
-        *names, _ = parameter_name.split('.')
-        outermost += names[:1]
-        if len(names) > 1:
-            second_level.append('.'.join(names[:2]))
-    # Without repetitions. Each level is in the order of the model.
-    return list(dict.fromkeys(outermost + second_level))
-
-
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
     """Refuses a model without any trained parameter."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    # Without an adapter only `freeze` can have frozen everything.
-    if lora is None:
-        raise ConfigError(
-            'model.freeze',
-            f'must leave something to train, got: {list(freeze)}, which is the whole model',
-        )
-    raise ConfigError(
-        'model.lora.target_modules',
-        f'must name layers that a loss reaches, got: {lora.get("target_modules")}. No parameter would be trained',
-    )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        # Without an adapter only `freeze` can have frozen everything.
+        key = 'model.freeze'
+        value = freeze
+        if lora is not None:
+            key = 'model.lora.target_modules'
+            value = lora.get('target_modules')
+        raise ConfigError(key, f'must leave something to train that a loss reaches, got: {value}')
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:

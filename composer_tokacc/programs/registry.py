@@ -24,10 +24,11 @@ import composer.optim
 import torch
 from composer.core import Algorithm, Callback, TimeUnit, ensure_time
 from composer.loggers import LoggerDestination
-from composer.optim import ComposerScheduler
+from composer.optim import ComposerScheduler, CosineAnnealingWithWarmupScheduler, LinearWithWarmupScheduler
 from pydantic import AfterValidator, Field
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.process import without_warnings
@@ -54,24 +55,22 @@ class Kind:
     """Modules that have its classes. If two have a class of one name, the first module wins."""
     suffix: str = ''
     """A word of the class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Class names, or dotted names, by further YAML names: of this package, and those of llm-foundry."""
+    aliases: dict[str, type] = field(default_factory=dict)
+    """Classes by further YAML names: those of this package, and names of llm-foundry."""
 
 
 KINDS = {
-    'algorithms': Kind(
-        Algorithm, (composer.algorithms,), aliases={'token_accumulation': 'composer_tokacc.TokenAccumulation'}
-    ),
-    'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': 'composer_tokacc.TokenMonitor'}),
-    'loggers': Kind(LoggerDestination, (composer.loggers,), suffix='logger'),
+    'algorithms': Kind(Algorithm, (composer.algorithms,), aliases={'token_accumulation': TokenAccumulation}),
+    'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': TokenMonitor}),
+    'trainer.loggers': Kind(LoggerDestination, (composer.loggers,), suffix='logger'),
     'optimizer': Kind(torch.optim.Optimizer, (composer.optim, torch.optim)),
     'scheduler': Kind(
         ComposerScheduler,
         (composer.optim,),
         suffix='scheduler',
         aliases={
-            'cosine_with_warmup': 'CosineAnnealingWithWarmupScheduler',
-            'linear_decay_with_warmup': 'LinearWithWarmupScheduler',
+            'cosine_with_warmup': CosineAnnealingWithWarmupScheduler,
+            'linear_decay_with_warmup': LinearWithWarmupScheduler,
         },
     ),
 }
@@ -158,17 +157,16 @@ class HostArguments(TypedDict, total=False):
 HOST_HINTS: dict[str, Hint] = get_type_hints(HostArguments, include_extras=True)
 
 
-def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
+def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a section names, in order.
 
     Args:
-        kind: A key of ``KINDS``.
+        kind: A key of ``KINDS``, which is the key of the section.
         section: The section.
-        path: Its key in the config.
     """
     parts = []
     for name, arguments in (section or {}).items():
-        parts.append(build_part(kind, f'{path}.{name}', name, arguments or {}))
+        parts.append(build_part(kind, f'{kind}.{name}', name, arguments or {}))
     return parts
 
 
@@ -213,29 +211,24 @@ def import_by_name(path: str, name: str) -> Any:
 def class_by_name(kind: str, name: str) -> Any:
     """Returns the class that ``name`` stands for in a section. ``kind`` is a key of ``KINDS``."""
     name = str(name)
-    aliases = KINDS[kind].aliases
-    target = aliases.get(name, name)
     base = KINDS[kind].base
-    if '.' in target:
-        cls = import_by_name(kind, target)
+    if '.' in name:
+        cls = import_by_name(kind, name)
         # Checked before it is called, because a config could name os.system. A scheduler may be any class, because
         # Composer only calls it.
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
-            raise ConfigError(
-                f'{kind}.{name}',
-                f'must be a class derived from {base.__name__}, got: {cls!r}',
-            )
+            raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         if cls not in UNSUITED:
             return cls
         # No class below has a dotted name, so the error at the end is raised.
     # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
-    letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
+    letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     classes = _classes_of(kind)
     for snake_name, cls in classes.items():
         if snake_name.replace('_', '') == letters:
             return cls
-    raise ConfigError(kind, unknown_name('class', name, [*classes, *aliases]))
+    raise ConfigError(kind, unknown_name('class', name, classes))
 
 
 def token_accumulation_options(config: TrainConfig) -> Section:
@@ -249,7 +242,7 @@ def token_accumulation_options(config: TrainConfig) -> Section:
 def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind that need no dotted name, by their names in a YAML file."""
     base = KINDS[kind].base
-    classes: dict[str, type] = {}
+    classes: dict[str, type] = dict(KINDS[kind].aliases)
     for module in KINDS[kind].modules:
         for _, cls in inspect.getmembers(module, inspect.isclass):
             is_part = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)

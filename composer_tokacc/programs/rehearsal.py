@@ -20,7 +20,7 @@ import torch
 from composer.core import Callback, State, TimeUnit
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
-from composer.utils import dist, reproducibility
+from composer.utils import dist
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
@@ -36,6 +36,7 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
+from composer_tokacc.random_state import kept_random_state
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -469,13 +470,12 @@ def _undisturbed(state: State) -> Iterator[None]:
     """Restores gradients, buffers and random numbers after this block, so that it changes nothing in the run."""
     buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
-    random_numbers = reproducibility.get_rng_state()
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        yield
+        with kept_random_state():
+            yield
     finally:
-        reproducibility.load_rng_state(random_numbers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for buffer, value in buffers:

@@ -239,6 +239,8 @@ class Source(ABC):
             'pin_memory': loader.pin_memory,
             'persistent_workers': loader.num_workers > 0,
             'collate_fn': VisionLanguageCollator(processor, layout=layout),
+            'batch_size': self.rank_batch_size(is_eval=is_eval),
+            'drop_last': loader.drop_last and not is_eval,
         }
         with building('loader'):
             dataloader, slot_tokens = self.open_loader(dataset, processor, options, is_eval=is_eval)
@@ -251,7 +253,7 @@ class Source(ABC):
         model = self.config.model
         return patch_size_of(read_config(model.pretrained, model.config, processor), processor)
 
-    def rank_batch_size(self, *, is_eval: bool = False) -> int:
+    def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
@@ -262,6 +264,7 @@ class Source(ABC):
             'objective': 'fsdp' if self.config.is_sharded else 'ddp',
             'width_multiple': self.config.microbatching.width_multiple,
             'cost': self.config.microbatching.cost,
+            'max_loss_tokens': self.config.microbatching.max_loss_tokens,
         }
 
 
@@ -448,12 +451,9 @@ class FileSource(Source):
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
         config = self.config
-        drop_last = config.loader.drop_last and not is_eval
         shuffle = config.loader.shuffle and not is_eval
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=config.seed)
-        batch_size = self.rank_batch_size(is_eval=is_eval)
-        dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
-        return dataloader, config.microbatching.slot_tokens
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
+        return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
 
     def _regrouping_loader(
         self,
@@ -494,7 +494,6 @@ class FileSource(Source):
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
-            max_loss_tokens=microbatching.max_loss_tokens,
             seed=self.config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
@@ -502,7 +501,9 @@ class FileSource(Source):
             **shares,
             **self.planning,
         )
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
+        # The sampler makes the batches, so these two are not for the loader.
+        loader_options = without(options, 'batch_size', 'drop_last')
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **loader_options), slot_tokens
 
     def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns the sampler's arguments for the shares of the parts.
@@ -671,9 +672,8 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        drop_last = config.loader.drop_last and not is_eval
         global_batch_size = config.loader.largest_batch
-        if drop_last and dataset.epoch_size < global_batch_size:
+        if options['drop_last'] and dataset.epoch_size < global_batch_size:
             raise ConfigError(
                 'loader.global_batch_size',
                 f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
@@ -684,10 +684,7 @@ class ShardSource(Source):
         # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
         # of the run.
         generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-        batch_size = self.rank_batch_size(is_eval=is_eval)
-        loader = StreamingDataLoader(
-            dataset, batch_size=batch_size, drop_last=drop_last, generator=generator, **options
-        )
+        loader = StreamingDataLoader(dataset, generator=generator, **options)
         return loader, config.microbatching.slot_tokens
 
     def _exchanging_loader(
@@ -698,19 +695,15 @@ class ShardSource(Source):
     ) -> OpenedLoader:
         """Opens a loader that reads as a plain one, and then exchanges samples between ranks by length."""
         microbatching = self.config.microbatching
-        batch_size = self.rank_batch_size()
         slot_tokens = self._slot_tokens()
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
-            size = batch_size  # a whole device batch
+            size = options['batch_size']  # a whole device batch
         loader = ExchangingDataLoader(
             dataset,
-            batch_size=batch_size,
-            drop_last=self.config.loader.drop_last,
             max_tokens=token_budget(size, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=microbatching.max_image_tokens,
-            max_loss_tokens=microbatching.max_loss_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planning,
             **options,

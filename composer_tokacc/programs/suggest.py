@@ -300,7 +300,7 @@ def _logits_of_run(config: TrainConfig) -> str:
 
     All logits are computed without TokenAccumulation, for metrics of training, and by a compiled model.
     """
-    for algorithm in build_all('algorithms', config.algorithms, 'algorithms'):
+    for algorithm in build_all('algorithms', config.algorithms):
         if isinstance(algorithm, TokenAccumulation):
             is_compiled = config.trainer.get('compile_config') is not None
             if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:

@@ -228,7 +228,7 @@ def test_loggers_in_comments_of_yamls_exist(tmp_path):
     config = load_config(file, ['dataset.path=data.json'])
     assert set(config.trainer['loggers']) == {'tensorboard', 'wandb', 'mlflow'}
     for name in config.trainer['loggers']:
-        assert issubclass(class_by_name('loggers', name), LoggerDestination)
+        assert issubclass(class_by_name('trainer.loggers', name), LoggerDestination)
 
 
 def test_missing_values_are_named():
