@@ -148,16 +148,17 @@ def test_sketches_keep_sizes_of_differences():
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(('start', 'end'), [(0, 1), (1, 3), (3, 6), (6, 11)])
-def test_sketches_of_few_positions(size, start, end):
+def test_sketches_of_few_positions(size):
     """For up to three positions a CPU may sum a vocabulary in one pass, with an error of 1e-5 in float32."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 12, size, generator=generator).softmax(dim=-1)
     labels = torch.arange(12)
     gradient[0, labels, labels] -= 1
-    expected = sketch(gradient)[:, start:end]
-    differences = sketch(gradient[:, start:end]) - expected
-    assert (differences.norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6
+    sketch_of_all = sketch(gradient)
+    for start, end in [(0, 1), (1, 3), (3, 6), (6, 11)]:
+        expected = sketch_of_all[:, start:end]
+        differences = sketch(gradient[:, start:end]) - expected
+        assert (differences.norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6, (start, end)
 
 
 def test_token_losses_are_plain_cross_entropy():
