@@ -91,7 +91,7 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_wrong_rule_is_refused(logits_in_eval):
-    with pytest.raises(RuntimeError, match=r"averages by 'causal'"):
+    with pytest.raises(RuntimeError, match=r"averages by 'causal' .* Set `loss_tokens='causal'`"):
         fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), loss_tokens='unshifted')
 
 

@@ -56,6 +56,7 @@ def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size, batch):
         assert outcome.kind == 'exact', outcome
     if loss in ('all positions', 'per row'):
         assert outcome.kind == 'refused', outcome
+        assert 'times as much' in outcome.message
 
 
 @pytest.mark.parametrize('loss', MEANS_OVER_TOKENS)
