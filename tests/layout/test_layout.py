@@ -465,14 +465,6 @@ def test_one_row_has_all_the_images():
     assert LLAVA_LAYOUT.images_per_row(batch) == [3]
 
 
-def test_grids_tell_images_of_qwen():
-    layout = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
-    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 4, 2]])  # 1, 2, 1 and 2 tokens
-    batch = drawn_batch('iii1', '1234', 'i1ii', image_grid_thw=grid, pixel_values=numbered(24, 1))
-    assert layout.images_per_row(batch) == [2, 0, 2]
-    assert images_of_rows(layout, batch, [2]) == list(range(12, 24))
-
-
 def test_empty_slot_before_image_is_kept():
     """Idefics3 has a slot for each image of a row. A mask tells which slots are empty.
 
