@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Reads a batch: its text, labels, mask and padding. Nothing here needs to know how media belong to rows."""
+"""Reads and checks the text, labels, mask and padding of a batch, without knowing which media belong to which row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from composer_tokacc.refusals import InvalidInputError
 
 Batch = Mapping[str, Any]
+"""The entries of a batch by name. It is not changed."""
 BatchDict = dict[str, Any]
 """A new batch, which may be changed."""
 IGNORE_INDEX = -100
@@ -23,7 +24,10 @@ MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> Tensor:
-    """Returns the tensor whose rows are the rows of the batch: the ids, or else the labels or the decoder's ids."""
+    """Returns the tensor whose rows are those of the batch: the ids, else the labels, else the ids of the decoder.
+
+    Raises ValueError if the batch has none of them.
+    """
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
             text = batch.get(key)
@@ -37,9 +41,9 @@ def text_of(batch: Batch) -> Tensor:
 def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
-    The labels of an encoder-decoder model lie at positions of the decoder, and may have its shape by chance. Only a
-    batch with ``decoder_input_ids`` shows this. In other batches a label keeps its column from being trimmed, which
-    changes no loss.
+    The labels of an encoder-decoder model lie at positions of the decoder, but may have the shape of the text by
+    chance. Only ``decoder_input_ids`` show that. Without them such labels are returned, which does no harm: they only
+    keep columns from being trimmed.
     """
     labels = batch.get('labels')
     if not isinstance(labels, Tensor) or 'decoder_input_ids' in batch:
@@ -68,7 +72,7 @@ def _keys_or_type(batch: object) -> str:
 
 
 def check_dense(batch: Batch) -> None:
-    """Raises ValueError unless rows can be selected from all tensors."""
+    """Raises ValueError if a tensor is sparse, nested or the like, because its rows cannot be selected."""
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             continue
@@ -86,7 +90,7 @@ def check_ids(batch: Batch) -> None:
     """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
-        return  # a custom model may take other ids; then `labels` are the text, see text_of
+        return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
     if ids is not None and not _are_rows_of_ids(ids):
         raise InvalidInputError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
@@ -99,11 +103,11 @@ def check_ids(batch: Batch) -> None:
     if isinstance(mask, Tensor):
         # A mask of four dimensions may be shared by all rows.
         is_shared = mask.dim() == 4 and len(mask) == 1
-        _check_width(batch, 'attention_mask', has_rows=is_shared or len(mask) == len(ids))
+        _check_width(batch, 'attention_mask', has_all_rows=is_shared or len(mask) == len(ids))
     positions = batch.get('position_ids')
     if isinstance(positions, Tensor) and positions.dim() in (2, 3):
-        # If there are three dimensions, the first one is for time, height and width.
-        _check_width(batch, 'position_ids', has_rows=True)
+        # Rows are not compared, because the first of three dimensions is for time, height and width.
+        _check_width(batch, 'position_ids', has_all_rows=True)
 
 
 def _are_rows_of_ids(ids: Tensor) -> bool:
@@ -112,6 +116,7 @@ def _are_rows_of_ids(ids: Tensor) -> bool:
 
 
 def _check_mask(batch: Batch) -> None:
+    """Raises ValueError if the mask is no tensor of real numbers of two or four dimensions."""
     mask = batch.get('attention_mask')
     if mask is None:
         return
@@ -127,10 +132,11 @@ def _check_mask(batch: Batch) -> None:
     )
 
 
-def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
+def _check_width(batch: Batch, key: str, *, has_all_rows: bool) -> None:
+    """Raises ValueError if an entry is not as wide as the ids, or lacks rows."""
     ids = batch['input_ids']
     value = batch[key]
-    if value.shape[-1] != ids.shape[1] or not has_rows:
+    if value.shape[-1] != ids.shape[1] or not has_all_rows:
         raise InvalidInputError(
             f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
             f'with {sample_name(batch, 0)}.'
@@ -138,10 +144,10 @@ def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
-    """Raises ValueError, naming the sample, if tokens of the batch cannot be counted. The batch is on the CPU.
+    """Raises ValueError, which names a sample, if tokens of the batch cannot be counted.
 
     Args:
-        batch: The batch.
+        batch: A batch on the CPU.
         labels_are_at_ids: Whether each id must have a label. False for an encoder-decoder model.
     """
     labels = labels_of(batch)
@@ -184,13 +190,13 @@ def check_vocabulary(
     size: int | None,
     further_ids: Callable[[], Iterable[int]] = tuple,
 ) -> None:
-    """Raises ValueError, naming the sample, if an id is out of the vocabulary; a GPU would only stop.
+    """Raises ValueError, which names the sample, if an id is out of the vocabulary. A GPU would stop without a name.
 
     Args:
-        batch: The batch.
-        key: The entry with the ids. In ``'labels'`` -100 is no id.
-        size: Ids of the vocabulary; None: not known.
-        further_ids: Returns further ids that are allowed. It is only called if an id is out of the vocabulary. By
+        batch: A batch on the CPU.
+        key: The entry with the ids. In ``'labels'``, -100 is allowed.
+        size: Number of ids of the vocabulary. None: it is not known, and only negative ids are refused.
+        further_ids: Returns further ids that are allowed. It is called only if an id is out of the vocabulary. By
             default there are none.
     """
     ids = batch[key]
@@ -198,7 +204,7 @@ def check_vocabulary(
         ids = ids.masked_fill(ids == IGNORE_INDEX, 0)
     if ids.numel() == 0:
         return
-    # In nearly all batches the extremes show that no id is bad.
+    # Cheaper than to compare every id, and in nearly all batches it shows that none is bad.
     extremes = torch.stack(ids.aminmax())
     smallest, largest = extremes.tolist()
     if smallest >= 0 and (size is None or largest < size):
@@ -249,7 +255,7 @@ def map_tensors(
 def real_positions(batch: Batch) -> Tensor:
     """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label.
 
-    Some models count a label even if its position is padding.
+    A label counts even without attention, because some models count it.
     """
     is_real = attended_positions(batch)
     labels = labels_at_text(batch)
@@ -259,41 +265,47 @@ def real_positions(batch: Batch) -> Tensor:
 
 
 def attended_positions(batch: Batch) -> Tensor:
-    """Returns the positions that the mask does not hide, bool ``(rows, width)``; all of them if there is no mask."""
+    """Returns the positions that the mask does not hide, bool ``(rows, width)``. Without a mask these are all.
+
+    In a mask of four dimensions, a position is attended if any query attends to it.
+    """
     ids = text_of(batch)
     mask = batch.get('attention_mask')
-    # Without ids the mask belongs to another input, such as the frames of Whisper.
+    # Without `input_ids` the mask belongs to another input, such as the frames of Whisper.
     if mask is None or batch.get('input_ids') is None:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
         return mask != 0
-    # (rows, heads, queries, keys): additive masks hold 0 where a key is attended, boolean ones True.
+    # (rows, heads, queries, keys). Where a key is attended, a mask of floats is 0, and any other mask is not 0.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
     is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
     return is_attended_by_any.expand_as(ids)
 
 
 def num_runs(positions: Tensor) -> Tensor:
-    """Returns how many runs without a gap the positions ``(rows, width)`` of each row form, int ``(rows,)``."""
+    """Returns how many runs of adjacent positions each row has, from bool ``(rows, width)`` to int ``(rows,)``."""
     starts_in_first_column = positions[:, 0].int()
     starts_behind_gap = positions[:, 1:] & ~positions[:, :-1]
     return starts_in_first_column + starts_behind_gap.sum(dim=1)
 
 
 def padding_side(batch: Batch) -> str:
-    """Returns ``'left'`` if all rows end in the last column, and not all begin in the first. Otherwise ``'right'``."""
+    """Returns the padding side. It is ``'left'`` if all rows end in the last column, but not all begin in the first.
+
+    Otherwise it is ``'right'``, also without any padding.
+    """
     return Reach.of(real_positions(batch)).side
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far some positions of each row reach, from either end of the row."""
+    """How far the positions of each row reach from its first column, and from its last column."""
 
     width: int
     from_first: list[int]
-    """For each row, the number of columns from the first one to the last of its positions; 0: it has none."""
+    """For each row, the number of columns from the first column to its last position, both included; 0: it has none."""
     from_last: list[int]
-    """For each row, the number of columns from the first of its positions to the last column; 0: it has none."""
+    """For each row, the number of columns from its first position to the last column, both included; 0: it has none."""
 
     @classmethod
     def of(cls, positions: Tensor) -> Reach:
@@ -326,9 +338,9 @@ class Reach:
         return spans
 
     def lengths(self, side: str) -> list[int]:
-        """Returns the width of each row without its padding on a side, at least 1, if these are its real positions.
+        """Returns the width of each row without its padding on this side, at least 1, if these are its real positions.
 
-        The farthest real position tells the length, so positions without attention between real ones count, too.
+        Positions without attention between real ones are no padding, so they count.
         """
         reach = self.from_first
         if side == 'left':

@@ -25,7 +25,7 @@ def get_world_size() -> int:
 
 
 def get_global_rank() -> int:
-    """Returns the number of this rank. Without a process group it is the one that the launcher set, or 0."""
+    """Returns the number of this rank. Without a process group it is the number that the launcher set, or 0."""
     if _has_group():
         return torch.distributed.get_rank()
     return int(os.environ.get('RANK', 0))
@@ -37,16 +37,18 @@ def _has_group() -> bool:
 
 
 def _can_communicate() -> bool:
-    """Returns whether values must be exchanged with other ranks.
+    """Returns whether there is a process group to exchange values with other ranks. A single rank needs none.
 
-    Raises NotExactError if several ranks were launched without a process group. Sums would cover only this rank.
+    Raises NotExactError if several ranks were launched without one, because sums would cover only this rank.
     """
-    if not _has_group() and get_world_size() > 1:
+    if _has_group():
+        return True
+    if get_world_size() > 1:
         raise NotExactError(
             f'{get_world_size()} ranks were launched, but they have no process group to exchange values. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )
-    return _has_group()
+    return False
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -58,10 +60,10 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def values_of_ranks(value: T) -> list[T]:
-    """Returns the values of all ranks; a collective. Without a process group it returns the value of this rank only.
+    """Returns the values of all ranks; a collective. Without a process group it returns only the value of this rank.
 
-    It is for measurements of any training loop. Some loops have several ranks and no process group. Then the
-    measurement is that of this rank, while :func:`all_gather_object` raises.
+    It is for measurements of any training loop. A loop of several ranks without a process group is measured on each
+    rank by itself, whereas :func:`all_gather_object` raises.
     """
     return all_gather_object(value) if _has_group() else [value]
 
@@ -75,20 +77,20 @@ class Gather(Protocol):
 
 
 def only_of_this_rank(value: T) -> list[T]:
-    """Returns the value of this rank only. Replaces a gather in code that a rank runs without the others."""
+    """Returns only the value of this rank. Replaces a gather in code that a rank runs without the others."""
     return [value]
 
 
 def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()
+    # The smallest candidate is the first rank with a value, or `num_ranks` if no rank has one.
     candidate = num_ranks if value is None else get_global_rank()
-    # The smallest candidate. It is `num_ranks` if no rank has a value.
     (largest_negative,) = max_over_ranks([-candidate])
     first_rank = -largest_negative
     values = [value]
     if _can_communicate() and first_rank < num_ranks:
-        # A broadcast, because in a gather every rank that has a value would send it.
+        # Not a gather, in which every rank that has a value would send it.
         torch.distributed.broadcast_object_list(values, src=first_rank)
     return values[0]
 
@@ -111,8 +113,8 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
     """Returns whether a number is the same on all ranks.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). Both
-    sums must be exact, so the numbers must be integers, and the sums below 2**53. If the sums are floats,
-    ``num_ranks * total_of_squares`` must also be below 2**53.
+    sums must be exact, so the numbers must be integers. If they were added as floats, the sums must be below 2**53. If
+    the sums are floats here, ``num_ranks * total_of_squares`` must be, too.
 
     Args:
         total: Sum over the ranks of the number.
@@ -123,13 +125,13 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
 
 
 class RankSum:
-    """Starts one all-reduce that sums numbers, equally many on all ranks. :meth:`read` waits for it.
+    """Starts an all-reduce that sums numbers over the ranks. :meth:`read` waits for it and returns the sums.
 
-    Composer's own ``dist.all_reduce`` waits at once for the slowest rank. Here the CPU goes on, and waits only when it
-    needs the sums.
+    Between the two the CPU can go on. Composer's own ``dist.all_reduce`` waits at once for the slowest rank.
 
     Args:
-        values: int64 or float64, on the device on which the process group reduces. They are overwritten.
+        values: int64 or float64 ``(n,)``, with the same n on all ranks, on the device on which the process group
+            reduces. They are overwritten.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -179,10 +179,10 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return attributes.get('_parameters', {}), attributes.get('_buffers', {})
 
 
-def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
-    """Returns a pair of numbers for each buffer. The pair changes if the buffer is replaced or written."""
+def buffer_versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Returns a pair of numbers for each buffer of a module, without its parts. It changes if a buffer is written."""
     versions = {}
-    for name, buffer in module.named_buffers(recurse=recurse):
+    for name, buffer in module.named_buffers(recurse=False):
         versions[name] = (id(buffer), buffer._version)
     return versions
 

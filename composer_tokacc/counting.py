@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Counts the positions of a batch: those that carry loss, and those that are not padding."""
+"""Counts the positions of a batch that carry loss, and those that are not padding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """Positions of each row of a batch.
+    """Numbers of positions in each row of a batch.
 
     Args:
         loss_generating: Positions that carry loss, by row.
@@ -54,7 +54,7 @@ class TokenCounts:
 
 
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
-    """Returns the rule; raises ValueError if it does not exist. ``'auto'`` exists if it is allowed."""
+    """Returns the loss rule. Raises ValueError if it is none of :data:`LOSS_RULES`, nor an allowed ``'auto'``."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
         raise InvalidInputError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
@@ -62,10 +62,10 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Marks the first token of each document but the first in packed rows, bool ``(rows, width)``.
+    """Marks the first token of each further document of packed rows, bool ``(rows, width)``; None if no row is packed.
 
-    Returns None if no row is packed. A packed row has ``position_ids`` that restart at 0 after its first attended token
-    and rise above 0 somewhere. Each row is looked at by itself, so the result does not depend on the other rows.
+    A packed row has ``position_ids`` that restart at 0 after its first attended token, and are above 0 somewhere. Each
+    row is looked at by itself, so the marks do not depend on the other rows.
     """
     positions = batch.get('position_ids')
     if positions is None:
@@ -76,18 +76,20 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input
         return None
-    is_first_token = attended & (attended.cumsum(dim=1) == 1)
+    is_behind_first_token = attended & (attended.cumsum(dim=1) > 1)
+    # In a row whose positions are all 0, they say nothing about documents.
     has_positions = positions.amax(dim=1, keepdim=True) > 0
-    starts = (positions == 0) & attended & ~is_first_token & has_positions
+    starts = is_behind_first_token & has_positions & (positions == 0)
     return starts if bool(starts.any()) else None
 
 
 def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masks the label of the first token of each document but the first in packed rows, and logs this once.
+    """Masks the label of the first token of each further document of packed rows. Warns of this once.
 
-    Otherwise the last token of a document would be trained to predict the first token of the next one. Models count
-    every label that is not masked, so with the mask their denominator and ours are equal. Callers must not do this if
-    the loss rule is ``'unshifted'``: there no token predicts the label of the next one.
+    Otherwise the last token of a document would be trained to predict the first token of the next one. Our counts leave
+    these labels out, and models count every label that is not masked. With the mask both divide by the same number.
+
+    Callers must not do this if the loss rule is ``'unshifted'``, because then no token predicts the next one's label.
     """
     starts = document_starts(batch)
     if starts is None:
@@ -103,16 +105,16 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
-    """Returns which labels carry loss, bool ``(rows, width)`` on the labels' device; no host sync.
+    """Returns which labels carry loss, bool ``(rows, width)``, on the labels' device and without waiting for it.
 
     Args:
         batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
-        loss_tokens: ``'causal'``: the label is predicted by the position before it, so column 0 never counts (most
-            decoders). ``'causal_attended'``: in addition its own position is attended (LLaVA up to transformers 4.51,
+        loss_tokens: ``'causal'``: the position before it predicts a label, so column 0 never counts (most decoders).
+            ``'causal_attended'``: in addition, only labels at attended positions count (LLaVA up to transformers 4.51,
             Gemma3 up to 4.57). ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
 
     Raises:
-        ValueError: If the rule does not exist, or there are no labels.
+        ValueError: If there is no such rule, or the batch has no labels.
     """
     check_rule(loss_tokens)
     labels = labels_of(batch)
@@ -127,10 +129,10 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
 
 
 def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
-    """Returns which labels are counted, bool ``(rows, width)``: those of :func:`loss_mask`, except starts of documents.
+    """Returns which labels are counted, bool ``(rows, width)``.
 
-    In a packed row the first token of each document after the first is not counted, because the document before it
-    would predict it. By ``'unshifted'`` it is counted, because no token predicts the label of the next one.
+    They are those of :func:`loss_mask`, without the first token of each further document of a packed row, because the
+    document before would predict it. By ``'unshifted'`` it is counted, because no token predicts the next one's label.
     """
     counted = loss_mask(batch, loss_tokens)
     starts = None if loss_tokens == 'unshifted' else document_starts(batch)
@@ -143,11 +145,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     Args:
         batch: A batch with ``labels`` of shape ``(rows, width)``. ``attention_mask`` (absent: all positions are real)
             and ``position_ids`` are used if they are present.
-        loss_tokens: The rule, see :func:`.loss_mask`. In a packed row the first token of each document after the first
-            counts only by ``'unshifted'``.
-
-    Returns:
-        TokenCounts: Tuples of ints, one entry per row.
+        loss_tokens: The rule, see :func:`.loss_mask`. In a packed row the first token of each further document counts
+            only by ``'unshifted'``.
 
     Example:
         >>> labels = torch.tensor([[5, 6, 7], [-100, 8, -100]])
@@ -166,32 +165,28 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
-    """Returns the number of attended positions of each row. Without a mask all positions are attended."""
+    """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
     text = text_of(batch)
-    mask = batch.get('attention_mask')
     num_rows, width = text.shape
-    all_real = [width] * num_rows
-    if mask is None:
-        return all_real
-    if mask.shape == text.shape:
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.shape == text.shape:
         is_attended = mask != 0
-    elif mask.dim() > 2 and mask.shape[-1] == width:
+    elif mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
         is_attended = attended_positions(batch)
     else:
-        # The mask of another input, such as the frames of Whisper, says nothing about the text.
-        return all_real
+        # There is no mask, or it belongs to another input, such as the frames of Whisper.
+        return [width] * num_rows
     return is_attended.sum(dim=1).tolist()
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with a label, for a microbatch that has none; no host sync.
+    """Returns the batch with a label that carries loss, for a batch without any. Does not wait for the device.
 
-    A mean over no labels is 0 divided by 0, which is no number, even if the caller multiplies the loss by 0. So the
-    label is written where as many loss rules as possible count it: at an attended position after an attended one. If
-    there is none (all rows have a single token), at a pad after an attended position; else at the first position. It
-    replaces a label that is there.
+    A mean over no labels is 0 / 0, so NaN, also if the caller multiplies the loss by 0. The label is written where as
+    many loss rules as possible count it: at the first attended position after an attended one. If all rows have a
+    single token, it is written at the first pad after an attended position, else at the first position of the batch.
 
-    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary.
+    The label is 0, because every vocabulary has this token. Ids of image placeholders may lie outside of it.
     """
     labels = labels_of(batch)
     mask = batch.get('attention_mask')
@@ -200,7 +195,8 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
         is_attended = mask != 0
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]
-    # 2: counts by every rule; 1: not by 'causal_attended'; 0: only by 'unshifted'. `argmax` takes the first of equals.
+    # 2: every rule counts a label here; 1: all but 'causal_attended' do; 0, in the first column: only 'unshifted' does.
+    # `argmax` returns the first of equals.
     counts_by_every_rule = follows_attended & is_attended
     preference = follows_attended.int() + counts_by_every_rule.int()
     best_place = preference.flatten().argmax()

@@ -377,11 +377,9 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
     """Returns the rows of some batches, each without its padding."""
     rows = []
     for batch in batches:
-        num_rows = layout.num_rows(batch)
-        for index in range(num_rows):
-            row = layout.select(batch, [index])
-            row = layout.trim(row)
-            rows.append(row)
+        groups = [[row] for row in range(layout.num_rows(batch))]
+        for row in layout.split(batch, groups):
+            rows.append(layout.trim(row))
     return rows
 
 
@@ -391,30 +389,23 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
     With equal ranks the mean over the ranks is the mean over all tokens, so a trainer that averages over ranks would
     not be found. With equal rows no trainer that averages means would be found: then it raises ValueError.
     """
-    ranks_are_equal = False
-    for rule in RULES_TO_COUNT:
-        labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
-        distinct_counts = set().union(*labels_by_rank)
-        if len(distinct_counts) == 1:
-            num_rows = sum(len(labels) for labels in labels_by_rank)
+    rows = _joined(rows_by_rank)
+    num_labels = torch.tensor([_labels_by_rule(row) for row in rows])  # (rows of all ranks, rules)
+    for rule, labels in zip(RULES_TO_COUNT, num_labels.unbind(dim=1), strict=True):
+        if len(labels.unique()) == 1:
             raise InvalidInputError(
-                f'`rows` must differ in their numbers of labels, got: {distinct_counts.pop()} in each of {num_rows} '
-                f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
-                'proven.'
+                f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(rows)} rows, counted '
+                f'{rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-        totals = {sum(labels) for labels in labels_by_rank}
-        ranks_are_equal |= len(totals) == 1
-    if len(rows_by_rank) == 1 or not ranks_are_equal:
+    num_ranks = len(rows_by_rank)
+    labels_of_ranks = num_labels.view(num_ranks, -1, len(RULES_TO_COUNT)).sum(dim=1)  # (ranks, rules)
+    are_equal = (labels_of_ranks == labels_of_ranks[0]).all(dim=0)
+    if num_ranks == 1 or not are_equal.any():
         return rows_by_rank
     # The first ranks get the rows with few labels.
-    rows = sorted(_joined(rows_by_rank), key=_labels_by_rule)
+    rows.sort(key=_labels_by_rule)
     rows_per_rank = len(rows_by_rank[0])
     return [rows[start : start + rows_per_rank] for start in range(0, len(rows), rows_per_rank)]
-
-
-def _labels_per_row(rows: SingleRows, rule: str) -> list[int]:
-    """Returns the number of labels of each row, counted by one rule."""
-    return [int(loss_mask(row, rule).sum()) for row in rows]
 
 
 def _labels_by_rule(row: Batch) -> list[int]:
@@ -439,21 +430,17 @@ def _cuts(
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)
     widths = [labels_of(row).shape[1] for row in rows]
-    longest_first = sorted(range(num_rows), key=lambda row: -widths[row])
+    in_order = list(range(num_rows))
+    longest_first = sorted(in_order, key=lambda row: -widths[row])
     for size in sorted({min(size, num_rows) for size in sizes}):
-        in_order = []
-        by_length = []
-        for start in range(0, num_rows, size):
-            end = min(start + size, num_rows)
-            in_order.append(layout.select(batch, range(start, end)))
-            microbatch = layout.select(batch, longest_first[start:end])
-            # Padding on the left stays. Its last position may predict the first label of a row, and without it the
-            # positions of the tokens would change.
-            if padding == 'right':
-                microbatch = layout.trim(microbatch)
-            by_length.append(microbatch)
-        yield 'in order', size, in_order
+        starts = range(0, num_rows, size)
+        groups_in_order = [in_order[start : start + size] for start in starts]
+        groups_by_length = [longest_first[start : start + size] for start in starts]
+        yield 'in order', size, layout.split(batch, groups_in_order)
+        by_length = layout.split(batch, groups_by_length)
+        # Padding on the left stays. Its last position may predict the first label of a row, and without it the
+        # positions of the tokens would change.
+        if padding == 'right':
+            by_length = [layout.trim(microbatch) for microbatch in by_length]
         yield 'by length', size, by_length
-    first_row = layout.select(batch, [0])
-    other_rows = layout.select(batch, range(1, num_rows))
-    yield 'uneven', 1, [first_row, other_rows]
+    yield 'uneven', 1, layout.split(batch, [in_order[:1], in_order[1:]])

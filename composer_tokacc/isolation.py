@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 
@@ -62,12 +62,6 @@ class _Document:
     """Whether each position of the row belongs to the document, bool ``(width,)``."""
 
 
-class _HuggingFaceModel(Protocol):
-    """The method of a Hugging Face model that is called here."""
-
-    def get_input_embeddings(self) -> torch.nn.Embedding: ...
-
-
 Leaks = dict[tuple[int, int, int], float]
 """The size of each leak, by row, document, and the document that it sees."""
 
@@ -113,8 +107,8 @@ def verify_isolation(
     models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
     if not models:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    outermost = models[0]  # its parts have the method too
-    embedding = cast(_HuggingFaceModel, outermost).get_input_embeddings()
+    outermost: Any = models[0]  # its parts have the method too
+    embedding = outermost.get_input_embeddings()
     documents_of_rows = _documents_of_rows(torch.as_tensor(documents), text_of(packed))
     inputs = dict(packed)
     inputs.pop('labels', None)
@@ -137,10 +131,7 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
         documents: The number of the document at each position, ``(rows, width)``.
         text: A tensor of the same shape, see :func:`.text_of`.
     """
-    numbers_by_row = []
-    for row in documents:
-        numbers = row.unique().tolist()
-        numbers_by_row.append([number for number in numbers if number >= 0])
+    numbers_by_row = [row[row >= 0].unique().tolist() for row in documents]
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
@@ -274,7 +265,13 @@ def _with_other_ids(
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
-    reserved = reserved | _separators(texts)
+    # The id with which all documents begin, and the id with which all end, may separate them, even if the config does
+    # not name them.
+    first_tokens = {text[0] for text in texts}
+    last_tokens = {text[-1] for text in texts}
+    for tokens in (first_tokens, last_tokens):
+        if len(tokens) == 1:
+            reserved = reserved | tokens
     ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
     if len(ordinary) < 2:
         return
@@ -286,20 +283,6 @@ def _with_other_ids(
             changed = ids.clone()
             changed[document.row] = torch.where(is_changed, other_ids, row)
             yield document, changed
-
-
-def _separators(texts: Sequence[list[int]]) -> set[int]:
-    """Returns the id with which all documents begin, and the id with which all end, if there are such ids.
-
-    They may separate the documents, even if the config does not name them.
-    """
-    first_tokens = {text[0] for text in texts}
-    last_tokens = {text[-1] for text in texts}
-    separators = set()
-    for tokens in (first_tokens, last_tokens):
-        if len(tokens) == 1:
-            separators |= tokens
-    return separators
 
 
 def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:

@@ -3,15 +3,14 @@
 
 """The positions of a batch that predict a label, and a model that computes logits only there.
 
-The loss needs only the logits of these positions. They are selected into one row: the positions of the first row of
-the batch, then those of the second row, and so on. :class:`LabelledPositions` selects hidden states, labels and weights
-into such a row.
+The loss needs only the logits of these positions. :class:`LabelledPositions` selects hidden states, labels and weights
+into one row, in the order of the rows of the batch.
 
-:class:`LabelSelector` lets a model compute its logits in this form. One hook replaces the model's ``labels`` by those
+:class:`LabelSelector` makes a model compute its logits in this form. One hook replaces the model's ``labels`` by those
 that count. Another hook selects hidden states just before the output embedding. Everything between the output embedding
-and the loss (soft cap, logit scale, router loss) is the model's own code, which runs as it is.
+and the loss (soft cap, logit scale, router loss) is the model's own code, and runs as it is.
 
-:func:`batch_at_logits` tells from the shape of logits whether they are in this form.
+:func:`batch_at_logits` selects labels and weights if the shape of logits shows that they have this form.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 DENSE = 0.9
-"""From this share of labelled positions on all logits are computed, because selecting copies hidden states, and gains
+"""Share of positions with a label from which on all logits are computed. To select hidden states copies them, and saves
 little."""
 
 
@@ -38,12 +37,12 @@ class LabelledPositions:
     """The positions of the labels of a batch, and the positions that predict them.
 
     A model that shifts labels compares ``logits[:, :-1]`` with ``labels[:, 1:]``. So one position is added behind the
-    selected positions, and one ignored label before the selected labels. The model's shift removes both, and each
-    position meets the label that it predicts. ``(labels + 1)`` stands for a shape with this addition.
+    selected positions, and one ignored label in front of the selected labels. The model's shift removes both, and each
+    position meets the label that it predicts. In shapes ``(+ 1)`` stands for this addition.
 
     Args:
         of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
-        of_logits: Indices of the positions of all logits, the added one included, int64 ``(labels (+ 1),)``.
+        of_logits: Indices of the positions at which logits are computed, int64 ``(labels (+ 1),)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
@@ -64,11 +63,11 @@ class LabelledPositions:
         if rule == 'unshifted':
             of_labels = places_of(running_count, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
-        # There is no label after the last one, so the place of the next one is the end of the batch. The added position
-        # is the one before: the last position, which predicts no label. The model drops its logits.
+        # One label more than there are. Its place is the end of the batch, and the position before that is the one that
+        # is added: the last position of the batch. It predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
-        # The position before a label is in the same row, because these rules count no label at position 0.
+        # The position before a label is in the same row, because these rules count no label in column 0.
         of_logits = places - 1
         last = len(running_count) - 1
         of_labels = places[:-1].clamp(max=last)  # see places_of()
@@ -76,25 +75,24 @@ class LabelledPositions:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and width of the logits, the added position included."""
+        """Rows and width of the logits: one row, with the added position."""
         return 1, len(self.of_logits)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
         """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
-        # To select with a mask, the CPU would have to wait for the number of positions.
+        # Not with a mask, because the CPU would wait for the number of positions.
         return values.flatten(0, 1).index_select(0, self.of_logits)[None]
 
     def select_labels(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Selects the values at the labels, from ``(rows, width)`` to ``(1, labels (+ 1))``; adds ``fill`` in front."""
+        """Selects the values at the labels, from ``(rows, width)`` to ``(1, labels (+ 1))``. Adds ``fill`` in front."""
         selected = values.flatten().index_select(0, self.of_labels)
         if self.shifts_labels:
             selected = F.pad(selected, (1, 0), value=fill)
         return selected[None]
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """Reverses :meth:`select`. Returns values of shape ``(rows, width, ...)``, 0 at positions not selected."""
-        # Without the added position.
-        num_labels = len(self.of_labels)
+        """Reverses :meth:`select`. Returns values ``(rows, width, ...)``, 0 at positions that predict no label."""
+        num_labels = len(self.of_labels)  # leaves out the added position
         values = selected[0, :num_labels]
         of_predictions = self.of_logits[:num_labels]
         placed = values.new_zeros(rows * width, *values.shape[1:])
@@ -109,7 +107,7 @@ def batch_at_logits(
     num_labels: int,
     positions: LabelledPositions | None = None,
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
-    """Returns a batch whose labels and weights have the shape of its logits.
+    """Returns a batch whose labels and weights have the shape of its logits, and the positions of these logits.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
@@ -117,19 +115,19 @@ def batch_at_logits(
             them only at labels.
         rule: Which labels count, see :func:`.loss_mask`.
         num_labels: The number of labels that count.
-        positions: Where logits were computed, if the caller knows it: see :attr:`LabelSelector.positions_of_logits`.
-            None: they are looked up in the labels.
+        positions: The positions of the logits if the caller knows them, see :attr:`LabelSelector.positions_of_logits`.
+            None: they are found by the labels.
 
     Returns:
-        For logits at all positions: the batch itself, and None. For logits at labels only: a batch of the selected
-        labels and weights, and the positions. For logits of another shape, which belong to no labels: only None.
+        For logits at all positions: the batch itself, and None. For logits only at labels: a batch of the selected
+        labels and weights, and the positions. None if the logits have another shape, so that labels do not fit them.
     """
     labels = labels_of(batch)
     shape = logits.shape[:2]
     if shape == labels.shape:
         return batch, None
-    added_labels = 0 if rule == 'unshifted' else 1  # see LabelledPositions
-    if shape != (1, num_labels + added_labels):
+    num_added = 0 if rule == 'unshifted' else 1  # see LabelledPositions
+    if shape != (1, num_labels + num_added):
         return None
     if positions is None:
         positions = LabelledPositions.from_batch(batch, rule, num_labels)
@@ -142,9 +140,9 @@ def batch_at_logits(
 def places_of(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
     """Returns the index of the k-th True of a mask, for each k in ``ordinals``.
 
-    Uses the running count of the Trues, because ``nonzero()`` would wait for the GPU. If the mask has fewer than k, the
-    index is that of its last entry. Callers know the number of Trues from the CPU, so this happens only if the mask has
-    changed since. :func:`.check_step` refuses that.
+    Uses the running count of the Trues, because ``nonzero()`` would wait for the GPU. If there are fewer than k, it
+    returns the index of the last entry. Callers have counted the Trues on the CPU, so there are fewer only if the mask
+    has changed since, which :func:`.check_step` refuses.
 
     Args:
         running_count: Number of Trues up to each entry of the mask, int64 ``(n,)``.
@@ -162,7 +160,7 @@ def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 
 
 class LabelSelector:
-    """Hooks on a Hugging Face model that select labels and hidden states, in forwards for which :meth:`arm` was called.
+    """Hooks on a Hugging Face model. After a call of :meth:`arm` they select labels and hidden states in one forward.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.
@@ -177,7 +175,7 @@ class LabelSelector:
             raise InvalidInputError(
                 f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.'
             )
-        # Of the next forward, see `arm`.
+        # Of the next forward, see arm().
         self._rule = ''
         self._num_labels: int | None = None  # None: it computes all logits
         # Of the forward that runs now.
@@ -189,8 +187,8 @@ class LabelSelector:
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
-        Unless it is 1, do not call :meth:`arm`. A model with a fused loss does not call its output embedding, so its
-        hidden states would not be selected, and the kernel of the loss would read beyond the end of the labels.
+        Unless it is 1, :meth:`arm` must not be called. A model with a fused loss does not call its output embedding. So
+        its hidden states would not be selected, and the kernel of the loss would read beyond the end of the labels.
         """
         self._handles = [
             model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
@@ -199,7 +197,7 @@ class LabelSelector:
         ]
 
     def arm(self, rule: str, num_labels: int) -> None:
-        """Has the next forward compute logits only at labels.
+        """Makes the next forward compute logits only at labels.
 
         Args:
             rule: Which labels the model's loss counts, see :func:`.loss_mask`.
@@ -209,11 +207,11 @@ class LabelSelector:
         self._num_labels = num_labels
 
     def disarm(self) -> None:
-        """Has the next forward compute all logits."""
+        """Makes the next forward compute all logits."""
         self._num_labels = None
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Has the next forward compute logits only at labels, or all logits if nearly all positions have a label."""
+        """Makes the next forward compute logits only at labels, or all logits if nearly all positions have a label."""
         self.disarm()  # a forward that failed may have left it armed
         if is_worth_selecting(num_labels, num_positions):
             self.arm(rule, num_labels)
@@ -224,8 +222,8 @@ class LabelSelector:
             handle.remove()
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the model: keeps the labels that count. A forward without ``labels=`` computes all logits."""
-        # An earlier forward may have ended in an error, before the hook that resets these.
+        """Hook before the model: keeps only the labels that count. Without ``labels=`` all logits are computed."""
+        # The last forward may have raised before the hook that resets them.
         self._positions = None
         self._num_calls = 0
         num_labels = self._num_labels
@@ -248,7 +246,7 @@ class LabelSelector:
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Hook before the output embedding: keeps the hidden states that predict a label."""
+        """Hook before the output embedding: keeps only the hidden states that predict a label."""
         self._num_calls += 1
         if self._positions is None:
             return None
@@ -262,9 +260,9 @@ class LabelSelector:
         return (self._positions.select(hidden_states), *args[1:])
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Hook after the model: raises RuntimeError if it selected, and did not call the output embedding once.
+        """Hook after the model: records where logits were computed.
 
-        If it computed all logits, records the number of calls.
+        Raises RuntimeError if labels were selected, but the output embedding was not called exactly once.
         """
         self.positions_of_logits = self._positions
         self._positions = None
@@ -291,5 +289,5 @@ def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def is_worth_selecting(num_labels: int, num_positions: int) -> bool:
-    """Returns whether so few positions have a label that it is faster to select their hidden states."""
+    """Returns whether so few positions have a label that selecting their hidden states saves time."""
     return num_labels < DENSE * num_positions

@@ -14,11 +14,10 @@ raise the same error about the difference. A normal step has no further collecti
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -58,32 +57,23 @@ STREAMING_OPTIONS = (
 class PlanRecord:
     """Summary of one rank's plan of a global batch."""
 
-    plan_checksum: int
+    plan_checksum: int = 0
     """Checksum of the arguments of the plan and of the samples of the global batch. A pre-split batch adds the
     microbatch and the rank of each sample."""
-    rank: int
+    rank: int = field(default_factory=get_global_rank)
     """The rank whose part of the plan this process computes."""
-    num_ranks: int
+    num_ranks: int = field(default_factory=get_world_size)
     """Number of ranks that the batch was planned for."""
     witness: str = ''
     """Digest of a few samples that every rank reads with its first batch, to see that the datasets are the same. Empty
     if the rank has not read them, or if it has read one of them twice with different results."""
-    facts: Callable[[], Facts] = dict
-    """Returns the arguments of the plan. It is only called if the ranks differ, because a large table takes time."""
+    facts: Facts = field(default_factory=dict)
+    """The arguments of the plan."""
 
     @property
     def checksum(self) -> int:
         """Checksum of everything that must be equal on all ranks."""
         return extended_checksum(self.plan_checksum, self.witness.encode())
-
-
-@runtime_checkable
-class RecordsPlans(Protocol):
-    """A batch sampler that plans global batches, such as RegroupingBatchSampler."""
-
-    def plan_record(self, batch: int) -> PlanRecord:
-        """Returns the record of a global batch of the epoch."""
-        ...
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
@@ -102,18 +92,17 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
         return record
     if not isinstance(dataloader, DataLoader):
         return None
-    if isinstance(dataloader.batch_sampler, RecordsPlans):
-        return dataloader.batch_sampler.plan_record(batch_index)
+    record_of_sampler = getattr(dataloader.batch_sampler, 'plan_record', None)
+    if record_of_sampler is not None:
+        return record_of_sampler(batch_index)
     facts = reading_facts(dataloader)
     if not facts:
         return None
-    rank = get_global_rank()
-    num_ranks = get_world_size()
+    record = PlanRecord(checksum_of(facts), facts=facts)
     sampler, _ = sampler_of(dataloader)
     if has_torchs_order(sampler):
-        rank = sampler.rank
-        num_ranks = sampler.num_replicas
-    return PlanRecord(checksum_of(facts), rank, num_ranks, facts=lambda: facts)
+        return replace(record, rank=sampler.rank, num_ranks=sampler.num_replicas)
+    return record
 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
@@ -145,15 +134,7 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
 
 def compare_plans(record: PlanRecord | None) -> None:
     """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
-    if record is None:
-        record = PlanRecord(
-            plan_checksum=0,
-            rank=get_global_rank(),
-            num_ranks=get_world_size(),
-        )
-    # `facts` may be a method of the sampler, which would be sent too. A function that only returns the facts is small.
-    record_to_send = replace(record, facts=partial(dict, record.facts()))
-    difference = find_difference(all_gather_object(record_to_send))
+    difference = find_difference(all_gather_object(record or PlanRecord()))
     if difference is not None:
         raise NotExactError(difference)
 
@@ -209,29 +190,18 @@ def _digest(values: np.ndarray) -> str:
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences.
-    facts_of_ranks = [record.facts() for record in records]
-    differing: list[str] = []
-    for name in chain.from_iterable(facts_of_ranks):
-        values = {facts.get(name) for facts in facts_of_ranks}
-        if len(values) > 1 and name not in differing:
-            differing.append(name)
-    if differing:
-        name, *more_names = differing
-        more = ''
-        if more_names:
-            more = f' Also different: {", ".join(more_names)}.'
-        values_of_ranks = [facts.get(name, 'none') for facts in facts_of_ranks]
-        return _unequal(name, values_of_ranks) + more
+    for name in chain.from_iterable(record.facts for record in records):
+        values_of_ranks = [record.facts.get(name, 'none') for record in records]
+        if len(set(values_of_ranks)) > 1:
+            return _unequal(name, values_of_ranks)
     # An empty witness says nothing.
-    witnesses = {record.witness for record in records if record.witness}
-    if len(witnesses) > 1:
-        witnesses_of_ranks = [record.witness or 'unknown' for record in records]
+    witnesses_of_ranks = [record.witness or 'unknown' for record in records]
+    if len(set(witnesses_of_ranks) - {'unknown'}) > 1:
         return _unequal('first samples', witnesses_of_ranks)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
-    planned_ranks = sorted(record.rank for record in records)
     num_ranks = len(records)
-    has_all_ranks = planned_ranks == list(range(num_ranks))
-    if not has_all_ranks or any(record.num_ranks != num_ranks for record in records):
+    planned_ranks = sorted((record.rank, record.num_ranks) for record in records)
+    if planned_ranks != [(rank, num_ranks) for rank in range(num_ranks)]:
         values = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
         return (
             f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '

@@ -6,20 +6,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeGuard
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class KnowsCopies(Protocol):
-    """A batch sampler that gives a rank without samples a repeated one, such as RegroupingBatchSampler."""
-
-    def has_only_copies(self, batch: int) -> bool:
-        """Returns whether this rank has only a repeated sample in a global batch of the epoch."""
-        ...
 
 
 def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
@@ -39,8 +30,9 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
         return 0
-    if isinstance(dataloader.batch_sampler, KnowsCopies):
-        return int(dataloader.batch_sampler.has_only_copies(batch_index))
+    has_only_copies = getattr(dataloader.batch_sampler, 'has_only_copies', None)
+    if has_only_copies is not None:
+        return int(has_only_copies(batch_index))
     sampler, batch_size = sampler_of(dataloader)
     if batch_size is None:
         return 0

@@ -3,8 +3,8 @@
 
 """Counts of the rows of a batch, which travel with the batch.
 
-A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When
-rows are selected, packed or added later, the same is done with the list.
+A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. Code
+that selects, packs or adds rows later does the same with the list.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ device. So reading the counts never waits for the device. ``HuggingFaceModel.for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """Counts of one row of a batch, or of several rows together.
+    """Counts of one row of a batch, or the sums of several rows.
 
     Args:
         samples: Samples of the dataset: 0 for a dummy row or a repeated sample, several for a packed row.
         real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
-        loss_weight: Sum of the weights of these tokens. It is their number if all have weight 1.
-        rule: Loss rule of the counts; empty if the row was not counted.
+        loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
+        rule: The loss rule by which tokens were counted, see :func:`.loss_mask`; empty: they were not counted.
         source: Source of the data, if the batch names it.
         has_new_label: Whether the row has a label that counts for the first time in the run.
-        documents: The rows that a packed row was made of.
+        documents: The rows that were packed or summed, with their sources.
     """
 
     samples: int = 1
@@ -60,7 +60,7 @@ class RowCounts:
 
 
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
-    """Returns the counts of several rows together. These rows, which keep their sources, become its documents."""
+    """Returns the sums of the counts of several rows, at least one. The rows become the ``documents``."""
     samples = 0
     real_tokens = 0
     loss_tokens = 0
@@ -86,8 +86,8 @@ def summed(rows: Sequence[RowCounts]) -> RowCounts:
 def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
     """Returns the batch with the counts of its rows. It should be on the CPU, so that nothing waits for the device.
 
-    Masks the labels of dummy rows and of repeated samples. In packed rows masks the label of the first token of each
-    document after the first, because the document before it would predict that label.
+    The labels of dummy rows and repeated samples are masked. If rows are packed, and the rule is not ``'unshifted'``,
+    the label of the first token of each further document is masked too, because the document before would predict it.
 
     Args:
         batch: A batch with ``labels``.
@@ -108,7 +108,7 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
-    """Masks the labels of rows that count as no sample: dummy rows and repeated samples."""
+    """Masks the labels of rows that are no samples: dummy rows and repeated samples."""
     labels = labels_of(batch)
     added_rows = [row.samples == 0 for row in rows_of(batch)]
     if not any(added_rows):
@@ -120,12 +120,12 @@ def _without_labels_of_added_rows(batch: Batch) -> Batch:
 def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
-    Rows are counted before they are packed. A packed row that is counted again has no ``documents``.
+    Rows are counted before they are packed. If a packed row is counted again, its ``documents`` are lost.
 
     Args:
-        batch: A batch with ``labels``. Rows that it marks with 0 samples keep this mark.
+        batch: A batch with ``labels``. Rows that are marked with 0 samples keep this mark, and no token of them counts.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
-        weights: Weights of the tokens, ``(rows, width)``; None: all are 1.
+        weights: Weights of the tokens, ``(rows, width)``. They are 0 where no loss is. None: tokens have no weights.
     """
     loss_counts = counted_tokens(batch, loss_tokens).sum(dim=1).tolist()
     real_counts = real_tokens(batch)
@@ -170,7 +170,7 @@ def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
 
 
 def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
-    """Returns the batch with these counts of its rows."""
+    """Returns the batch with these counts of its rows, one for each row."""
     if isinstance(batch, PreSplitBatch):
         remaining = iter(rows)
 
@@ -182,12 +182,12 @@ def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
 
 
 def without_rows(batch: Batch) -> BatchDict:
-    """Returns the batch without the counts, as its loader made it."""
+    """Returns the batch without the counts of its rows."""
     return {key: value for key, value in batch.items() if key != ROWS_KEY}
 
 
 def rows_of(batch: Batch) -> list[RowCounts]:
-    """Returns the counts of each row. Without counts each row is one sample."""
+    """Returns the counts of each row. If the batch has none, each row is one sample, without further counts."""
     if isinstance(batch, PreSplitBatch):
         return list(chain.from_iterable(map(rows_of, batch.microbatches)))
     rows = batch.get(ROWS_KEY)
@@ -197,7 +197,7 @@ def rows_of(batch: Batch) -> list[RowCounts]:
 
 
 def is_counted(batch: object) -> bool:
-    """Returns whether the batch carries the counts of its rows."""
+    """Returns whether the tokens of all rows of the batch were counted. Rows may also be marked without that."""
     rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
     return bool(rows) and all(row.rule for row in rows)
 

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
-from composer_tokacc.checks.written_state import undisturbed
+from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradient, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
@@ -49,10 +49,13 @@ class StepWatch:
         self.faults: list[str] = []
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._trained_ids = {id(parameter) for parameter in trained}
+        parameters = self._model.named_parameters()
+        trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._trained_ids = {id(parameter) for parameter in trained.values()}
         """Identities of all trained parameters. Unlike ``_parameters`` they include those of FSDP1."""
-        self._parameters = _followed_parameters(self._model)
+        # By the name of the class, because a newer torch may have no FSDP1.
+        classes = {type(module).__name__ for module in self._model.modules()}
+        self._parameters = {} if 'FullyShardedDataParallel' in classes else trained
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
@@ -67,10 +70,8 @@ class StepWatch:
         """Weights at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
         """Gradients at the last start or end of a backward."""
-        self._buffers_before: Versions = {}
-        """Buffers at the start of the first forward that returns logits with a graph."""
         self._has_repeated = False
-        """Whether this forward has been repeated. Later ones are not repeated."""
+        """Whether the first forward that returns logits with a graph was repeated. Later ones are not repeated."""
 
     def __deepcopy__(self, memo: object) -> StepWatch:
         # `copy.deepcopy(model)`, for an average of its weights, copies the model's hooks, which are methods of this
@@ -86,7 +87,6 @@ class StepWatch:
             self._hooks.enter_context(node.register_prehook(self._on_backward_start))
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
-            self._model.register_forward_pre_hook(self._before_forward),
             self._model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         for handle in handles:
@@ -182,11 +182,6 @@ class StepWatch:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return dict.fromkeys(gradients, ZERO) | _checksums(present)
 
-    def _before_forward(self, module: torch.nn.Module, args: object) -> None:
-        # Copies of the model have its hooks.
-        if module is self._model and not self._has_repeated:
-            self._buffers_before = buffer_versions(module)
-
     def _after_forward(
         self,
         module: torch.nn.Module,
@@ -196,7 +191,7 @@ class StepWatch:
     ) -> None:
         """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
         logits = logits_of(outputs)
-        is_copy = module is not self._model
+        is_copy = module is not self._model  # copies of the model have its hooks
         if is_copy or logits is None or logits.grad_fn is None:
             return
         # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
@@ -207,11 +202,10 @@ class StepWatch:
         if self._has_repeated:
             return
         self._has_repeated = True
-        written = _written_names(self._buffers_before, buffer_versions(module))
-        difference = _difference_of_forwards(module, args, kwargs)
+        difference, written = _difference_of_forwards(module, args, kwargs)
         # Not written with `>`: the difference may be NaN.
         if not difference <= tolerance_of(logits.dtype):
-            names = _listed(written) if written else 'something outside of its buffers'
+            names = _listed(written) if written else 'something outside of the model'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
                 f'{difference:.1e}. Freeze this state, or update it once a step.'
@@ -222,17 +216,22 @@ def _difference_of_forwards(
     module: torch.nn.Module,
     args: Any,
     kwargs: Any,
-) -> float:
-    """Returns the relative difference of the logits of two equal forwards; leaves the module as it is."""
+) -> tuple[float, list[str]]:
+    """Returns the relative difference of the logits of two equal forwards, and the names of the state that they write.
+
+    Leaves the module as it is.
+    """
     logits = []
     with torch.no_grad(), undisturbed(module) as snapshot:
         # These forwards write into copies. The training forward still has its backward to come, and that would fail if
         # the module's tensors were written.
         snapshot.lend_copies()
+        lent = StateSnapshot.of_model(module)
         for _ in range(2):
             with same_random_numbers():
                 logits.append(logits_of(module(*args, **kwargs)))
-    return relative_difference(*logits)
+        written = [state.name for state in lent.written()]
+    return relative_difference(*logits), written
 
 
 @contextmanager
@@ -249,7 +248,7 @@ def written_buffers() -> Iterator[set[str]]:
     def before_forward(module: torch.nn.Module, args: object) -> None:
         # While torch.compile traces a module, the hooks must do nothing, or they would be part of its graph.
         if not torch.compiler.is_compiling():
-            versions_before[id(module)] = buffer_versions(module, recurse=False)
+            versions_before[id(module)] = buffer_versions(module)
 
     def after_forward(
         module: torch.nn.Module,
@@ -258,9 +257,10 @@ def written_buffers() -> Iterator[set[str]]:
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        versions = versions_before.pop(id(module), {})
-        for name in _written_names(versions, buffer_versions(module, recurse=False)):
-            written.add(f'{type(module).__name__}.{name}')
+        before = versions_before.pop(id(module), {})
+        for name, version in buffer_versions(module).items():
+            if before.get(name, version) != version:  # a buffer that is new does not count
+                written.add(f'{type(module).__name__}.{name}')
 
     with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
         yield written
@@ -284,14 +284,6 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     return float(change / size.clamp(min=TINY))
 
 
-def _followed_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Returns the trained parameters by name, none with FSDP1, see :class:`StepWatch`."""
-    # By the name of the class, because a newer torch may have no FSDP1.
-    if any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules()):
-        return {}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
     """Returns the checksum of each tensor by name. Copies of all gradients would need too much memory."""
     checksums = {}
@@ -312,11 +304,6 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
 def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
     """Returns the names of the tensors whose checksum has changed. Both mappings have the same names."""
     return [name for name, checksum in after.items() if checksum != before[name]]
-
-
-def _written_names(before: Versions, after: Versions) -> list[str]:
-    """Returns the names of the buffers that were replaced or written. A buffer that is new does not count."""
-    return [name for name, version in after.items() if before.get(name, version) != version]
 
 
 def _listed(names: Sequence[str]) -> str:

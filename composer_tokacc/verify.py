@@ -35,7 +35,6 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 from composer.utils import dist
 from pydantic import Field
-from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.algorithm.setup import AlgorithmOptions
@@ -142,7 +141,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
     def reference(padding: str) -> Gradients:
         # Computed only now, because compare_cuts() watches the buffers during this call. Kept to measure the round-off.
-        references[padding] = run.whole_step(run.joined_rows(padding))
+        rows = run.layout.concat(run.rows_of_all_ranks, padding_side=padding)
+        references[padding] = run.whole_step(rows)
         return references[padding].gradients
 
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
@@ -187,7 +187,8 @@ class _VerifiedRun:
         """Builds the model in float32, because the round-off of a shorter type would hide an error; a collective."""
         model_section = replace(config.model, dtype='float32')
         parts = build_parts(replace(config, model=model_section))
-        device = _device_of(config)
+        # Without TF32, because its round-off would be taken for an error.
+        device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
         device.module_to_device(parts.model)
         _make_deterministic(parts.model)
         layout = BatchLayout.for_model(parts.model)
@@ -216,18 +217,13 @@ class _VerifiedRun:
             loss_rule=loss_rule,
         )
 
-    def joined_rows(self, padding: str) -> Batch:
-        """Returns one batch of the rows of all ranks, padded on a side."""
-        batch = self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
-        return self.layout.with_media(batch)
-
     def whole_step(self, batch: Batch) -> _WholeStep:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
 
         If tokens have different weights, their weighted mean is computed here, from the logits.
         """
         model = self.parts.model.train()
-        batch = self.device.batch_to_device(batch)
+        batch = self.device.batch_to_device(self.layout.with_media(batch))
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
@@ -258,7 +254,6 @@ class _VerifiedRun:
         if padding == 'left':
             # A multiple above the width becomes the new width.
             batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
-        batch = self.layout.with_media(batch)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
 
@@ -283,15 +278,13 @@ class _VerifiedRun:
 
         # Composer's own split does not know which images belong to a row.
         def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-            num_rows = self.layout.num_rows(batch)
-            microbatches = []
-            for start in range(0, num_rows, int(size)):
-                end = min(start + int(size), num_rows)
-                microbatches.append(self.layout.select(batch, range(start, end)))
-            return microbatches
+            rows = range(self.layout.num_rows(batch))
+            starts = range(0, len(rows), int(size))
+            groups = [rows[start : start + int(size)] for start in starts]
+            return self.layout.split(batch, groups)
 
         data = DataSpec(
-            _loader_of(batch),
+            [dict(batch)],
             split_batch=split,
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
@@ -300,7 +293,7 @@ class _VerifiedRun:
 
     def _our_gradients(self, batch: dict[str, Any], size: int, *, regroup: bool) -> Gradients:
         """Trains one step with this package, on microbatches with the memory of ``size`` rows."""
-        data = token_data_spec(_loader_of(batch), layout=self.layout, regroup=regroup)
+        data = token_data_spec([dict(batch)], layout=self.layout, regroup=regroup)
         algorithm = TokenAccumulation(**vars(self.options))
         return self._trained_gradients(data, size, algorithm)
 
@@ -326,37 +319,14 @@ class _VerifiedRun:
         return recorder.gradients
 
 
-def _device_of(config: TrainConfig) -> Device:
-    """Returns the device of a run, without TF32: its round-off would be taken for an error."""
-    return DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
-
-
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts."""
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    rows = []
-    for place in places:
-        row = layout.select(batch, [round(place)])
-        rows.append(layout.trim(row))
-    return rows
-
-
-def _loader_of(batch: dict[str, Any]) -> DataLoader:
-    """Returns a loader that yields only this batch."""
-    return DataLoader(_OneBatch(batch), batch_size=None)  # None: the dataset yields batches
-
-
-class _OneBatch(IterableDataset):
-    """Yields one batch."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield dict(self.batch)
+    groups = [[round(place)] for place in places]
+    return [layout.trim(row) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -101,13 +103,8 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             'such a column, or take other weights.'
         )
     if isinstance(column, (list, tuple)):
-        for row, value in enumerate(column):
-            if not isinstance(value, (int, float)):
-                name = sample_name(batch, row)
-                raise InvalidInputError(
-                    f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.'
-                )
-        column = torch.tensor(column, device=counted.device)
+        weights_of_rows = [value if isinstance(value, (int, float)) else math.nan for value in column]
+        column = torch.tensor(weights_of_rows, device=counted.device)
     if not isinstance(column, Tensor) or column.is_complex():
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.'

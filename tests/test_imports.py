@@ -9,17 +9,19 @@ import ast
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from importlib import import_module
-from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 import composer
 import pytest
+import torch
 
 import composer_tokacc
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, environment
 
 APPLICATION = {'data', 'sizing', 'programs', 'train', 'size', 'look', 'verify', 'export'}
 """Rooms and programs that the plugin does not need."""
@@ -105,47 +107,69 @@ def test_names_load_no_unneeded_room(names, unneeded):
     assert not loaded_rooms & unneeded
 
 
-NEEDS_COMPOSER = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
-MISSING = ('composer', 'transformers', 'numba', 'scipy', 'filelock', 'yaml', 'psutil', 'PIL', 'omegaconf', 'tqdm')
+def rooms_of_module(name):
+    """Returns the rooms that an import of this module loads."""
+    forget({'composer_tokacc'})
+    import_module(name)
+    return rooms(set(sys.modules))
 
 
-class RefuseMissing(MetaPathFinder):
-    """Finds no package that a plain loop need not have."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in MISSING:
-            raise ModuleNotFoundError(name)
+def test_model_structure_needs_no_other_room():
+    assert in_fork(rooms_of_module, 'composer_tokacc.model_structure') == {'lazy', 'model_structure'}
 
 
-def plan_without_hosts(names):
-    """Loads `model_structure`, then these names, and plans. Returns the rooms that are loaded after the first and last.
+NEEDED_BY_TORCH = (
+    'filelock',
+    'fsspec',
+    'functorch',
+    'jinja2',
+    'markupsafe',
+    'mpmath',
+    'networkx',
+    'numpy',
+    'numpy.libs',
+    'nvidia',
+    'sympy',
+    'torch',
+    'torchgen',
+    'triton',
+    'typing_extensions.py',
+)
+"""Torch, numpy, and the packages that pip installs with them."""
+# Imports all names that have nothing to do with a Composer run, runs the examples of their docstrings, and trains.
+USE_WITHOUT_HOSTS = """
+import doctest, runpy, sys, torch
+import composer_tokacc
+import composer_tokacc.data_spec.split
+needs_composer = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
+names = [name for name in composer_tokacc.__all__ if name not in needs_composer]
+variables = {'torch': torch, **vars(composer_tokacc.planning)}
+variables.update((name, getattr(composer_tokacc, name)) for name in names)
+names.remove('verify_isolation')  # its example has a model of Transformers
+for name in names:
+    doctest.run_docstring_examples(variables[name], variables)
+sys.path.insert(0, 'examples')
+runpy.run_path('examples/plain_loop.py', run_name='__main__')
+"""
 
-    No package of MISSING can be imported meanwhile.
-    """
-    forget({'composer_tokacc', *MISSING})
-    sys.meta_path.insert(0, RefuseMissing())
-    import_module('composer_tokacc.model_structure')
-    rooms_of_first = rooms(set(sys.modules))
-    package = import_module('composer_tokacc')
-    for name in names:
-        getattr(package, name)
-    for room in ('data_spec.split', 'weights', 'sampling'):
-        import_module(f'composer_tokacc.{room}')
-    plan = package.plan_microbatches([9, 2, 7, 3, 3, 8], max_tokens=9, num_ranks=2)
-    indices = []
-    for microbatches in plan.ranks:
-        for microbatch in microbatches:
-            indices += microbatch.indices
-    assert sorted(indices) == [0, 1, 2, 3, 4, 5]
-    return rooms_of_first, rooms(set(sys.modules))
 
-
-def test_plain_loops_need_torch_and_numpy():
-    """Everything that has nothing to do with a Composer run works without other packages."""
-    names = sorted(set(composer_tokacc.__all__) - NEEDS_COMPOSER)
-    rooms_of_model_structure, all_rooms = in_fork(plan_without_hosts, names)
-    assert rooms_of_model_structure == {'lazy', 'model_structure'}
-    assert {'sampling', 'layout', 'data_spec', 'checks', 'invariance', 'algorithm'} <= all_rooms
+def test_plain_loops_need_torch_and_numpy(tmp_path):
+    """No other package can be found."""
+    installed = Path(torch.__file__).parents[1]
+    for name in NEEDED_BY_TORCH:
+        if (installed / name).exists():
+            (tmp_path / name).symlink_to(installed / name)
+    done = subprocess.run(
+        [sys.executable, '-S', '-c', USE_WITHOUT_HOSTS, str(tmp_path / 'last.pt')],
+        cwd=ROOT,
+        env={**environment(), 'PYTHONPATH': f'{tmp_path}{os.pathsep}{ROOT}'},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # A doctest that has failed would have printed something before.
+    assert re.match(r'step 1: .*^step 8: ', done.stdout, re.DOTALL | re.MULTILINE), done.stdout
 
 
 ORDER = (

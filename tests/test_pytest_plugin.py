@@ -343,7 +343,7 @@ class ScaledByMean(RunningMean):
         (spectral_norm, r'`\S+parametrizations\.weight\.0\._u`'),
         (RunningMean, r'`\S+running`'),
         (ReplacedMean, r'`\S+running`'),
-        (WarmUp, 'something outside of its buffers'),
+        (WarmUp, r'`\S+count`'),
     ],
 )
 def test_state_that_forwards_write(make_layer, written):

@@ -4,9 +4,9 @@
 """Checks rows that are padded on the left, if there are several ranks.
 
 Each rank pads to its own longest row. If all rows were in one batch, some would have more padding. More padding on the
-right changes nothing. On the left it changes two things. If the first token has a label, the pad before it predicts
-that label. And some models count positions from the first column, or compute the pads (a recurrent network). A step in
-which one of these matters is refused, because its gradient would depend on the number of ranks.
+right changes nothing. On the left it may change a row in two ways. If the first token has a label, the pad before it
+predicts that label. And some models count positions from the first column, or compute the pads (a recurrent network).
+If a row is changed, the gradient depends on the number of ranks, so the step is refused.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankWidth:
-    """The padded width of the rows of one rank, and why it matters."""
+    """The padded width of the rows of one rank, and whether it matters."""
 
     width: int
     is_left: bool
     """Whether some row has padding on the left."""
     reason: str
-    """What more padding on the left would change; empty: nothing."""
+    """Why more padding on the left would change these rows; empty: it would not."""
 
     @classmethod
     def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
         """Returns the width of a batch.
 
         Args:
-            facts_of_parts: The facts of the batch, or of each microbatch of a loader. Empty: nothing is known.
-            rules: How rows may be cut. None: the run does not trim rows, so nothing is known about padding.
+            facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty: rows cannot
+                be told apart, or are not compared.
+            rules: How rows may be cut. None: the run does not trim rows, so no check has shown what padding changes.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
         width = 0
@@ -52,7 +53,7 @@ class RankWidth:
             is_padded_right = facts.is_padded and facts.side == 'right'
             if is_padded_right:
                 continue
-            # Rows without padding count, too: in a wider batch they would get padding on the left.
+            # Rows without padding count, too, because in a wider batch they might get padding on the left.
             if _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
@@ -60,7 +61,7 @@ class RankWidth:
         return cls(width, is_left, reason)
 
     def numbers(self) -> list[int]:
-        """Returns integers whose sums over the ranks tell :func:`check_widths` whether to compare the ranks."""
+        """Returns integers whose sums over the ranks show :func:`check_widths` whether widths differ and may matter."""
         return [self.is_left, bool(self.reason), self.width, self.width**2]
 
 
@@ -71,25 +72,25 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     if rules.depends_on_left_padding(facts):
         return True
-    # The check cannot trim rows with a label behind their padding. So if all padded rows have one, it has shown
-    # nothing. Positions that come with the batch do not depend on its padding.
-    is_trimmed = rules.left == 'trim' or facts.has_positions
-    return any(facts.has_label_behind_padding) and not is_trimmed
+    # The check cannot trim rows with a label behind their padding. If all padded rows have one, it has not shown
+    # whether the model counts positions from the first column. A batch that has the positions needs no such proof.
+    is_known = rules.left == 'trim' or facts.has_positions
+    return any(facts.has_label_behind_padding) and not is_known
 
 
 def check_widths(
     sums: Sequence[float], width_of_rank: Callable[[], RankWidth], *, was_checked: bool, is_trimmed: bool
 ) -> None:
-    """Raises RuntimeError on all ranks if more padding on the left would change the rows of a rank.
+    """Raises RuntimeError on all ranks if the widest rank's padding on the left would change the rows of another rank.
 
     Args:
         sums: Sums over the ranks of :meth:`RankWidth.numbers`.
         width_of_rank: Returns the width of this rank by the rules that hold now. Called only if the sums show unequal
             widths that may matter.
-        was_checked: Whether rows were checked since the sums were made. Then the check may have found that padding
-            matters, and the sums do not show it.
+        was_checked: Whether rows were checked since the sums were made. The check may have found that padding matters,
+            which the sums do not show.
         is_trimmed: Whether the run trims rows. If not, no check shows whether the model counts positions from the first
-            column, so unequal widths are warned of.
+            column. Then unequal widths only give a warning.
     """
     num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
     are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
@@ -101,13 +102,13 @@ def check_widths(
     if not may_matter:
         return
     widths = all_gather_object(width_of_rank())
-    widest = max(other.width for other in widths)
-    for rank, other in enumerate(widths):
-        if other.reason and other.width < widest:
+    widest = max(rank_width.width for rank_width in widths)
+    for rank, rank_width in enumerate(widths):
+        if rank_width.reason and rank_width.width < widest:
             raise NotExactError(
-                f'Rows padded on the left must be equally wide on all ranks, got: {other.width} on rank {rank}, '
-                f'{widest} on another, and {other.reason}. The gradient would depend on the number of ranks. Pad all '
-                'rows to one width, pad on the right, or mask that label (-100) and give `position_ids` '
+                f'Rows padded on the left must be equally wide on all ranks, got: {rank_width.width} on rank {rank}, '
+                f'{widest} on another, and {rank_width.reason}. The gradient would depend on the number of ranks. '
+                'Pad all rows to one width, pad on the right, or mask that label (-100) and give `position_ids` '
                 '(docs/errors.md#padding).'
             )
 

@@ -3,8 +3,8 @@
 
 """Makes sure that DDP can reduce the gradients of a step, and that FSDP shards all parameters.
 
-DDP waits until every rank has a gradient for every parameter. The other ranks would wait forever for a rank whose
-microbatch does not use a part of the model (text without images), or for a rank with fewer microbatches.
+DDP waits until every rank has a gradient for every parameter. If the microbatch of one rank does not use a part of the
+model (text without images), or if one rank has fewer microbatches, the others would wait forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class ReductionWatch:
-    """Watches in which microbatches of a step DDP reduces gradients, and gives DDP the gradients that it waits for.
+    """Notes which microbatches of a step reduce gradients under DDP, and adds the gradients that DDP waits for.
 
     It does nothing without DDP.
 
@@ -37,7 +37,7 @@ class ReductionWatch:
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         self._parameters = list(state.model.parameters())
-        # A model may reduce some gradients itself, such as those of its experts.
+        # All but those that the model has DDP ignore, because it reduces their gradients itself (such as experts).
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
         if self._ddp is not None:
             for name, parameter in self._ddp.module.named_parameters():
@@ -48,31 +48,32 @@ class ReductionWatch:
         has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
         self.may_meet_once = (
             self._ddp is not None
-            and not state.auto_microbatching  # ranks ask each other after every forward whether memory ran out
-            and not is_coupled  # the loss may gather rows of other ranks
+            and not state.auto_microbatching  # Composer asks all ranks after every forward whether memory ran out
+            and not is_coupled
             and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether ranks may wait for each other only in the last microbatch of a step. Then one rank may have more
-        microbatches than another."""
+        """Whether nothing before the last microbatch of a step makes ranks wait for each other, if DDP reduces only
+        there. Then one rank may have more microbatches than another."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
         self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # For each parameter: a pair of numbers that a backward changes if it reaches the parameter. It is taken before
-        # the backward that reduces.
+        # For each parameter that DDP waits for: a pair of numbers that changes if a backward reaches the parameter. The
+        # pairs are taken before the backward that reduces.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
 
     def note_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
         """Notes whether the backward of the next microbatch reduces gradients.
 
         Args:
-            num_microbatches: The number of microbatches of this rank in the step; 0: not known, and then an early
+            num_microbatches: The number of microbatches of this rank in the step. 0: it is not known, and an early
                 reduction is not refused.
-            must_reduce_once: Whether ranks may make different numbers of microbatches.
+            must_reduce_once: Whether only the last microbatch may reduce, because ranks may have different numbers of
+                microbatches.
 
         Raises:
-            RuntimeError: If gradients are reduced before the last microbatch, but ranks may have unequal numbers. Or if
-                DDP does not reduce the gradients of all parameters.
+            RuntimeError: If gradients are reduced before the last microbatch against ``must_reduce_once``. Or if DDP
+                does not reduce the gradients of all trained parameters.
         """
         if self._ddp is None:
             return
@@ -80,11 +81,19 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             return
-        self._check_trained(self._ddp)
+        trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
+        num_in_ddp = num_reduced(self._ddp)
+        if len(trained) > num_in_ddp:
+            # Each rank would train its own copy of those that were unfrozen later.
+            raise NotExactError(
+                f'DDP reduces only the {num_in_ddp} parameters that were trained when the Trainer was made, got: '
+                f'{len(trained)} that are trained now. Unfreeze parameters before that, or make a new Trainer '
+                '(docs/errors.md#ranks).'
+            )
         # With one of these options DDP itself finds the parameters that a backward leaves out.
         finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_left_out:
-            self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
+            self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in trained]
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
                 'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
@@ -93,19 +102,11 @@ class ReductionWatch:
                 'the checkpoint was written.'
             )
 
-    def _check_trained(self, model: DistributedDataParallel) -> None:
-        """Raises RuntimeError if parameters were unfrozen after DDP was made. Each rank would train its own copy."""
-        num_trained = sum(parameter.requires_grad for parameter in self._parameters_of_ddp)
-        num_in_ddp = num_reduced(model)
-        if num_trained > num_in_ddp:
-            raise NotExactError(
-                f'DDP reduces only the {num_in_ddp} parameters that were trained when the Trainer was made, got: '
-                f'{num_trained} that are trained now. Unfreeze parameters before that, or make a new Trainer '
-                '(docs/errors.md#ranks).'
-            )
-
     def complete_for_ddp(self) -> None:
-        """Adds a gradient of zero to parameters that the backward has not reached. DDP waits for all parameters."""
+        """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them.
+
+        Called after the backward of each microbatch. It does nothing if that backward did not reduce.
+        """
         states_before = self._states_before
         self._states_before = []
         if self._ddp is None or not states_before:
@@ -114,22 +115,21 @@ class ReductionWatch:
         for parameter, state_before in states_before:
             if state_of_gradient(parameter) == state_before:
                 left_out.append(parameter)
-        # If the backward reached no parameter at all, DDP looks as if it had reduced, but it still waits.
+        # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all.
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
         zeros = []
         for parameter in left_out:
-            if parameter.requires_grad:
-                no_elements = parameter.flatten()[:0]
-                zeros.append(no_elements.sum())
+            no_elements = parameter.flatten()[:0]
+            zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
 
     def complete_for_composer(self) -> None:
-        """Gives every parameter a gradient if Composer itself reduces them after the last microbatch.
+        """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.
 
-        This is Composer's strategy ``forced_sync``. It reduces the gradients that are not None, one after the other. So
-        all ranks must have gradients for the same parameters. Called after the backward of the last microbatch.
+        Called after the backward of the last microbatch. By its strategy ``forced_sync`` Composer then reduces the
+        gradients that are not None, one after the other. So all ranks must have gradients for the same parameters.
         """
         if self._ddp is None:
             return
@@ -141,9 +141,10 @@ class ReductionWatch:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduced_once(self) -> bool | None:
-        """Returns whether this step reduced only in its last microbatch; None if the step cannot show it.
+        """Returns whether DDP reduced only in the last microbatch of this step, or not at all.
 
-        A step of one microbatch cannot show it, nor can a step in which ranks must meet in every microbatch.
+        None: the step does not show it, because it has only one microbatch, or ranks wait for each other in all of
+        them anyway.
         """
         if len(self._reduces) < 2 or not self.may_meet_once:
             return None
@@ -163,10 +164,10 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 
 def warn_of_large_units(model: torch.nn.Module) -> None:
-    """Warns if FSDP gathers the whole model at once. This is exact, but needs the memory of all weights.
+    """Warns on rank 0 if FSDP gathers the whole model at once. This is exact, but needs the memory of all weights.
 
-    Composer makes each child of its model a unit of FSDP. It makes smaller units only if the child has `fsdp_wrap_fn`.
-    The `HuggingFaceModel` of Composer 0.32 does not set it.
+    Composer makes each child of its model a unit of FSDP. It makes smaller units only if the child has `fsdp_wrap_fn`,
+    which the `HuggingFaceModel` of Composer 0.32 does not set.
     """
     if get_global_rank() != 0:
         return
@@ -184,7 +185,7 @@ def warn_of_large_units(model: torch.nn.Module) -> None:
 
 
 def check_reduced(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if DDP has not reduced all gradients. DDP itself would say so only at the next forward."""
+    """Raises RuntimeError if DDP has not reduced all gradients. DDP itself would raise only at the next forward."""
     if isinstance(model, DistributedDataParallel) and not is_reduced(model):
         raise NotExactError(
             'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '

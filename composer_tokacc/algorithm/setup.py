@@ -4,8 +4,8 @@
 """The parts that TokenAccumulation sets up at the first batch of a fit.
 
 :class:`AlgorithmOptions` checks the arguments of the algorithm. :class:`RunContext` is built from them, from the model
-and from the first batch. It holds the split, the terms of the loss and the first-batch check, decides where the run
-computes logits, and refuses a run that cannot be exact.
+and from the first batch. It refuses a run that cannot be exact, and decides whether the model computes logits only at
+labels. It holds the split, the terms of the loss and the first-batch check.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AlgorithmOptions:
     """The arguments of :class:`.TokenAccumulation`; its docstring explains them.
 
     Raises:
-        ValueError: If one of them is unknown, or two do not go together.
+        ValueError: If one of them has an unknown value, or two do not go together.
     """
 
     loss_tokens: str
@@ -95,12 +95,12 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. Token weights need the rule, so they need this, too."""
+        """Whether the model's loss is compared with its rule. With token weights it always is, because they need it."""
         return self.check_loss or self.is_weighted
 
     @property
     def why_all_logits(self) -> str | None:
-        """Why these arguments need logits of all positions; None: they allow logits only at labels."""
+        """Why these arguments need logits at all positions; None: they allow logits only at labels."""
         if self.logits == 'all':
             return '`logits` is set to all'
         if self.loss_units:
@@ -140,7 +140,7 @@ class RunContext:
     """
 
     step: Step
-    """The step that runs now; set by :meth:`begin_step`."""
+    """The record of the step that runs now; set by :meth:`begin_step`."""
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
@@ -148,19 +148,18 @@ class RunContext:
         _check_trains_something(model)
         check_gradient_hooks(model)
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train.
-        self._norms = _batch_norms(model) if options.check_loss else {}
+        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
-        self._reads_weights = options.token_weights == 'column'
+        self._has_weight_column = options.token_weights == 'column'
         coefficient = None
-        if not options.loss_units:
+        if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
         self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits. None: not known yet. Set at the end of a step."""
-        # The split, and the layout of the batches.
+        """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
         microbatch_size = state.device_train_microbatch_size or 1
@@ -168,17 +167,16 @@ class RunContext:
             self._check_coupled_terms(self.split)
             # The split may have served another model before, and must forget it.
             self.split.start(model, state.batch, microbatch_size, layout)
-        # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self._logits = options.logits
+        self._requires_selection = options.logits == 'labels'
         selector: LabelSelector | None = None
         why_all_logits = _why_all_logits(state, layout, options, model)
         if why_all_logits is not None:
-            self._note_all_logits(why_all_logits)
+            self._log_all_logits(why_all_logits)
         elif isinstance(model, HuggingFaceModel):
             selector = LabelSelector(model.model)
         probe = Probe(
@@ -201,28 +199,31 @@ class RunContext:
         )
 
     def begin_step(self, step: Step) -> None:
-        """Begins a step. The split will write its microbatches into the record of the step."""
+        """Begins a step. The split will add its microbatches to the record of the step."""
         self.step = step
         if self.split is not None:
             self.split.step = step
 
     @property
     def is_step_empty(self) -> bool:
-        """Whether the step has no loss-generating token on any rank, although the loss is made of such tokens."""
+        """Whether the step has no loss-generating token on any rank, although a term of the loss is their mean.
+
+        One forward over the whole batch would have a loss of NaN, so such a step changes no weight.
+        """
         units = self.terms.units.values()
         has_token_terms = not units or 'tokens' in units
         return self.step.totals.loss_tokens == 0 and has_token_terms
 
     def width_of(self, step: Step) -> RankWidth:
-        """Returns the width of the rows of this rank."""
+        """Returns the width of the rows of this rank. A single rank, which is not compared, has width 0."""
         if self.world_size == 1:
-            return RankWidth.of((), None, None)  # there is no other rank to compare widths with
+            return RankWidth.of((), None, None)
         rules = None if self.split is None else self.split.rules  # without a split no row is trimmed
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules of the check."""
-        if self._reads_weights:
+        """Checks the rows that are new on any rank, and has the split cut by the rules of the check; a collective."""
+        if self._has_weight_column:
             # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
         try:
@@ -237,28 +238,28 @@ class RunContext:
         failure = self.check.selection_failure
         if failure is not None and self.selector is not None:
             self._remove_selector()
-            self._note_all_logits(failure)
+            self._log_all_logits(failure)
 
     def end(self) -> None:
-        """Gives the model back as the user passed it."""
+        """Removes the hooks from the model, and makes the split forget it."""
         self._remove_selector()
         if self.split is not None:
             self.split.stop()
 
     @property
     def selector(self) -> LabelSelector | None:
-        """Makes the model compute logits only at labels; None: it computes them at all positions."""
+        """Hooks with which the model computes logits only at labels; None: it computes them at all positions."""
         return self.check.selector
 
     def _remove_selector(self) -> None:
-        """Leaves the model as it was: it computes all logits."""
+        """Removes the hooks for logits at labels. From now on the model computes all logits."""
         if self.selector is not None:
             self.selector.remove()
             self.check.selector = None
 
-    def _note_all_logits(self, why: str) -> None:
-        """Logs why all logits are computed. Raises RuntimeError if the user has asked for logits at labels."""
-        if self._logits == 'labels':
+    def _log_all_logits(self, why: str) -> None:
+        """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
+        if self._requires_selection:
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
                 'computes all logits in this case (docs/errors.md#logits-at-labels).'
@@ -270,7 +271,7 @@ class RunContext:
 
         Checked in every step, because Composer puts the model into training mode after each evaluation.
         """
-        training = [name for name, module in self._norms.items() if module.training]
+        training = [name for name, module in self._batch_norms.items() if module.training]
         if training:
             raise NotExactError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
@@ -279,7 +280,7 @@ class RunContext:
             )
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
-        """Raises RuntimeError if a term depends on which rows share a microbatch, and the split changes that."""
+        """Raises RuntimeError if the split regroups rows, but a term depends on which rows share a microbatch."""
         if self.terms.coupled and (split.options.regroup or split.options.packing):
             raise NotExactError(
                 f'Rows must be independent to be regrouped, but the terms {self.terms.coupled} of `loss_units` depend '
@@ -291,7 +292,7 @@ class RunContext:
 def _why_all_logits(
     state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: ComposerModel
 ) -> str | None:
-    """Returns why a run needs logits at all positions; None: no reason is known before the first-batch check."""
+    """Returns why a run needs logits at all positions; None: there is no reason before the first-batch check."""
     if options.why_all_logits is not None:
         return options.why_all_logits
     if state.train_metrics:
@@ -319,7 +320,7 @@ def _check_trains_something(model: torch.nn.Module) -> None:
         raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
 
 
-def _batch_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Returns the modules of a model that normalise by the statistics of a batch, by name."""
     norms = {}
     for name, module in model.named_modules():
@@ -329,13 +330,13 @@ def _batch_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
-    """Moves a batch to the device and prepares it for the model, as the split does."""
+    """Moves a batch to the device, and prepares it for the model as the split prepares microbatches."""
     on_device = state.device.batch_to_device(batch)
     return on_device if split is None else split.for_model(on_device)
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns about settings that are exact, but that the user may not expect."""
+    """Warns of weights that are not used, and of noise that depends on the cut. No check refuses them."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
@@ -343,17 +344,18 @@ def _warn_of_surprises(state: State, token_weights: str) -> None:
         log.warning('NEFTune scales its noise by the width of its batch, which is trimmed (docs/limits.md).')
 
 
-def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
-    """Raises ValueError if labels or ids lie outside of the model's vocabulary.
+def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
+    """Raises ValueError if tokens cannot be counted, or if labels or ids lie outside of the model's vocabulary.
 
     Args:
         model: The model, in DDP or not.
         microbatches: The microbatches of one device batch, on the CPU.
-        vocabulary: The number of logits of a position; None: no forward has shown it yet.
+        vocabulary: The number of logits of a position. None: no forward has shown it yet, and it is taken from the
+            output embedding of a Hugging Face model.
     """
     model = _unwrapped(model)
     is_hugging_face = isinstance(model, HuggingFaceModel)
-    # In all other models labels need not be at the positions of the ids.
+    # In other models, labels need not be at the positions of the ids.
     labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
     embedding = None
     if is_hugging_face:
@@ -363,6 +365,7 @@ def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vo
     for microbatch in microbatches:
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
         check_vocabulary(microbatch, 'labels', vocabulary)
-        # A class derived from Embedding may hold further ids. Placeholders may be outside, as models replace them.
+        # Of a class derived from Embedding the number of ids is not known. Models replace the ids of placeholders, so
+        # these may be outside.
         if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
             check_vocabulary(microbatch, 'input_ids', embedding.num_embeddings, partial(all_placeholders, model.config))

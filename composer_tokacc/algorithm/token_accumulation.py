@@ -28,7 +28,7 @@ from composer_tokacc.algorithm.loss_terms import (
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
-from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
+from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
@@ -148,7 +148,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._reduces_once = False  # whether DDP reduces gradients only in the last microbatch of a step
+        self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
@@ -163,7 +163,7 @@ class TokenAccumulation(Algorithm):
             Event.AFTER_TRAIN_BATCH: self._finish,
             Event.BATCH_END: self._end_step,
             Event.EPOCH_END: self._end_epoch,
-            Event.EVAL_START: self._tell_rule,
+            Event.EVAL_START: self._give_rule_to_eval_split,
             Event.FIT_END: self._end_fit,
         }
 
@@ -183,7 +183,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def rule(self) -> str | None:
-        """The loss rule, as soon as it is known."""
+        """The loss rule. None: it is not known before the first batch."""
         return None if self._context is None else self._context.check.rule
 
     @property
@@ -194,8 +194,8 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _known_rule(self) -> str:
-        """The loss rule, after the first-batch check, which names or finds one."""
-        rule = self._run.check.rule
+        """The loss rule. Only after the first-batch check, which finds it if the user has not named it."""
+        rule = self.rule
         assert rule is not None
         return rule
 
@@ -206,7 +206,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model returns logits. If not, it returns hidden states, and the head is part of its loss."""
+        """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits."""
         return self._context is None or self._context.check.has_logits
 
     @property
@@ -215,7 +215,7 @@ class TokenAccumulation(Algorithm):
         return self.options.why_all_logits
 
     def selects_logits(self, state: State) -> bool:
-        """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
+        """Returns whether microbatches compute logits only at labels. Before the first batch it returns False."""
         return self._selector_for(state) is not None
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
@@ -252,7 +252,7 @@ class TokenAccumulation(Algorithm):
             logger.log_metrics(metrics)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for a copy or a pickle, without the fit, which holds the model and the trainer."""
+        """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
         attributes = {**vars(self), '_context': None, '_raw_loss': None}
         for name in ('_model_batch', '_edges_of_loss'):
             attributes.pop(name, None)
@@ -267,38 +267,38 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state with which a resumed run gives the same bits. Rule and rows are checked again."""
+        """Restores what a resumed run needs to give the same bits. It finds the loss rule again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State) -> None:
-        """FIT_START: checks the wrapped model, and forgets earlier fits, which may have had another model or loader."""
+        """FIT_START: forgets an earlier fit, which may have had another model, and checks the wrapped model."""
         self._end_fit(state)  # FIT_END does not come after an error
+        self._context = None
+        self._token_choice = TokenChoice()
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
-        self._context = None
-        self._token_choice = TokenChoice()
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. Otherwise a run that counts batches would never end."""
+        """EPOCH_END: refuses an epoch without batches. A run of a number of batches would never end."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
             )
 
-    def _tell_rule(self, state: State) -> None:
-        """EVAL_START: tells the split of the eval loader the loss rule. It decides which labels of packed rows stay."""
+    def _give_rule_to_eval_split(self, state: State) -> None:
+        """EVAL_START: sets the loss rule of the eval loader's split. It decides which labels of packed rows stay."""
         split = split_of(state.dataloader)
         if split is not None:
             split.loss_rule = self.rule
 
     def _end_fit(self, state: State) -> None:
-        """FIT_END: removes our hooks from the model, and has the split forget it."""
+        """FIT_END: removes our hooks from the model, and makes the split forget it."""
         if self._context is not None:
             self._context.end()
 
@@ -307,9 +307,10 @@ class TokenAccumulation(Algorithm):
     def _begin_step(self, state: State) -> None:
         """BATCH_START: counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
         vocabulary = None if self._context is None else self._context.check.vocabulary
-        check_microbatches(state.model, microbatches_of(state.batch), vocabulary)
+        check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
+            # The value may come from a checkpoint or an earlier fit, whose ranks did not meet in every microbatch.
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
@@ -319,7 +320,7 @@ class TokenAccumulation(Algorithm):
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
-        # The sums come before the cut, so that rows of a new kind are cut only by rules that were proven for them.
+        # One all-reduce for everything that ranks must know of each other before the batch is cut.
         sums = self._sums_over_ranks(
             state,
             {
@@ -330,28 +331,28 @@ class TokenAccumulation(Algorithm):
             },
         )
         step.totals = StepTotals(*sums['counts'])
-        (num_with_new_rows,) = sums['new rows']
+        (num_ranks_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
         # Not due in the first step, whose rows have just been proven.
-        is_check_due = run.check.is_due(self._step_number, has_new_rows=num_with_new_rows > 0)
+        is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
-            run.prove(state.batch)
+            run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         check_widths(
             sums['widths'],
-            lambda: run.width_of(step),  # not the width from above, because prove() may have changed the rules
+            lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
             was_checked=is_check_due,
             is_trimmed=run.split is not None,
         )
         run.begin_step(step)
-        # Counted here, because an optimizer may compute a step several times.
+        # Not counted when the step is computed, because an optimizer may compute it several times.
         self.num_empty_steps += run.is_step_empty
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of its rows to the batch, and returns the record of the step."""
         run = self._run
-        num_copies = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
-        batch = _with_copies_marked(state.batch, num_copies)
+        num_repeated_samples = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
+        batch = _with_repeated_samples_marked(state.batch, num_repeated_samples)
         # The counts are in the batch, so that the split also cuts them into microbatches.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
@@ -365,7 +366,7 @@ class TokenAccumulation(Algorithm):
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
-        """Marks the rows of a counted batch that have new labels."""
+        """Marks the rows of a counted batch with a label that counts for the first time in the run."""
         has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
@@ -376,7 +377,7 @@ class TokenAccumulation(Algorithm):
         return with_rows(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
-        """Returns the sums over the ranks of several lists of numbers, by the same names. All are in one all-reduce."""
+        """Sums lists of numbers over the ranks, in one all-reduce. Returns the sums by the names of their lists."""
         if self._run.world_size == 1:
             return numbers
         in_one_list = list(chain.from_iterable(numbers.values()))
@@ -398,6 +399,7 @@ class TokenAccumulation(Algorithm):
         run.check_batch_norms()
         run.reductions.start_attempt()
         step.microbatches = []
+        self._raw_loss = None  # the graph of a microbatch that failed, which would stay in memory
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
@@ -410,8 +412,8 @@ class TokenAccumulation(Algorithm):
         """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
+        # If one of these holds, ranks may have unequal numbers of microbatches. An early reduction could wait forever.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        # Then ranks may have different numbers of microbatches, and an earlier reduction could wait forever.
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
@@ -426,41 +428,38 @@ class TokenAccumulation(Algorithm):
 
     def _replace_loss(self, state: State) -> None:
         """AFTER_LOSS: gives a microbatch without tokens a loss of 0, and puts our entries back into the batch."""
-        run = self._run
-        record = run.step.microbatches[-1]
         state.batch = self._model_batch.put_back(state.batch)
         self._split_router_loss(state)
-        if record.is_empty:
-            zero = attached_zero(state.outputs, state.loss)
-            empty_units = ['tokens']
-            router_terms = run.terms.of_unit(state.loss, 'microbatches')
-            if router_terms and not any(real_tokens(state.batch)):
-                # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
-                empty_units.append('microbatches')
-
-            def without_tokens(term: Term) -> torch.Tensor:
-                return zero if term.unit in empty_units else term.value
-
-            state.loss = run.terms.changed(state.loss, without_tokens)
-        if self._lacks_gradient(state):
-            # Only an encoder of media is trained, and it learns nothing from text. The backward would raise. The sum of
-            # no elements is 0, but gives the loss a gradient.
-            parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-            no_elements = parameter.flatten()[:0]
-            sum_of_none = no_elements.sum()
-            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
+        if self._run.step.microbatches[-1].is_empty:
+            self._zero_token_terms(state)
+        self._attach_gradient(state)
         self._edges_of_loss = {node_of(value) for value in tensors_in(state.loss)}
 
+    def _zero_token_terms(self, state: State) -> None:
+        """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
+        terms = self._run.terms
+        zero = attached_zero(state.outputs, state.loss)
+        empty_units = ['tokens']
+        if terms.of_unit(state.loss, 'microbatches') and not any(real_tokens(state.batch)):
+            # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
+            empty_units.append('microbatches')
+
+        def without_tokens(term: Term) -> torch.Tensor:
+            return zero if term.unit in empty_units else term.value
+
+        state.loss = terms.changed(state.loss, without_tokens)
+
     def _split_router_loss(self, state: State) -> None:
-        """Takes the load-balancing loss of a mixture of experts out of the mean over tokens. Other losses stay."""
+        """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss."""
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
         step_number = self._step_number
-        # Checked in steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
-        is_power_of_two = step_number & (step_number - 1) == 0
-        needs_coefficient = self.options.check_loss or run.terms.router_coefficient is not None
-        if is_power_of_two and needs_coefficient:
+        # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
+        is_check_due = step_number & (step_number - 1) == 0
+        # Without a coefficient nothing is split. Then the loss is checked only if the user wants it.
+        needs_check = self.options.check_loss or run.terms.router_coefficient is not None
+        if is_check_due and needs_check:
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
         is_first = step_number == 0 and len(run.step.microbatches) == 1
@@ -471,11 +470,20 @@ class TokenAccumulation(Algorithm):
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
             )
 
-    def _lacks_gradient(self, state: State) -> bool:
-        """Returns whether the loss has no gradient because the microbatch has no media."""
+    def _attach_gradient(self, state: State) -> None:
+        """Gives the loss of a microbatch without media a gradient if it has none, because the backward would raise.
+
+        Then only an encoder of media is trained, and it learns nothing from text.
+        """
         has_gradient = any(term.requires_grad for term in tensors_in(state.loss))
         layout = self._run.check.layout
-        return not has_gradient and layout is not None and not layout.media_of(state.batch)
+        if has_gradient or layout is None or layout.media_of(state.batch):
+            return
+        parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+        # The sum of no elements is 0, but it has a gradient.
+        no_elements = parameter.flatten()[:0]
+        sum_of_none = no_elements.sum()
+        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
     def _scale(self, state: State) -> None:
         """BEFORE_BACKWARD: scales the loss. The backward comes next, so no other algorithm changes it afterwards."""
@@ -513,7 +521,7 @@ class TokenAccumulation(Algorithm):
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if somebody has added a term to the loss since AFTER_LOSS, whose unit nobody knows."""
+        """Raises RuntimeError if a term was added to the loss since AFTER_LOSS, because its unit is not known."""
         if self.options.loss_units or not self.options.check_loss:
             return
         if has_bypass(tensors_in(state.loss), self._edges_of_loss):
@@ -525,24 +533,78 @@ class TokenAccumulation(Algorithm):
             )
 
     def _weigh_and_measure_tokens(self, state: State, record: MicrobatchRecord, weight_of_mean: float) -> None:
-        """Applies the weights of tokens, if they have some, and measures tokens if it is the microbatch's turn.
+        """Applies the token weights, if there are any. Measures tokens in the backward, if the microbatch is chosen.
 
-        Also notes the sum of the losses of weighted tokens. ``weight_of_mean`` is the factor that the mean over the
-        tokens must have in the step.
+        ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
         run = self._run
         step = run.step
         num_tokens = record.counts.loss_tokens
         if step.is_weighted and num_tokens:
+            # The mean of equal weights, because the weights are applied below.
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
         is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
-        if record.has_weight and is_chosen and run.check.has_logits:
-            self._weigh_and_watch_logits(state, record, scaled_weight=weight_of_mean * step.gradient_scale)
+        if not (record.has_weight and is_chosen and run.check.has_logits):
+            return
+        logits = logits_of(state.outputs)
+        # If tokens have weights, check_step() refuses the step after each of these two returns.
+        if logits is None or logits.grad_fn is None:
+            return
+        selector = run.selector
+        positions = None
+        if selector is not None:
+            positions = selector.positions_of_logits
+        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens, positions)
+        if at_logits is None:
+            return
+        selected, record.positions_of_logits = at_logits
+        edges = {node_of(logits)}
+        router_loss = router_loss_of(state.outputs)
+        if router_loss is not None:
+            edges.add(node_of(router_loss))
+        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
+        weights = None
+        if step.is_weighted:
+            weights = self._weigh_mean(state, record, logits, selected)
+        # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
+        units_of_terms = list(run.terms.units.values())
+        is_one_mean = units_of_terms in ([], ['tokens'])
+        plain_token_weight = None
+        if is_one_mean and run.check.token_scale is not None:
+            plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
+        measures_all = self._token_choice.draws_all()
+        record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
+
+    def _weigh_mean(
+        self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
+    ) -> torch.Tensor:
+        """Turns the mean over tokens into the weighted mean. Returns the weights relative to their mean, at the logits.
+
+        Args:
+            state: The trainer's state.
+            record: The record of the microbatch.
+            logits: Its logits, ``(rows, width, vocabulary)``.
+            selected: The labels and weights in the shape of the logits, see :func:`.batch_at_logits`.
+        """
+        rule = record.counts.rule
+        num_tokens = record.counts.loss_tokens
+        # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
+        relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+        weights = at_predictions(relative, rule)
+        weigh_tokens(logits, weights)
+        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
+        changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
+        change_of_mean = changes.sum() / num_tokens
+        state.loss = _with_added(state.loss, self._run.terms, change_of_mean)
+        return weights
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
-        """Returns the number by which terms of the unit ``'microbatches'`` are divided; None if the loss has none."""
+        """Returns the number by which terms of the unit ``'microbatches'`` are divided; None if there are none.
+
+        It is the number of microbatches of this rank in the step that have samples, and not only dummy rows.
+        """
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
             return None
@@ -551,58 +613,10 @@ class TokenAccumulation(Algorithm):
         # Composer's own split makes microbatches of a fixed number of rows.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
-    def _weigh_and_watch_logits(self, state: State, record: MicrobatchRecord, *, scaled_weight: float) -> None:
-        """Applies the token weights by a hook on the logits. Adds another, which measures how tokens weigh.
-
-        Args:
-            state: The trainer's state.
-            record: The record of the microbatch.
-            scaled_weight: The factor that the mean over its tokens must have in the step, times the loss scale.
-        """
-        run = self._run
-        logits = logits_of(state.outputs)
-        # If tokens have weights, check_step() refuses the step after each of these two returns.
-        if logits is None or logits.grad_fn is None:
-            return
-        rule = record.counts.rule
-        num_tokens = record.counts.loss_tokens
-        selector = run.selector
-        positions = None
-        if selector is not None:
-            positions = selector.positions_of_logits
-        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens, positions)
-        if at_logits is None:
-            return
-        selected, record.positions_of_logits = at_logits
-        sources = [logits]
-        router_loss = router_loss_of(state.outputs)
-        if router_loss is not None:
-            sources.append(router_loss)
-        edges = {node_of(source) for source in sources}
-        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
-        weights = None
-        if run.step.is_weighted:
-            # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
-            relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
-            weights = at_predictions(relative, rule)
-            weigh_tokens(logits, weights)
-            # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
-            changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
-            change_of_mean = changes.sum() / num_tokens
-            state.loss = _with_added(state.loss, run.terms, change_of_mean)
-        # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
-        units_of_terms = list(run.terms.units.values())
-        is_one_mean = units_of_terms in ([], ['tokens'])
-        plain_token_weight = None
-        if is_one_mean and run.check.token_scale is not None:
-            plain_token_weight = run.check.token_scale * scaled_weight / num_tokens
-        measures_all = self._token_choice.draws_all()
-        record.watch(logits, weights, plain_token_weight, is_whole=measures_all, selected=selected)
-
     def _end_microbatch(self, state: State) -> None:
         """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the model's own loss back.
 
-        Callbacks read the loss at the end of the batch.
+        The loss is put back for callbacks, which read it at the end of the batch.
         """
         run = self._run
         step = run.step
@@ -634,16 +648,16 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # If gradients were 0 instead of None, an optimizer would still decay weights and move by its momentum.
+            # Gradients are 0. With None instead, the optimizer does not decay weights or move by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
 
     def _end_step(self, state: State) -> None:
-        """BATCH_END: ends the step. Until now the optimizer may have computed it several times (LBFGS, SAM)."""
+        """BATCH_END: ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
         step = self._run.step
         self._token_choice.end_step(len(step.microbatches))
-        # So that the batch does not stay in memory while the next one is read.
+        # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
         del self._model_batch
@@ -651,7 +665,7 @@ class TokenAccumulation(Algorithm):
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
         tokens = int(step.totals.loss_tokens)
-        num_empty = sum(record.counts.loss_tokens == 0 for record in step.microbatches)
+        num_empty = sum(record.is_empty for record in step.microbatches)
         metrics: dict[str, float] = {
             'token_accumulation/loss_generating_tokens': tokens,
             'token_accumulation/empty_microbatches': num_empty,
@@ -671,7 +685,7 @@ class TokenAccumulation(Algorithm):
 class ModelBatch:
     """A microbatch as the model gets it, without our entries.
 
-    A compiled model would be compiled again for each value of them.
+    A compiled model would be compiled again whenever their values change.
 
     Args:
         batch: The microbatch.
@@ -698,24 +712,24 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # The original comes back if nobody has replaced what the model got. Of a hidden entry both are None.
+            # The original comes back if the entry is still what the model got. For a hidden entry both are None.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
 
 
-def _with_copies_marked(batch: Batch, num_copies: int) -> Batch:
-    """Marks the repeated samples at the end of the batch, which do not count."""
-    if not num_copies:
+def _with_repeated_samples_marked(batch: Batch, num_repeated_samples: int) -> Batch:
+    """Marks the last rows of the batch as repeated samples, which do not count."""
+    if not num_repeated_samples:
         return batch
-    rows = list(rows_of(batch))
-    first_copy = len(rows) - num_copies
-    marked_copies = [replace(row, samples=0) for row in rows[first_copy:]]
-    return with_rows(batch, rows[:first_copy] + marked_copies)
+    rows = rows_of(batch)
+    first_repeated = len(rows) - num_repeated_samples
+    marked_rows = [replace(row, samples=0) for row in rows[first_repeated:]]
+    return with_rows(batch, rows[:first_repeated] + marked_rows)
 
 
 def _checked_entries(batch: Batch) -> BatchDict:
-    """Returns the entries that the check of a step reads. All others, such as images, leave the device earlier."""
+    """Returns the entries that check_step() reads. The others, such as images, can leave the device before it."""
     return {key: batch[key] for key in ('labels', 'attention_mask', 'sample_ids', LOSS_WEIGHTS) if key in batch}
 
 
@@ -743,6 +757,7 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
     """Raises RuntimeError if a term over samples has a loss in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
+    # If all rows are added ones, all terms are multiplied by 0.
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(state.outputs)
@@ -767,7 +782,7 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
     ``weight_of_mean`` is the factor that the mean over the tokens of the microbatch must have in the step.
     """
     if record.counts.samples == 0:
-        return dict.fromkeys(LOSS_UNITS, 0.0)
+        return dict.fromkeys(LOSS_UNITS, 0.0)  # Composer's weight is 0, too, and must not be divided by
     num_with_samples = sum(row.samples > 0 for row in record.rows)
     return {
         'tokens': weight_of_mean / record.composers_weight,

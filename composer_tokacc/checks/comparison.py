@@ -121,7 +121,7 @@ class RowComparison(Generic[RulesT]):
         layout: Which parts of each tensor belong to which row.
         on_device: Returns a batch as the model gets it.
         rule: The loss rule of the model.
-        rows: A batch of the rows, with labels and without row counts.
+        rows: A batch of the rows, with labels.
         check_loss: Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row.
         varies_weights: Whether the probe varies weights whose entries are all equal.
     """
@@ -143,8 +143,6 @@ class RowComparison(Generic[RulesT]):
         self._rule = rule
         self._check_loss = check_loss
         self._varies_weights = varies_weights
-        self.at_own_weights: RowComparison[RulesT] | None = None
-        """The same comparison without varied weights, if weights were varied. Single and packed rows must pass both."""
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
@@ -153,7 +151,8 @@ class RowComparison(Generic[RulesT]):
         self._all_rows = list(range(len(self._counts)))
         # In a model with an encoder this is the width of the decoder's text, which is never trimmed.
         self._width = rows['labels'].shape[1]
-        self._narrowest = self._facts.width  # smallest width of the text of a microbatch so far
+        self.has_shown_trimming = False
+        """Whether the text of any row was computed narrower than the loader made it."""
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -170,6 +169,21 @@ class RowComparison(Generic[RulesT]):
                 f'`microbatch_transforms` must leave labels alone, got: {sum(counts)} loss-generating tokens where '
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
+
+    @cached_property
+    def _at_own_weights(self) -> RowComparison[RulesT] | None:
+        """The same comparison without varied weights, because they may hide a fault. None: no weight was varied."""
+        if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
+            return None
+        return RowComparison(
+            self._probe,
+            self._layout,
+            self._on_device,
+            self._rule,
+            self._rows,
+            self._check_loss,
+            varies_weights=False,
+        )
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
@@ -195,11 +209,6 @@ class RowComparison(Generic[RulesT]):
         if unit == 'samples':
             return len(rows)
         return sum(self._counts[row] for row in rows)
-
-    @property
-    def has_shown_trimming(self) -> bool:
-        """Whether the text of any row was computed narrower than the loader made it."""
-        return self._narrowest < self._facts.width
 
     def token_scale(self) -> float | None:
         """Returns the weight of a token in the loss, times the number of tokens: 1 for a plain mean of cross-entropies.
@@ -229,7 +238,7 @@ class RowComparison(Generic[RulesT]):
         self,
         cutter: Cutter[RulesT],
         rules: RulesT,
-        largest_packed_row: int = 0,
+        largest_packed_row: int,
     ) -> RulesT:
         """Returns the first rules under which every row keeps its gradient.
 
@@ -304,7 +313,7 @@ class RowComparison(Generic[RulesT]):
             return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
-        gradients = list(result.gradients.get('tokens', ()))
+        gradients = list(result.gradients['tokens'])
         num_expected = len(self.reference.gradients['tokens'])
         # The last gradient is the one by the logits.
         if len(gradients) != num_expected or not gradients or gradients[-1] is None:
@@ -314,7 +323,7 @@ class RowComparison(Generic[RulesT]):
         for index, gradient in enumerate(gradients):
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
                 gradients[index] = positions.put_back(gradient, height, width)
-        result = replace(result, gradients={**result.gradients, 'tokens': gradients})
+        result = replace(result, gradients={'tokens': gradients})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
         try:
             self._check_gradients(row_gradients, self._all_rows, CutKind.AT_LABELS)
@@ -372,11 +381,11 @@ class RowComparison(Generic[RulesT]):
             self._check_num_tokens(batch, rows, cut_kind)
             self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
-            self._narrowest = min(self._narrowest, self._layout.width(batch))
+            self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
         if self._check_loss:
             self._check_losses(parts)
-        if self.at_own_weights is not None:
-            self.at_own_weights._check_microbatches(assemble, groups, cut_kind)
+        if self._at_own_weights is not None:
+            self._at_own_weights._check_microbatches(assemble, groups, cut_kind)
 
     def _check_num_tokens(
         self,
@@ -416,31 +425,34 @@ class RowComparison(Generic[RulesT]):
         aligned: RowGradients = {}
         for unit, points in result.gradients.items():
             for index, gradient in enumerate(points):
-                if gradient is None:
-                    # A loss that does not depend on an output has the gradient 0 there.
-                    aligned[unit, index] = torch.zeros(len(rows), self._width, 1)
-                    continue
-                row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-                aligned[unit, index] = row_gradients
-                # Two or more packed rows are documents of one row. A row that is packed by itself is aligned like any
-                # single row. Microbatches that are not packed may have dummy rows after their own rows.
-                if len(gradient) < len(rows):
-                    documents = documents_of(batch)[0]
-                    document = 0
-                    for place, row in enumerate(rows):
-                        is_real = self._facts.real[row]
-                        if not bool(is_real.any()):
-                            continue  # a row without tokens makes no document
-                        row_gradients[place, is_real] = gradient[0, documents == document]
-                        document += 1
-                elif self._facts.side == 'left':
-                    start = -gradient.shape[1]
-                    row_gradients[:, start:] = gradient[: len(rows), -self._width :]
-                else:
-                    end = gradient.shape[1]
-                    row_gradients[:, :end] = gradient[: len(rows), : self._width]
-                row_gradients *= self._denominator(unit, rows)
+                row_gradients = self._in_uncut_columns(batch, gradient, rows)
+                aligned[unit, index] = row_gradients * self._denominator(unit, rows)
         return aligned
+
+    def _in_uncut_columns(self, batch: Batch, gradient: Tensor | None, rows: Sequence[int]) -> Tensor:
+        """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
+        if gradient is None:
+            # A loss that does not depend on an output has the gradient 0 there.
+            return torch.zeros(len(rows), self._width, 1)
+        row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
+        # Two or more packed rows are documents of one row. A row that is packed by itself is aligned like any single
+        # row. Microbatches that are not packed may have dummy rows after their own rows.
+        if len(gradient) < len(rows):
+            documents = documents_of(batch)[0]
+            document = 0
+            for place, row in enumerate(rows):
+                is_real = self._facts.real[row]
+                if not is_real.any():
+                    continue  # a row without tokens makes no document
+                row_gradients[place, is_real] = gradient[0, documents == document]
+                document += 1
+        elif self._facts.side == 'left':
+            start = -gradient.shape[1]
+            row_gradients[:, start:] = gradient[: len(rows), -self._width :]
+        else:
+            end = gradient.shape[1]
+            row_gradients[:, :end] = gradient[: len(rows), : self._width]
+        return row_gradients
 
     # The differences.
 
@@ -479,11 +491,10 @@ class RowComparison(Generic[RulesT]):
         """Returns the change of the row whose gradient differs most from the expected one, for each point."""
         # A microbatch may leave out a term. Then it adds nothing to the gradient of this term.
         zero = torch.zeros(len(self._all_rows), self._width, 1)
-        zero_of_rows = zero[rows]
         changes = []
         for point in {**self._expected, **gradients}:
             all_expected = self._expected.get(point, zero)
-            row_gradients = gradients.get(point, zero_of_rows)
+            row_gradients = gradients.get(point, zero[rows])
             norms = all_expected.flatten(1).norm(dim=1)
             largest = float(norms.max())
             expected = all_expected[rows]

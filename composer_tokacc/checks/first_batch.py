@@ -13,7 +13,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias
 
@@ -48,7 +47,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import RowRanges, ranges_of
+from composer_tokacc.layout.facts import PACKED_ROWS, PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import num_rows, without_rows
@@ -65,9 +64,9 @@ MIN_ROWS = 4
 NUM_TIED_TOKENS = 3
 """Number of distinct tokens in the row of :func:`row_with_ties`."""
 NUM_LABELS = 4
-"""Number of labels of the row that shows the loss rule."""
+"""Most labels that the check puts on a row: to find the loss rule, or to give rows unequal numbers of labels."""
 ENOUGH_TOKENS = 4
-"""Number of tokens that :func:`lengthened` gives a row."""
+"""A row with as many tokens can have several labels that count."""
 LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
@@ -96,8 +95,8 @@ class RowOffer:
     ranges: RowRanges
 
     @property
-    def value(self) -> tuple[bool, int, int]:
-        """A key to compare offers. The offer with the largest one is checked."""
+    def priority(self) -> tuple[bool, int, int]:
+        """The rows of the offer with the highest priority are checked. Rows that cannot show the rule come last."""
         return self.can_show_rule, self.num_missing, self.num_rows
 
 
@@ -129,6 +128,8 @@ class FirstBatchCheck(Generic[RulesT]):
     """Whether to check the loss rule, and that rows keep their weights. If not, ``loss_tokens`` names a rule."""
     microbatch_size: float
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
+    selector: LabelSelector | None = None
+    """Makes the model compute logits only at labels. None: that is not tried."""
     rule: str | None = field(default=None, init=False)
     """The loss rule of the model."""
     token_scale: float | None = field(default=None, init=False)
@@ -136,16 +137,14 @@ class FirstBatchCheck(Generic[RulesT]):
     None: the weights differ (label smoothing, focal losses), or nothing is known."""
     vocabulary: int | None = field(default=None, init=False)
     """Number of ids that a label may have, from the model's logits."""
-    selector: LabelSelector | None = field(default=None)
-    """Makes the model compute logits only at labels. None: that is not tried."""
     selection_failure: str | None = field(default=None, init=False)
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     has_logits: bool = field(default=True, init=False)
-    """False if the loss shows that the output of the model holds hidden states, and that the loss holds the head."""
+    """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
     """Ranges of the rows that were compared, the same on all ranks."""
-    _was_run: bool = field(default=False, init=False)
-    """Whether rows were checked, and are not due to be checked again."""
+    _is_check_due: bool = field(default=True, init=False)
+    """Whether to check rows even if none are new."""
 
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
@@ -172,12 +171,12 @@ class FirstBatchCheck(Generic[RulesT]):
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.
 
-        In these steps it also notes that a check is due, so that :meth:`prove` checks rows even if none are new.
+        In these steps it also notes that :meth:`prove` must check rows, even if none are new.
         """
         is_power_of_two = step & (step - 1) == 0
         if step >= LOOK_AGAIN and is_power_of_two:
-            self._was_run = False
-        return has_new_rows or not self._was_run
+            self._is_check_due = True
+        return has_new_rows or self._is_check_due
 
     def prove(self, batch: Batch) -> RulesT | None:
         """Checks rows until no rank has rows outside of the proven ranges, and once if a check is due; a collective.
@@ -200,9 +199,9 @@ class FirstBatchCheck(Generic[RulesT]):
             missing = self._proven.missing(local_ranges)
             # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check.
             (is_any_missing,) = max_over_ranks([bool(missing)])
-            if self._was_run and not is_any_missing:
+            if not self._is_check_due and not is_any_missing:
                 return rules
-            # Every rank offers its rows. Rows that cannot show the loss rule are the last choice.
+            # Every rank offers its rows.
             offers = all_gather_object(
                 RowOffer(
                     _can_show_rule(batch),
@@ -211,16 +210,16 @@ class FirstBatchCheck(Generic[RulesT]):
                     local_ranges,
                 )
             )
-            offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
+            offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
             # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             rows_to_share = None
             if offers[get_global_rank()] is offer:
-                rows_to_share = self._selected_rows(batch, missing)
+                rows_to_share = self._rows_to_share(batch, missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
             try:
-                new_rules, checked_ranges = self._run(shared, rules)
+                new_rules, checked_ranges = self._check_rows(shared, rules)
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -256,7 +255,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.layout is not None and readings != self.layout.readings:
             self.layout = self.layout.with_readings(readings)
 
-    def _run(
+    def _check_rows(
         self,
         shared: SharedRows,
         rules: RulesT | None,
@@ -270,13 +269,12 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.rule is None:
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
-        self._was_run = True
+        self._is_check_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
-        new_comparison = partial(
-            RowComparison[RulesT],
+        comparison = RowComparison[RulesT](
             self.probe,
             self.layout,
             self._on_device,
@@ -284,10 +282,6 @@ class FirstBatchCheck(Generic[RulesT]):
             rows,
             self.check_loss,
         )
-        comparison = new_comparison()
-        # Varied weights may hide a fault, so rows are compared without them, too.
-        if any(self.probe.gather(self.probe.has_varied_weights)):
-            comparison.at_own_weights = new_comparison(varies_weights=False)
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
         if self.cutter is None or rules is None:
@@ -384,7 +378,7 @@ class FirstBatchCheck(Generic[RulesT]):
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
-    def _selected_rows(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
+    def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, None, 0)
@@ -395,7 +389,7 @@ class FirstBatchCheck(Generic[RulesT]):
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         # A model may begin to choose keys at some width, so ties are tried whenever a width is new.
         tied = None
-        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+        if any(name.startswith((PADDED_ROWS, PACKED_ROWS)) for name in missing):
             tied = row_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
@@ -420,14 +414,14 @@ def find_loss_rule(
     depends on the model class and the version of transformers. Nothing else shows a wrong rule.
 
     Args:
-        probe: The probe of the model.
+        probe: The probe of the model. It examines the model with the row.
         row: As returned by :func:`rule_batch`, on the device of the model.
         loss_tokens: The rule that the user has named, or ``'auto'``.
 
     Raises:
         RuntimeError: If no rule fits the model, or ``loss_tokens`` does not.
     """
-    result = probe.run(row)
+    result = probe.examine(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
     # The first unit is 'tokens', if the loss has terms in this unit.
@@ -444,7 +438,7 @@ def find_loss_rule(
         predicting_norms = norms[predicts]
         other_norms = norms[~predicts]
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
-        if elsewhere < LARGEST_ELSEWHERE and bool((predicting_norms > 0).all()):
+        if elsewhere < LARGEST_ELSEWHERE and (predicting_norms > 0).all():
             matching[rule] = elsewhere
     positions = _columns(norms)
     if not matching:
@@ -626,7 +620,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     medium_first = [abs(length - about_half) for length in lengths]
     criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
     # They come earlier if the check runs for a new width.
-    if any(name.startswith('rows padded') for name in missing):
+    if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     # The shortest row of text only, and the row with the most media.
     has_media = [num_media > 0 for num_media in facts.media]
@@ -673,10 +667,9 @@ def media_as_collated(
     starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
-        # The microbatch that holds the row.
-        number = bisect_right(starts, row) - 1
-        microbatch = without_rows(microbatches[number])
-        row_batch = layout.select(microbatch, [row - starts[number]])
+        microbatch_index = bisect_right(starts, row) - 1
+        microbatch = without_rows(microbatches[microbatch_index])
+        row_batch = layout.select(microbatch, [row - starts[microbatch_index]])
         media = {}
         has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
@@ -701,13 +694,13 @@ def _can_show_rule(batch: Batch) -> bool:
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
         has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
-        if bool(has_label | has_two_tokens):
+        if has_label or has_two_tokens:
             return True
     return False
 
 
 def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row if all rows have only one, because a causal model has no loss on such rows.
+    """Repeats the token of each row if no row has two, because a causal model has no loss on such rows.
 
     Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
     repeated.
@@ -720,11 +713,11 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     if not with_token:
         return rows
     longer = layout.select(rows, with_token)
+    is_token = real[with_token]
     # The column of the only token of each row.
-    first_columns = real[with_token].int().argmax(dim=1)
-    columns = first_columns[:, None]
+    columns = is_token.int().argmax(dim=1, keepdim=True)
     for key, value in longer.items():
-        if isinstance(value, Tensor) and value.shape == real[with_token].shape:
+        if isinstance(value, Tensor) and value.shape == is_token.shape:
             longer[key] = value.gather(1, columns).repeat(1, ENOUGH_TOKENS)
     if 'position_ids' in longer:
         longer['position_ids'] = torch.arange(ENOUGH_TOKENS).repeat(len(with_token), 1)
@@ -781,8 +774,8 @@ def with_unequal_row(
         return rows
     lengths = describe(layout, rows).lengths
     # The first row that is long enough for several labels is copied. If all are short, it is the first row.
-    is_short = [length < 4 for length in lengths]
-    copied_row = is_short.index(min(is_short))
+    long_rows = (row for row, length in enumerate(lengths) if length >= ENOUGH_TOKENS)
+    copied_row = next(long_rows, 0)
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
@@ -792,10 +785,11 @@ def with_unequal_row(
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif counted_columns and _ids_at_labels(extended) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
-        # ids may be placeholders.
+        # ids may be placeholders. Only the last tokens get it, because a model may not count labels at placeholders,
+        # which most rows have before their text.
         is_real = real_positions(extended)[-1]
-        columns = is_real.nonzero().flatten().tolist()[1:]
-        labels[-1, columns] = int(labels[-1, counted_columns[0]])
+        columns = is_real.nonzero().flatten()[1:]
+        labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
     return extended
 
 
@@ -846,5 +840,6 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
 
 
 def _changed(hook: GradientHook, gradient: Tensor) -> Tensor:
+    """Returns a gradient as the hook changes it."""
     changed = hook(gradient.clone())
     return gradient if changed is None else changed

@@ -31,7 +31,7 @@ from composer_tokacc.counting import loss_mask
 
 CHUNK = 2**23
 """Logits that are converted to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
-ALIKE = 1e-3
+ENTRY_TOLERANCE = 1e-3
 """Relative difference that round-off makes between two equal entries of a float32 gradient, if 1 - p of the label is at
 least 1e-3."""
 ZERO_SUM = 1e-3
@@ -189,7 +189,8 @@ def measure(
         gradient: Of the loss by the logits.
         targets: As returned by :func:`targets_of`. None: the targets are read off the gradient, too.
     """
-    tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
+    # Both entries were rounded to the type of the gradient.
+    tolerance = ENTRY_TOLERANCE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
     for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
         if targets is None:
@@ -276,7 +277,8 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
     node, index = node_of(logits)
     if node is logits.grad_fn:
-        # Hooks of a tensor run before hooks of its node, so a measurement at the node sees the changed gradient.
+        # Hooks of a tensor run before hooks of its node, so a measurement at the node sees the changed gradient. The
+        # gradient is None if the loss uses only other outputs of the node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -310,8 +312,6 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
 
     It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`node_of`.
     """
-    # Edges of the graph end at one output of a node. An edge to one of these tensors is not followed. Another output of
-    # the same node is: `split` makes the logits and the values of a second head in one node.
     visited: set[Node] = set()
     pending: list[Edge] = []
     for loss in losses:
@@ -320,6 +320,8 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     while pending:
         edge = pending.pop()
         node, _ = edge
+        # Other outputs of the node of an end are followed: `split` makes the logits and the values of a second head in
+        # one node.
         if node is None or node in visited or edge in ends:
             continue
         if hasattr(node, 'variable'):  # a parameter

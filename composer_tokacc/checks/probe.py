@@ -45,6 +45,17 @@ STATE_TOLERANCE = 1e-6
 VARIATION = 0.8
 """The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
 columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much."""
+DROPOUTS = {
+    'dropout',
+    'dropout_',
+    'dropout1d',
+    'dropout2d',
+    'dropout3d',
+    'alpha_dropout',
+    'feature_dropout',
+    'feature_alpha_dropout',
+}
+"""Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
 
 Outputs: TypeAlias = Any
 """The outputs of a model. Hosts have no type for them."""
@@ -222,14 +233,12 @@ class Probe:
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
         """
-        # The model is examined with the first batch, by calls of this method.
         if not self._was_examined:
-            self._was_examined = True
-            self._examine(batch)
+            self.examine(batch)
+        width = labels_of(batch).shape[1]
         # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, keeps_state=keeps_state)
-            width = labels_of(batch).shape[1]
             try:
                 with torch.no_grad(), guard as snapshot:
                     with self._as_probed(seed, width) as mode:
@@ -266,8 +275,16 @@ class Probe:
             if state.name not in self._judged:
                 self._written.setdefault(state.name, state)
 
-    def _examine(self, batch: Batch) -> None:
-        """Finds the last layers, whether the loss is random, and whether it depends on written state."""
+    def examine(self, batch: Batch) -> ProbeResult:
+        """Finds the last layers, whether the loss is random, and whether it depends on written state.
+
+        :meth:`run` calls this method with its first batch, if nobody has called it before.
+
+        Returns:
+            The result of the batch, as :meth:`run` returns it.
+        """
+        self._was_examined = True
+        self._layers = []
         first = self._find_last_layers(batch)
         # This forward has another seed, so its loss changes if it depends on random numbers.
         second = self.run(batch)
@@ -278,8 +295,8 @@ class Probe:
         if self.is_random and self.is_training and self.state_dependence is None:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
-            self._layers = []
-            self._examine(batch)
+            return self.examine(batch)
+        return second
 
     def _find_last_layers(self, batch: Batch) -> ProbeResult:
         """Finds the last layers by a forward, and returns its result."""
@@ -431,11 +448,14 @@ def _result_of(
     *,
     has_broken_tie: bool,
 ) -> ProbeResult:
+    """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
+    losses = {}
     gradients: dict[str, list[Tensor | None]] = {}
     # Gradients are reduced to sketches at once, to save memory. Only the one by the logits is also measured.
     logit_gradient = None
     for unit, loss in forward.terms.items():
+        losses[unit] = loss.float().mean().item()
         unit_gradients = _gradients(loss, forward.points)
         if unit == 'tokens' and forward.points and forward.points[-1] is logits:
             logit_gradient = unit_gradients[-1]
@@ -452,9 +472,6 @@ def _result_of(
         output_size = logits.shape[-1]
         if not isinstance(logits, DTensor):
             output_address = logits.data_ptr()
-    losses = {}
-    for unit, loss in forward.terms.items():
-        losses[unit] = loss.float().mean().item()
     return ProbeResult(
         losses=losses,
         gradients=gradients,
@@ -627,7 +644,7 @@ class _ProbeMode(TorchFunctionMode):
         """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
-        if 'dropout' in name:
+        if name in DROPOUTS:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
             # The arguments after query, key, value and mask.

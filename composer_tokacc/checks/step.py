@@ -36,17 +36,17 @@ from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Largest relative error of the weight that Composer gives a microbatch. It is computed in double precision and applied
-in float32. It is also the tolerance of the sum of the token weights of a step."""
+"""Largest relative error of two numbers: of the weight that Composer gives a microbatch, which is applied in float32,
+and of the sum of the token weights that were counted on the CPU for the microbatches of a step."""
 WEIGHT_TOLERANCE = 1e-3
-"""Largest relative error of a sum of token weights. The device adds them in float32, and in another order."""
+"""Largest relative error of the sum of the token weights in a microbatch on the device, which adds them in float32."""
 NUM_SAMPLED = 16
 """Number of tokens of a microbatch that are measured. A loss that is divided by a wrong number changes the weight of
 every token of the microbatch, so any token shows it."""
-WHOLE_SHARE = 1 / 64
-"""After the first step every position is measured in this part of the measured microbatches. With a large vocabulary
-that takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
-CHOICE = random.Random(0)
+ALL_TOKENS_SHARE = 1 / 64
+"""After the first step all tokens are measured in this part of the measured microbatches. With a large vocabulary that
+takes a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
+GENERATOR = random.Random(0)
 """Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 
 
@@ -93,11 +93,13 @@ class TokenChoice:
 
     def includes(self, place: int, counts: RowCounts) -> bool:
         """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
-        return self.step == 0 or place == self.step % self._num_microbatches or counts.has_new_label
+        # From step to step the places take turns.
+        is_its_turn = place == self.step % self._num_microbatches
+        return self.step == 0 or is_its_turn or counts.has_new_label
 
     def draws_all(self) -> bool:
         """Draws whether all tokens of a microbatch that :meth:`includes` has chosen are measured, or only some."""
-        return self.step == 0 or CHOICE.random() < WHOLE_SHARE
+        return self.step == 0 or GENERATOR.random() < ALL_TOKENS_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
         """Goes on to the next step.
@@ -127,9 +129,9 @@ class MicrobatchRecord:
     # relative weight is 1. None: nothing was measured.
     deviations: Tensor | None = None
     # The measured positions, as indices into the flattened logits. None: every position was measured.
-    positions: Tensor | None = None
+    measured_positions: Tensor | None = None
     # Number of its loss-generating tokens, counted on the device, ``()``. None: `check_step` counts them.
-    count: Tensor | None = None
+    loss_tokens_on_device: Tensor | None = None
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
@@ -148,8 +150,8 @@ class MicrobatchRecord:
         weights: Tensor | None,
         unit: float | None,
         *,
-        is_whole: bool,
-        selected: Batch | None = None,
+        batch: Batch,
+        measures_all: bool,
     ) -> None:
         """Adds a hook that measures tokens when the gradient by the logits comes.
 
@@ -157,13 +159,9 @@ class MicrobatchRecord:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             unit: The weight of a token whose relative weight is 1. None: tokens are not measured.
-            is_whole: Whether to measure all tokens, or only some.
-            selected: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`. None: the labels of
-                the microbatch have this shape.
+            batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
+            measures_all: Whether to measure all tokens, or only some.
         """
-        batch = self.batch
-        if selected is not None:
-            batch = selected
         # Detached, because a graph whose hook holds its own logits is never freed.
         detached = logits.detach()
 
@@ -176,7 +174,7 @@ class MicrobatchRecord:
                     logits=detached,
                     weights=weights,
                     unit=unit,
-                    is_whole=is_whole,
+                    measures_all=measures_all,
                 )
 
         on_gradient(logits, measure_tokens)
@@ -196,7 +194,7 @@ class MicrobatchRecord:
         logits: Tensor,
         weights: Tensor | None,
         unit: float,
-        is_whole: bool,
+        measures_all: bool,
     ) -> None:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
         self.tolerance = tolerance_of(gradient.dtype)
@@ -205,25 +203,25 @@ class MicrobatchRecord:
             # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the
             # last position has the number of the last token, which is how many there are.
             ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-            self.count = ordinals[-1]
-            if not is_whole:
-                self.positions = places_of(ordinals, self._sampled_numbers())
-        elif not is_whole:
+            self.loss_tokens_on_device = ordinals[-1]
+            if not measures_all:
+                self.measured_positions = places_of(ordinals, self._sampled_numbers())
+        elif not measures_all:
             # The logits are those of the tokens, in their order. Their number was an input, so it is not counted here:
             # that would show nothing.
             numbers = self._sampled_numbers()
-            self.positions = torch.arange(
+            self.measured_positions = torch.arange(
                 numbers.start - 1,
                 numbers.stop - 1,
                 numbers.step,
                 device=logits.device,
             )
-        if self.positions is not None:
-            logits = _at(self.positions, logits)
-            gradient = _at(self.positions, gradient)
-            targets = _at(self.positions, targets)
+        if self.measured_positions is not None:
+            logits = _at(self.measured_positions, logits)
+            gradient = _at(self.measured_positions, gradient)
+            targets = _at(self.measured_positions, targets)
             if weights is not None:
-                weights = _at(self.positions, weights)
+                weights = _at(self.measured_positions, weights)
         measured = measure(logits, gradient, targets)
         self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
 
@@ -233,15 +231,15 @@ class MicrobatchRecord:
         The host knows how many tokens there are, so it can choose their numbers without waiting for the device.
         """
         stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
-        first_number = 1 + CHOICE.randrange(stride)
+        first_number = 1 + GENERATOR.randrange(stride)
         return range(first_number, self.counts.loss_tokens + 1, stride)
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""
         assert self.deviations is not None
         position = int(self.deviations.argmax())
-        if self.positions is not None:
-            position = int(self.positions[position])
+        if self.measured_positions is not None:
+            position = int(self.measured_positions[position])
         if self.positions_of_logits is not None:
             # From the place among the selected logits to the place in the rows.
             position = int(self.positions_of_logits.of_logits[position])
@@ -341,8 +339,8 @@ def _read(step: Step) -> None:
     on_device: list[Tensor] = []
     for record in step.microbatches:
         values: dict[str, Tensor] = {}
-        if record.count is not None and not step.is_weighted:
-            values['tokens'] = record.count
+        if record.loss_tokens_on_device is not None and not step.is_weighted:
+            values['tokens'] = record.loss_tokens_on_device
         else:
             # With token weights the mask is needed anyway, for the sum of the weights.
             counted = loss_mask(record.batch, record.counts.rule)
@@ -353,7 +351,7 @@ def _read(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        record.observed = dict.fromkeys(values, 0.0)
+        record.observed = dict.fromkeys(values, 0.0)  # the numbers come below, in the same order
         on_device += values.values()
     if not on_device:
         return
@@ -387,16 +385,16 @@ def _check_totals(step: Step) -> None:
 
 def _check_factors(step: Step) -> None:
     """Raises RuntimeError if Composer has not weighted each microbatch by its share of the samples."""
-    records = step.microbatches
     factors = []
-    for record in records:
+    for record in step.microbatches:
         if 'factor' in record.observed:
             factors.append(record.observed['factor'] / step.gradient_scale)
     if not factors and step.counts.loss_tokens == 0:
         return  # nothing required a gradient
-    expected = [record.composers_weight for record in records]
+    expected = [record.composers_weight for record in step.microbatches]
     are_right = len(factors) == len(expected)
     for factor, expected_factor in zip(factors, expected, strict=False):
+        # The weight of a microbatch without samples is 0, which has no relative error.
         are_right &= math.isclose(
             factor,
             expected_factor,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
@@ -77,13 +78,14 @@ class ChatTemplate:
         self._owner = owner
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
-        self._takes_media = takes_media
-        self._role_takes_parts: dict[str, bool] = {}
-        """Whether the content of a turn may be a list of parts, by the role of the turn."""
+        self._roles_with_parts: set[str] = set()
+        """The roles of turns whose content may be a list of parts."""
+        self._roles_with_media: set[tuple[str, str]] = set()
+        """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
+        if takes_media:
+            self._try_roles()
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
-        self._placeholder_results: dict[tuple[str, str], bool] = {}
-        """Results of `_writes_placeholders`, by role and modality."""
         before, after_question, after_answer, after_last = self._text_of_example()
         self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
@@ -146,7 +148,7 @@ class ChatTemplate:
         for message in messages:
             role = message['role']
             content = message['content']
-            if not self._gets_parts(role):
+            if role not in self._roles_with_parts:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
@@ -166,27 +168,40 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
-        if self._processor_adds_placeholders:
-            return True
-        key = (role, modality)
-        if key not in self._placeholder_results:
-            self._placeholder_results[key] = self._writes_placeholders(role, modality)
-        return self._placeholder_results[key]
+        return self._processor_adds_placeholders or (role, modality) in self._roles_with_media
 
-    def _writes_placeholders(self, role: str, modality: str) -> bool:
-        """Tells whether the template writes something for each medium: with 0, 1 and 2 media the text gets longer."""
-        earlier_turns: list[Message] = []
-        if role == 'tool':  # a tool answers a request of the assistant
-            earlier_turns = example_conversation()
-        lengths = []
-        for count in range(3):
-            question, _ = example_conversation([modality] * count)
-            turn = {**question, 'role': role}
-            try:
-                lengths.append(len(self.apply([*earlier_turns, turn])))
-            except (TypeError, ValueError):
-                return False
-        return lengths[0] < lengths[1] < lengths[2]
+    def _try_roles(self) -> None:
+        """Finds out what the template can write in the turns of each role."""
+        # The trials of a role also hold turns of the roles before it.
+        for role in ('user', 'assistant', 'system', 'tool'):
+            self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
+            text = self._text_of_trial(role)
+            # A template for strings raises, or writes the list as Python or JSON prints it.
+            if not text or PRINTED_PART.search(text):
+                self._roles_with_parts.remove(role)
+            for modality in MODALITIES:
+                lengths = []
+                for count in range(3):
+                    text = self._text_of_trial(role, [modality] * count)
+                    lengths.append(len(text))
+                if 0 < lengths[0] < lengths[1] < lengths[2]:  # it writes something for each medium
+                    self._roles_with_media.add((role, modality))
+
+    def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
+        """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
+        question, answer = example_conversation()
+        turn_of_user, _ = example_conversation(modalities)
+        turn = {**turn_of_user, 'role': role}
+        conversations = {
+            'user': [turn],
+            'assistant': [question, turn],
+            'system': [turn, question],
+            'tool': [question, answer, turn],
+        }
+        try:
+            return self.apply(conversations[role])
+        except Exception:  # of the code of the template
+            return ''
 
     def _render_around_markers(self, messages: Sequence[Message], indices: Sequence[int], text: str) -> Rendered | None:
         """Finds answers: renders markers in their place, and puts the answers between the texts around the markers.
@@ -279,36 +294,6 @@ class ChatTemplate:
         for message in marked_messages:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
-
-    def _gets_parts(self, role: str) -> bool:
-        """Tells whether the template gets the content of a turn as a list of parts, and not as a string."""
-        if not self._takes_media:
-            return False
-        if role not in self._role_takes_parts:
-            # True during the trial: `_writes_parts` calls `apply`, which must give the template a list of parts.
-            self._role_takes_parts[role] = True
-            self._role_takes_parts[role] = self._writes_parts(role)
-        return self._role_takes_parts[role]
-
-    def _writes_parts(self, role: str) -> bool:
-        """Tells whether the template can write a list of parts in a turn of this role.
-
-        A template for strings raises, or writes the list as Python or JSON prints it.
-        """
-        question, answer = example_conversation()
-        turn = {**question, 'role': role}
-        conversation = [turn]
-        if role == 'system':
-            conversation = [turn, question]
-        elif role == 'assistant':
-            conversation = [question, turn]
-        elif role == 'tool':
-            conversation = [question, answer, turn]
-        try:
-            text = self.apply(conversation)
-        except (TypeError, ValueError):
-            return False
-        return PRINTED_PART.search(text) is None
 
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from composer_tokacc.batch import MODALITIES, check_ids
 from composer_tokacc.data.records import EncodedSample
 from composer_tokacc.layout import BatchLayout
@@ -63,16 +65,15 @@ class VisionLanguageCollator:
 
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    shapes: list[tuple[int, ...]] = []
-    # A mapping is one sample, or a batch, by mistake. It gets no shapes, so it is refused below.
+    ids_of_samples: list[object] = []
+    # A mapping is one sample, or a batch, by mistake. It gets no ids, so it is refused below.
     if not isinstance(samples, Mapping):
         for sample in samples:
-            input_ids = dict(sample).get('input_ids')
-            shapes.append(tuple(getattr(input_ids, 'shape', ())))
-    if not shapes or any(len(shape) != 2 for shape in shapes):
-        remedy = "Call the processor with return_tensors='pt'"
+            ids_of_samples.append(sample.get('input_ids'))
+    if not ids_of_samples or not all(isinstance(ids, torch.Tensor) for ids in ids_of_samples):
         raise InvalidInputError(
-            f'`samples` must each hold `input_ids` of shape (1, length), got: {shapes[:3]}. {remedy}.'
+            '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
+            "processor with return_tensors='pt'."
         )
     for sample in samples:
         check_ids(sample)

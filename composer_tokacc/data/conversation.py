@@ -181,11 +181,9 @@ class ConversationEncoder:
         }
         self._check_length(sample, media)
         # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
-        sample['num_images'] = [len(images)]
-        if 'video' in self.parts:
-            sample['num_videos'] = [len(videos)]
-        if 'audio' in self.parts:
-            sample['num_audios'] = [len(audios)]
+        for modality, items in media.items():
+            if modality == 'image' or modality in self.parts:
+                sample[f'num_{modality}s'] = [len(items)]
         return sample
 
     def encode_record(

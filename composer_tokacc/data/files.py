@@ -13,23 +13,24 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import HUB, ask_hub
 from composer_tokacc.data.llama_factory import DatasetEntry
-from composer_tokacc.data.media import MediaFolders, check_decoder, regular_file
+from composer_tokacc.data.media import check_decoder, check_files, regular_file
 from composer_tokacc.data.records import (
     BadSampleError,
     EmbeddedFile,
     PathLike,
     RawRecord,
     Record,
+    leaves_of,
     short_repr,
 )
 from composer_tokacc.planning import check_kind
@@ -59,14 +60,14 @@ def read_records(
         image_dir: Folder to which names of media are relative. None: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
-    folders = MediaFolders(allow_outside=allow_outside)
+    real_path = cache(Path.resolve)
     for path in _list_paths(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
         for raw_record in read_raw_records(path):
             try:
                 record = parse_record(raw_record, folder)
                 check_decoder(record)
-                folders.check(record)
+                check_files(record, real_path, allow_outside=allow_outside)
             except BadSampleError as error:
                 yield error
             else:
@@ -95,17 +96,19 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     A line that is not JSON is yielded too, with the error as its ``data``.
     """
     file, name = _split_name(path)
+    entry = None
     if name is not None and not _is_table(file):
-        yield from _read_described_dataset(file, name)
-    else:
-        yield from _read_file(file, name)
-
-
-def _read_file(file: str, split: str | None) -> Iterator[RawRecord]:
+        entry = _find_entry(file, name)
+        file = entry.path
+        name = entry.split
     if _is_table(file):
-        yield from _read_table(file, split)
+        raw_records = _read_table(file, name)
     else:
-        yield from _read_json(file)
+        raw_records = _read_json(file)
+    for raw_record in raw_records:
+        if entry is not None and isinstance(raw_record.data, Mapping):
+            raw_record = raw_record._replace(data=entry.rename(raw_record.data))
+        yield raw_record
 
 
 def image_folder(path: PathLike) -> Path:
@@ -229,25 +232,17 @@ def _decode_integer(digits: str) -> int | ValueError:
 
 def _first_error(value: object) -> ValueError | None:
     """Returns the first error that the decoder has put into a value."""
-    if isinstance(value, ValueError):
-        return value
-    children: Iterable[object] = ()
-    if isinstance(value, dict):
-        children = value.values()
-    elif isinstance(value, list):
-        children = value
-    for child in children:
-        error = _first_error(child)
-        if error is not None:
-            return error
+    for leaf in leaves_of(value):
+        if isinstance(leaf, ValueError):
+            return leaf
     return None
 
 
 DECODER_WITH_ERRORS = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_integer)  # pyright: ignore[reportArgumentType]
 
 
-def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
-    """Yields the records of a dataset of a ``dataset_info.json``, with the keys that `formats.py` knows."""
+def _find_entry(file: str, name: str) -> DatasetEntry:
+    """Returns the entry of a dataset in a ``dataset_info.json``."""
     datasets = _decode_value(_read_text(file))
     if isinstance(datasets, ValueError):
         raise InvalidInputError(f'`path` must name a valid JSON file before the #, got: {file}: {datasets}.')
@@ -256,14 +251,9 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
             f'`path` must name a dataset of {file} behind the #, got: {name!r}. It has {short_repr(datasets, 300)}.'
         )
     try:
-        entry = DatasetEntry(datasets[name])
+        return DatasetEntry(datasets[name], Path(file).parent)
     except ValueError as error:
         raise InvalidInputError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
-    data_file, split = entry.locate(Path(file).parent)
-    for raw_record in _read_file(data_file, split):
-        if isinstance(raw_record.data, Mapping):
-            raw_record = raw_record._replace(data=entry.rename(raw_record.data))
-        yield raw_record
 
 
 # Tables of the library `datasets`.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -141,14 +141,6 @@ MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
 
 
-class Slot(NamedTuple):
-    """The place of a medium in the text of the turns. A record has a list of them, in the order of the text."""
-
-    modality: str
-    medium: Medium | None = None
-    """None: the next medium of the record's lists belongs here."""
-
-
 @dataclass(frozen=True)
 class RecordFormat:
     """How one project writes a conversation. Every format may also have a ``system`` text and media."""
@@ -222,12 +214,11 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and _is_given(value):
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    slots: list[Slot] = []  # parsing a turn appends the slots of its media
+    slots: list[Medium] = []  # parsing a turn appends a medium for each of its placeholders
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
-    media_read = [slot.medium for slot in slots if slot.medium is not None]
-    for media_of_modality in listed.values():
-        media_read.extend(media_of_modality)
+    media_read = [slot for slot in slots if slot.files]
+    media_read.extend(chain.from_iterable(listed.values()))
     keys_read = {
         *KEYS_OF_EVERY_FORMAT,
         *record_format.keys,
@@ -236,9 +227,9 @@ def _parse_data(data: object, record: Record) -> Record:
     # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
     has_videos_only = listed['video'] and not listed['image']
-    if has_videos_only and set(slots) == {Slot('image')}:
+    if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
-        slots = [Slot('video')] * len(slots)
+        slots = [Medium('video')] * len(slots)
         turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
     media = _fill_slots(slots, listed)
     _check_turns(turns)
@@ -434,10 +425,11 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     return True
 
 
-# Turns and their parts. A function with the argument `slots` appends a slot to it for each medium that it meets.
+# Turns and their parts. A function with the argument `slots` appends a medium for each placeholder that it writes. This
+# is a medium without files if the text does not name the file, see `_fill_slots`.
 
 
-def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
+def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     """Returns a turn whose text has a placeholder for each medium."""
     turn = {}
     for key, value in raw_turn.items():
@@ -478,7 +470,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     raise InvalidInputError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
 
 
-def _parse_part(part: object, slots: list[Slot]) -> str:
+def _parse_part(part: object, slots: list[Medium]) -> str:
     """Returns the text of one part of a content list. For a medium, this is its placeholder."""
     if not isinstance(part, dict):
         raise InvalidInputError(f'a part of `content` must be an object, got: {short_repr(part)}')
@@ -506,14 +498,14 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
     if 'base64' in values:
         content = {'data': content}  # a file object, whose `data` is read as base64
-    medium = None
-    if content is not None:  # {'type': 'image'} without a file stands for the next listed medium
-        medium = _parse_medium(modality, content)
-    slots.append(Slot(modality, medium))
+    if content is None:  # {'type': 'image'} without a file stands for the next listed medium
+        slots.append(Medium(modality))
+    else:
+        slots.append(_parse_medium(modality, content))
     return f'<{modality}>'
 
 
-def _parse_text(text: str, slots: list[Slot]) -> str:
+def _parse_text(text: str, slots: list[Medium]) -> str:
     """Returns the text with one placeholder for each tag, and for each name of a file in it."""
     if '<' not in text:
         return text
@@ -522,10 +514,10 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
         """Returns the placeholder for a match of `MEDIUM_IN_TEXT`, and appends its slot."""
         modality = MODALITY_OF_TAG.get(match[0], 'image')
         file_name = match[1]
-        medium = None
-        if file_name is not None:  # the text is <img>file_name</img>
-            medium = _parse_medium(modality, file_name.strip())
-        slots.append(Slot(modality, medium))
+        if file_name is None:
+            slots.append(Medium(modality))
+        else:  # the text is <img>file_name</img>
+            slots.append(_parse_medium(modality, file_name.strip()))
         return f'<{modality}>'
 
     text = MEDIUM_IN_TEXT.sub(add_slot, text)
@@ -554,10 +546,10 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     return [_parse_medium(modality, value) for value in lists[0]]
 
 
-def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
-    """Returns the media in the order of their slots. The media that the record lists go into the empty slots."""
+def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
+    """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
     for modality, media in listed.items():
-        num_empty = slots.count(Slot(modality))
+        num_empty = slots.count(Medium(modality))
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
             num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
@@ -566,7 +558,10 @@ def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
     for slot in slots:
-        filled.append(slot.medium or next(next_media[slot.modality]))
+        if slot.files:
+            filled.append(slot)
+        else:
+            filled.append(next(next_media[slot.modality]))
     return filled
 
 
@@ -630,10 +625,8 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
     """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``. The name is its part before ``;``."""
     header, _, payload = uri.partition(',')
-    media_type, _, encoding = header.rpartition(';')
+    media_type, _, _ = header.rpartition(';')
     try:
-        if encoding.lower() != 'base64':
-            raise InvalidInputError('it has another encoding')
         payload_on_one_line = ''.join(payload.split())  # `validate` refuses line breaks
         content = base64.b64decode(payload_on_one_line, validate=True)
     except ValueError as error:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -36,9 +37,9 @@ from composer_tokacc.data.identity import (
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data.sizes import (
     SHRINK_STEPS,
-    SampleMapper,
     SampleMeasurer,
     TableRow,
+    map_samples,
     patch_size_of,
 )
 from composer_tokacc.refusals import InvalidInputError
@@ -53,8 +54,6 @@ TABLE_COLUMNS = (
     SHRINK_STEPS,
 )
 """Attributes of :class:`LengthTable` that hold a number for each sample, in the order of :class:`.TableRow`."""
-MOST_SAMPLES_WITHOUT_WORKERS = 512
-"""Up to this number of samples, no processes are started, because starting them takes longer than reading."""
 MOST_SAMPLES_WITHOUT_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
@@ -114,9 +113,6 @@ class LengthTable:
     def load(cls, path: Path) -> LengthTable:
         """Reads the file that :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
-            missing = {'bad', 'reasons', *TABLE_COLUMNS} - set(arrays)
-            if missing:
-                raise InvalidInputError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
             indices = arrays['bad'].tolist()
             reasons = arrays['reasons'].tolist()
             errors = dict(zip(indices, reasons, strict=True))
@@ -242,10 +238,10 @@ def build_length_table(
         num_ranks = dist.get_world_size()
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
-    mapper = SampleMapper(num_workers, shows_bar=rank == 0)
+    run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
     indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(measurer, indices, mapper, on_error)
+    rows = _measure_rows(measurer, indices, run, on_error)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
     # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
@@ -256,14 +252,17 @@ def build_length_table(
 def _measure_rows(
     measurer: SampleMeasurer,
     indices: Sequence[int],
-    mapper: SampleMapper,
+    run: Callable[..., Iterator[Any]],
     on_error: OnError,
 ) -> list[MeasuredRow]:
     """Returns the rows of the samples of some indices. With ``'raise'`` it stops at the first bad one."""
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
-        rows = _check_rows(measurer.from_headers(indices, mapper), indices, measurer)
-    for place, row in mapper.map_missing(rows, measurer.read, indices, MOST_SAMPLES_WITHOUT_WORKERS):
+        rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
+    missing_places = [place for place, row in enumerate(rows) if row is None]
+    missing_indices = [indices[place] for place in missing_places]
+    missing_rows = run(measurer.read, missing_indices)
+    for place, row in zip(missing_places, missing_rows, strict=True):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # no error is raised here, because all ranks raise it together when they have exchanged their rows

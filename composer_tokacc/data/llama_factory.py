@@ -55,40 +55,42 @@ DEFAULT_TAGS = {
 also the names in the records that :meth:`.DatasetEntry.rename` returns, because `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 """The tags that name a key. The others name a speaker."""
-KEYS_OF_STRINGS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
-"""Keys of an entry whose value is a string."""
-KEYS_OF_MAPPINGS = ('columns', 'tags')
-"""Keys of an entry whose value is a mapping. All other keys of an entry are refused."""
+KEYS_OF_ENTRY = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
+"""Keys of an entry that are read. All others are refused."""
 
 
 class DatasetEntry:
-    """One dataset of a ``dataset_info.json``. Locates its file, and renames the keys of its records.
+    """One dataset of a ``dataset_info.json``. Has the path of its file, and renames the keys of its records.
 
     Args:
         entry: The object under the name of the dataset.
+        folder: The folder of ``dataset_info.json``.
 
     Raises:
         ValueError: If the entry is wrong, or asks for something that is not supported.
     """
 
-    def __init__(self, entry: JsonObject) -> None:
+    def __init__(self, entry: JsonObject, folder: Path) -> None:
         for key, value in entry.items():
-            if key in KEYS_OF_STRINGS and not isinstance(value, str | None):
-                raise InvalidInputError(f'`{key}` must be a string, got: {short_repr(value)}')
-            is_read = key in KEYS_OF_STRINGS or key in KEYS_OF_MAPPINGS
-            if value and not is_read:  # `ranking: false` asks for nothing
+            if value and key not in KEYS_OF_ENTRY:  # `ranking: false` asks for nothing
                 raise InvalidInputError(f'`{key[:60]}` is not supported')
         formatting = entry.get('formatting') or 'alpaca'
-        if formatting not in DEFAULT_COLUMNS:
-            raise InvalidInputError(
-                f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {short_repr(formatting)}'
-            )
-        self._file_name = entry.get('file_name')
-        self._hub_name = entry.get('hf_hub_url')
-        if not self._file_name and not self._hub_name:
+        formattings = list(DEFAULT_COLUMNS)
+        if formatting not in formattings:
+            raise InvalidInputError(f'`formatting` must be one of {formattings}, got: {short_repr(formatting)}')
+        self.split: str | None = None
+        """The split of a dataset of the hub. None for a file."""
+        # If the entry names both, the hub's dataset is used, as in LLaMA-Factory.
+        if entry.get('hf_hub_url'):
+            subset = entry.get('subset') or ''
+            name = f'{HUB}{entry["hf_hub_url"]}/{subset}'
+            self.path = name.rstrip('/')
+            self.split = entry.get('split') or 'train'
+        elif entry.get('file_name'):
+            path = folder / str(entry['file_name'])
+            self.path = str(path)
+        else:
             raise InvalidInputError('`file_name` or `hf_hub_url` must be given')
-        self._subset = entry.get('subset') or ''
-        self._split = entry.get('split') or 'train'
         self._columns = {
             **DEFAULT_COLUMNS[formatting],
             **_names_of(entry, 'columns', KEY_OF_COLUMN),
@@ -112,20 +114,6 @@ class DatasetEntry:
             # the tagged key. So it gets a name that `formats.py` refuses.
             key = DEFAULT_TAGS[tag]
             self._keys_of_turn.setdefault(key, f'{key} (named by no tag)')
-
-    def locate(self, folder: Path) -> tuple[str, str | None]:
-        """Returns the path of the file and None, or the name of a dataset of the hub and its split.
-
-        If the entry names both, the hub's dataset is used, as in LLaMA-Factory.
-
-        Args:
-            folder: The folder of ``dataset_info.json``.
-        """
-        if self._hub_name:
-            name = f'{HUB}{self._hub_name}/{self._subset}'
-            return name.rstrip('/'), self._split
-        path = folder / str(self._file_name)
-        return str(path), None
 
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads. Leaves out a key that is no column of the entry."""

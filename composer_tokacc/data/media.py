@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import stat
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,44 +41,32 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-class MediaFolders:
-    """Checks that the files of records exist, inside the folder of their media. It remembers the folders.
+def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outside: bool) -> None:
+    """Raises BadSampleError if a file of a record does not exist, or lies outside of the record's folder.
 
     Args:
+        record: The record.
+        real_path: Returns an absolute path with all links resolved. It may remember the paths of folders, because to
+            resolve one it asks the file system about each folder in it.
         allow_outside: Whether file names may lead out of the folder, by ``../``, as absolute paths or through links.
     """
-
-    def __init__(self, *, allow_outside: bool = False) -> None:
-        self._allows_outside = allow_outside
-        # Resolving a path asks the file system about each folder in it, so each folder is resolved only once.
-        self._real_folder = cache(_real_path)
-
-    def check(self, record: Record) -> None:
-        """Raises BadSampleError if a file of a record does not exist, or lies outside of the record's folder."""
-        for modality, file in record.files:
-            if isinstance(file, EmbeddedFile):
-                continue
-            path = record.folder / file
-            if not os.path.exists(path):
-                raise record.error(
-                    f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
-                )
-            # Only a link must be resolved itself. For other files the cached folder is enough.
-            if os.path.islink(path):
-                real_folder = _real_path(path).parent
-            else:
-                real_folder = self._real_folder(path.parent)
-            is_inside = real_folder.is_relative_to(self._real_folder(record.folder))
-            if not is_inside and not self._allows_outside:
-                raise record.error(
-                    f'{modality} file {path} must lie under {record.folder}, got: {real_folder}. Set '
-                    'another `image_dir`, or `allow_outside=true` for files that you know'
-                )
-
-
-def _real_path(path: Path) -> Path:
-    """Returns the absolute path with all links resolved."""
-    return Path(os.path.realpath(path))
+    for modality, file in record.files:
+        if isinstance(file, EmbeddedFile):
+            continue
+        path = record.folder / file
+        if not os.path.exists(path):
+            raise record.error(f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?')
+        # Only a link must be resolved itself. For other files the folder is enough.
+        if os.path.islink(path):
+            real_folder = path.resolve().parent
+        else:
+            real_folder = real_path(path.parent)
+        is_inside = real_folder.is_relative_to(real_path(record.folder))
+        if not is_inside and not allow_outside:
+            raise record.error(
+                f'{modality} file {path} must lie under {record.folder}, got: {real_folder}. Set '
+                'another `image_dir`, or `allow_outside=true` for files that you know'
+            )
 
 
 def open_files(record: Record) -> list[Path | BinaryIO]:

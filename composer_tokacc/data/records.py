@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,8 +93,9 @@ class Medium(NamedTuple):
     """An image, a video or an audio of a record."""
 
     modality: str
-    files: tuple[str | EmbeddedFile, ...]
-    """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded."""
+    files: tuple[str | EmbeddedFile, ...] = ()
+    """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded.
+    Empty only while a record is read, if its files are listed elsewhere in it."""
 
     @property
     def names(self) -> list[str]:
@@ -205,6 +206,17 @@ def _is_list_of_parts(content: object, modalities: Sequence[str]) -> bool:
         if not is_text and part.get('type') not in modalities:
             return False
     return True
+
+
+def leaves_of(value: object) -> Iterator[object]:
+    """Yields everything in a decoded value that is neither an object nor a list."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, list):
+        yield value
+        return
+    for item in value:
+        yield from leaves_of(item)
 
 
 def short_repr(value: object, limit: int = 60) -> str:

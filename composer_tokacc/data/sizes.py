@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,21 +30,16 @@ from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
 ImageSizes = tuple[tuple[int, int], ...]
 """Width and height of each image of a sample, in pixels."""
-MapItem = TypeVar('MapItem')
 MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
 """Key of samples that `fit.py` encodes to measure them: a list of one number, the steps that make the sample fit."""
 DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
-TEXTS_TOGETHER = 128
-"""Texts that go through the tokenizer together."""
-MOST_TEXTS_WITHOUT_WORKERS = 2048
-"""Up to this number of texts, no processes are started, because starting them takes longer than the work."""
-MOST_SIZES_WITHOUT_WORKERS = 128
-"""The same for distinct lists of sizes."""
-MOST_VIDEOS_WITHOUT_WORKERS = 32
-"""The same for samples with videos."""
+TEXTS_TOGETHER = 32
+"""Samples whose texts go through the tokenizer together."""
+MOST_WITHOUT_WORKERS = 128
+"""Up to this number of items, no processes are started, because starting them takes longer than most work."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
 
@@ -62,80 +57,41 @@ class TableRow(NamedTuple):
     shrink_steps: int
     """Steps by which `fit.py` makes its media smaller. 0: it leaves them as they are."""
 
-    def plus(self, other: TableRow) -> TableRow:
-        """Returns the sum of two rows."""
-        return TableRow(*map(operator.add, self, other))
 
-    def minus(self, other: TableRow) -> TableRow:
-        """Returns the difference of two rows."""
-        return TableRow(*map(operator.sub, self, other))
+def map_samples(
+    function: Callable[[Any], MapResult],
+    items: Sequence[object],
+    *,
+    num_workers: int,
+    shows_bar: bool,
+    batch_size: int | None = None,
+) -> Iterator[MapResult]:
+    """Runs a function on items, in worker processes if there are many. Yields the results in the order of the items.
 
-
-@dataclass(frozen=True)
-class SampleMapper:
-    """Runs a function on items, in worker processes if there are many."""
-
-    num_workers: int
-    shows_bar: bool
-
-    def __call__(
-        self,
-        function: Callable[[Any], MapResult],
-        items: Sequence[MapItem],
-        most_without_workers: int,
-        *,
-        batch_size: int | None = None,
-    ) -> Iterator[MapResult]:
-        """Yields the results in the order of the items.
-
-        Args:
-            function: Gets one item. If ``batch_size`` is set, it gets a list of items.
-            items: The items.
-            most_without_workers: Up to this number of items, no processes are started.
-            batch_size: Most items of a list.
-        """
+    Args:
+        function: Gets one item. If ``batch_size`` is set, it gets a list of items.
+        items: The items.
+        num_workers: Most processes.
+        shows_bar: Whether to show a progress bar if the output is a terminal.
+        batch_size: Most items of a list.
+    """
+    if len(items) <= MOST_WITHOUT_WORKERS:
         num_workers = 0
-        if len(items) > most_without_workers:
-            num_workers = self.num_workers
-        # The workers of a DataLoader run `collate_fn` on the items that they read.
-        loader: Any = DataLoader(
-            items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
-            batch_size=batch_size,
-            num_workers=num_workers,
-            generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
-            collate_fn=function,  # pyright: ignore[reportArgumentType]
-        )
-        # None shows the bar only if the output is a terminal.
-        yield from tqdm(
-            loader,
-            desc='measuring samples',
-            disable=None if self.shows_bar else True,
-            leave=False,
-        )
-
-    def map_missing(
-        self,
-        rows: Sequence[object],
-        function: Callable[[MapItem], MapResult],
-        items: Sequence[MapItem],
-        most_without_workers: int,
-    ) -> Iterator[tuple[int, MapResult]]:
-        """Runs the function on the items that have no row yet. Yields the place of each item and its result.
-
-        Args:
-            rows: The row of each item. None if it is missing.
-            function: Gets one item.
-            items: All items.
-            most_without_workers: Up to this number of missing rows, no processes are started.
-        """
-        places = []
-        items_without_row = []
-        for place, row in enumerate(rows):
-            if row is None:
-                places.append(place)
-                items_without_row.append(items[place])
-        results = self(function, items_without_row, most_without_workers)
-        yield from zip(places, results, strict=True)
+    # The workers of a DataLoader run `collate_fn` on the items that they read.
+    loader: Any = DataLoader(
+        items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
+        batch_size=batch_size,
+        num_workers=num_workers,
+        generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
+        collate_fn=function,  # pyright: ignore[reportArgumentType]
+    )
+    # None shows the bar only if the output is a terminal.
+    yield from tqdm(
+        loader,
+        desc='measuring samples',
+        disable=None if shows_bar else True,
+        leave=False,
+    )
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -229,11 +185,24 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     if pixels.dim() == 5 and not pixels.is_meta:
         # Tiles of zeros are not counted, because the models drop them: Idefics3 drops every tile of zeros, LLaVA-NeXT
         # and OneVision drop the tiles of padding, which are zeros. (Mllama computes all its tiles. Its pixels have six
-        # dimensions.) Meta tensors have no padding, because their images have one size (see `ImageExpansion`).
+        # dimensions.) Meta tensors have no padding, because their images have one size (see `_encode_images`).
         has_pixels = pixels.flatten(2).any(dim=2)
         num_tiles = int(has_pixels.sum())
     height, width = pixels.shape[-2:]
     return num_tiles * (height // patch_size) * (width // patch_size)
+
+
+MeasuredText = tuple[TableRow | None, ImageSizes | None]
+"""The row of a text, and the sizes of its images. A sample whose row is complete has no sizes. A sample that must be
+read has no row either."""
+
+
+class AddedRow(NamedTuple):
+    """The row that images add to the row of a text."""
+
+    row: TableRow
+    num_placeholders: int
+    """Placeholder tokens that the template writes for the images, before the processor expands them."""
 
 
 class SampleMeasurer:
@@ -273,59 +242,84 @@ class SampleMeasurer:
         except BadSampleError as error:
             return str(error)
 
-    def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
-        """Returns the rows of samples without decoding their images. None for a sample that must be read."""
-        rows_and_sizes: list[tuple[TableRow | None, ImageSizes]] = []  # the row of the text, and its images' sizes
-        batches = map_samples(self._measure_texts, indices, MOST_TEXTS_WITHOUT_WORKERS, batch_size=TEXTS_TOGETHER)
-        for rows_and_sizes_of_batch in batches:
+    def from_headers(
+        self,
+        indices: Sequence[int],
+        run: Callable[..., Iterator[Any]],
+    ) -> list[TableRow | None]:
+        """Returns the rows of samples without decoding their images. None for a sample that must be read.
+
+        Args:
+            indices: The samples.
+            run: :func:`map_samples`, which knows the number of processes.
+        """
+        probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
+        # If every image adds the same row, all images are treated as images of one size. (Or `_added_by` returned None
+        # for every size. Then it does so below too, and samples with images are read.)
+        measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
+        rows_and_sizes: list[MeasuredText] = []
+        for rows_and_sizes_of_batch in run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
             rows_and_sizes.extend(rows_and_sizes_of_batch)
-        expansion = ImageExpansion(self)
-        probe_rows = {expansion((size,)) for size in PROBE_SIZES}
-        if len(probe_rows) == 1:
-            # With this processor every image adds the same row, so all images are treated as images of one size. (Or
-            # `expansion` returned None for every size. Then it does so below too, and samples with images are read.)
-            one_size = PROBE_SIZES[:1]
-            rows_and_sizes = [(row, one_size * len(sizes)) for row, sizes in rows_and_sizes]
         # The expensive part: one call of the processor for each distinct list of sizes.
-        distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes})
-        added_rows = map_samples(expansion, distinct_sizes, MOST_SIZES_WITHOUT_WORKERS)
+        distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
+        added_rows = run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in rows_and_sizes:
-            rows.append(self._add_images(row, additions[sizes]))
-        # The shapes of a video are known when one frame is decoded.
-        for place, row in map_samples.map_missing(rows, self._measure_videos, indices, MOST_VIDEOS_WITHOUT_WORKERS):
-            rows[place] = row
+            if row is not None and sizes is not None:
+                row = self._add_images(row, additions[sizes])
+            rows.append(row)
         return rows
 
-    def _measure_texts(self, indices: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
-        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes.
-
-        A sample that must be read has None instead of a row.
-        """
-        rows_and_sizes: list[tuple[TableRow | None, ImageSizes]] = []
-        for result in self.dataset.unexpanded(indices):
+    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[MeasuredText]:
+        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes."""
+        rows_and_sizes: list[MeasuredText] = []
+        for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
             if result is None:
-                rows_and_sizes.append((None, ()))
-            else:
-                sample, sizes = result
-                row = self.measure(sample)
-                rows_and_sizes.append((row, sizes))
+                rows_and_sizes.append((self._measure_videos(index), None))
+                continue
+            sample, sizes = result
+            if not sizes_matter:
+                sizes = PROBE_SIZES[:1] * len(sizes)
+            rows_and_sizes.append((self.measure(sample), sizes))
         return rows_and_sizes
 
-    def _add_images(self, row: TableRow | None, added: AddedRow | None) -> TableRow | None:
+    def _add_images(self, row: TableRow, added: AddedRow | None) -> TableRow | None:
         """Returns the row of a text with its images. None if the sample must be read."""
-        if row is None or added is None:
+        if added is None:
             return None
         if row.image_tokens != added.num_placeholders:
             return None  # the user has written a placeholder token into the text
-        total = row.plus(added.row)
+        total = TableRow(*map(operator.add, row, added.row))
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
             return None  # over a cap: reading it raises the error, or makes its media smaller (`fit.py`)
         return total
 
+    def _added_by(self, sizes: ImageSizes) -> AddedRow | None:
+        """Returns the row that images of these sizes add. None if only reading the sample can tell.
+
+        It is computed by running the processor on black images. If the processor computes with torch, they are meta
+        tensors, which have a shape and no content. So nothing is computed.
+        """
+        encoder = copy(self.dataset.encoder)
+        encoder.max_length = None  # a probe may be longer than the cap
+        conversation = example_conversation(['image'] * len(sizes))
+        text = encoder.encode_unexpanded([conversation])[0]
+        sample = _encode_images(encoder, conversation, sizes)
+        if text is None or sample is None:
+            return None
+        text_row = self.measure(text)
+        row = self.measure(sample)
+        added = TableRow(*map(operator.sub, row, text_row))
+        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
+            return None
+        return AddedRow(added, text_row.image_tokens)
+
     def _measure_videos(self, index: int) -> TableRow | None:
-        """Returns the row of a sample with videos. None if it has no video, or is bad."""
+        """Returns the row of a sample with videos, whose shapes are known when one frame of each is decoded.
+
+        None if it has no video, or is bad.
+        """
         with suppress(Exception):  # the error is raised again when the sample is read
             sample = self.dataset.shapes_of_videos(index)
             if sample is not None:
@@ -333,51 +327,18 @@ class SampleMeasurer:
         return None
 
 
-class AddedRow(NamedTuple):
-    """The row that images add to the row of a text."""
-
-    row: TableRow
-    num_placeholders: int
-    """Placeholder tokens that the template writes for the images, before the processor expands them."""
-
-
-class ImageExpansion:
-    """Computes the row that images of some sizes add to a sample, by running the processor on black images.
-
-    If the processor computes with torch, the images are meta tensors, which have a shape and no content. So nothing is
-    computed.
-    """
-
-    def __init__(self, measurer: SampleMeasurer) -> None:
-        self._measure = measurer.measure
-        self._encoder = copy(measurer.dataset.encoder)
-        self._encoder.max_length = None  # a probe may be longer than the cap
-
-    def __call__(self, sizes: ImageSizes) -> AddedRow | None:
-        """Returns the row that the images add. None if only reading the sample can tell."""
-        conversation = example_conversation(['image'] * len(sizes))
-        text = self._encoder.encode_unexpanded([conversation])[0]
-        sample = self._encode(conversation, sizes)
-        if text is None or sample is None:
-            return None
-        text_row = self._measure(text)
-        added = self._measure(sample).minus(text_row)
-        if added.loss_tokens:  # images carry no loss, so the processor has changed the answer
-            return None
-        return AddedRow(added, text_row.image_tokens)
-
-    def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
-        """Encodes a conversation with images of these sizes. None if the processor raises an error."""
-        # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
-        # recognizes these by their content, which meta tensors do not have.
-        if len(set(sizes)) < 2:
-            with suppress(Exception):  # some processors need real images, which follow
-                meta_images = []
-                for width, height in sizes:
-                    meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
-                    meta_images.append(meta_image)
-                return self._encoder(conversation, meta_images)
-        with suppress(Exception):  # the reason is given when a sample with such images is read
-            images = [Image.new('RGB', size) for size in sizes]
-            return self._encoder(conversation, images)
-        return None
+def _encode_images(encoder: Any, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
+    """Encodes a conversation with images of these sizes. None if the processor raises an error."""
+    # Not for images of several sizes, because for them a processor may add tiles of padding. `count_patches`
+    # recognizes these by their content, which meta tensors do not have.
+    if len(set(sizes)) < 2:
+        with suppress(Exception):  # some processors need real images, which follow
+            meta_images = []
+            for width, height in sizes:
+                meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
+                meta_images.append(meta_image)
+            return encoder(conversation, meta_images)
+    with suppress(Exception):  # the reason is given when a sample with such images is read
+        images = [Image.new('RGB', size) for size in sizes]
+        return encoder(conversation, images)
+    return None

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.data.records import EmbeddedFile, Medium, short_repr
+from composer_tokacc.data.records import EmbeddedFile, Medium, leaves_of, short_repr
 from composer_tokacc.refusals import InvalidInputError
 
 MEDIA_KEYS = {
@@ -103,16 +103,11 @@ def check_unread_keys(
 
 def _signs_in_value(value: object) -> Iterator[MediaSign]:
     """Yields a sign for everything in a value that looks like a medium."""
-    if isinstance(value, bytes | EmbeddedFile):
-        yield MediaSign('')
-    elif isinstance(value, str):
-        yield from _signs_in_text(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _signs_in_value(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _signs_in_value(item)
+    for leaf in leaves_of(value):
+        if isinstance(leaf, bytes | EmbeddedFile):
+            yield MediaSign('')
+        elif isinstance(leaf, str):
+            yield from _signs_in_text(leaf)
 
 
 def _signs_in_text(text: str) -> Iterator[MediaSign]:

@@ -108,16 +108,11 @@ class VideoSampling:
                 )
         if self.num_frames is not None and self.fps is not None:
             raise InvalidInputError(f'`fps` must be left out if `num_frames` is given, got: {self.fps}. Remove one')
-        if self.num_frames is not None and self.num_frames < self.min_frames:
+        num_frames = self.num_frames or self.min_frames
+        if not self.min_frames <= num_frames <= self.max_frames:
             raise InvalidInputError(
-                f'`num_frames` must be at least `min_frames`, got: {self.num_frames} < {self.min_frames}. Remove '
-                '`min_frames`, because every video gets `num_frames`'
-            )
-        fewest = self.num_frames or self.min_frames
-        if self.max_frames < fewest:
-            raise InvalidInputError(
-                f'`max_frames` must be at least `min_frames` and `num_frames`, got: {self.max_frames} < {fewest}. '
-                'Raise it, or lower the others'
+                f'`min_frames` <= `num_frames` <= `max_frames` must hold, got: {self.min_frames}, {num_frames} and '
+                f'{self.max_frames}. Raise or remove one of them'
             )
 
     def count(self, num_frames: int, duration: float) -> int:
@@ -572,13 +567,16 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    frame_of_timestamp: dict[int, VideoFrame] = {}
-    if key_timestamps:
-        frame_of_timestamp = _decode_after_jumps(file, timestamps, key_timestamps)
+    # Without key frames, everything is decoded.
+    start_timestamps = key_timestamps or timestamps[:1]
+    frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps)
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
-        # A jump went past a frame, because the container has no index or a wrong one, or there are no key frames.
-        frame_of_timestamp = _decode_from_start(file, timestamps)
+        # A jump went past a frame, because the container has no index or a wrong one.
+        frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps[:1])
+    num_missing = len(timestamps) - len(frame_of_timestamp)
+    if num_missing:
+        raise InvalidInputError(f'the last {num_missing} of its {len(timestamps)} chosen frames cannot be decoded')
     first_frame = frame_of_timestamp[timestamps[0]]
     upright = {}
     for timestamp, frame in frame_of_timestamp.items():
@@ -600,7 +598,7 @@ def _decode_after_jumps(
 ) -> dict[int, VideoFrame]:
     """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
 
-    Arguments as for :func:`_decode_frames`.
+    Arguments as for :func:`_decode_frames`. If there is only one key frame, nothing is jumped over.
     """
     timestamps_after_key: dict[int, list[int]] = {}
     for timestamp in timestamps:
@@ -613,16 +611,6 @@ def _decode_after_jumps(
             if key_timestamp != key_timestamps[0]:  # a file is opened at its first key frame
                 container.seek(key_timestamp, stream=stream)
             frame_of_timestamp |= _take_frames(container.decode(stream), timestamps_after, key_timestamp)
-    return frame_of_timestamp
-
-
-def _decode_from_start(file: MediaFile, timestamps: Sequence[int]) -> dict[int, VideoFrame]:
-    """Returns frames as :func:`_take_frames`. Refuses a file whose last frames cannot be decoded."""
-    with _open_stream(file, 'video') as (container, stream):
-        frame_of_timestamp = _take_frames(container.decode(stream), timestamps, timestamps[0])
-        if len(frame_of_timestamp) < len(timestamps):
-            first_missing = timestamps[len(frame_of_timestamp)]
-            raise InvalidInputError(f'its frame at {float(first_missing * stream.time_base):.2f} s cannot be decoded')
     return frame_of_timestamp
 
 

@@ -20,14 +20,14 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import mask_document_starts, real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
-from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
+from composer_tokacc.data_spec.split import MicrobatchSplit, inferred_layout, register_split
+from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
 
 
 class CountingDataSpec(DataSpec):
-    """Answers Composer's questions about a batch by the counts that it carries, and counts it if it carries none.
+    """Composer's DataSpec, which reads samples and tokens of a batch from its counts. Counts it if it has none.
 
     Args:
         dataloader: Yields the batches.
@@ -49,11 +49,11 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         self._split = split
         self._model = model
-        self._rule = loss_tokens
+        self._loss_tokens = loss_tokens  # the user's rule, 'auto', or after the first-batch check the model's own rule
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
-        # Labels and counts of the microbatch that the model computes now, if the counts were taken out of it. The
-        # microbatch is recognised by its tensor of labels.
+        # Labels and counts of the microbatch that the model computes now, if its counts were removed. Composer asks for
+        # its samples and tokens later. The microbatch is recognised by its tensor of labels.
         self._computed_labels: torch.Tensor | None = None
         self._computed_rows: Sequence[RowCounts] = ()
         super().__init__(
@@ -66,19 +66,18 @@ class CountingDataSpec(DataSpec):
         )
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
-        """Returns the number of tokens of a batch.
+        """Returns the number of attended tokens of a batch, or of its loss tokens, for ``'loss_generating'``.
 
-        Composer asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on. A batch without
-        counts is counted by ``_rule_to_count``, not refused: Composer weights by microbatches, which carry counts.
+        Composer asks for loss tokens only if ``accumulate_train_batch_on_tokens`` is on.
 
         Raises:
-            RuntimeError: If a batch carries counts of loss tokens, but their rule was not compared with the model's.
+            RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         rows = self._rows_of(batch)
         has_counts = all(row.rule for row in rows)  # a row that was not counted has an empty rule
-        if token_type == 'total' and has_counts:
-            return sum(row.real_tokens for row in rows)
         if token_type == 'total':
+            if has_counts:
+                return sum(row.real_tokens for row in rows)
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
             for microbatch in microbatches_of(batch):
@@ -86,7 +85,8 @@ class CountingDataSpec(DataSpec):
                     num_real += sum(real_tokens(microbatch))
             return num_real
         if not has_counts:
-            rows = rows_of(with_counts(batch, self._rule_to_count))
+            # Not refused, because Composer weights losses only by the tokens of microbatches, which have counts.
+            rows = rows_of(with_counts(batch, self._loss_rule))
         elif not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
@@ -110,12 +110,12 @@ class CountingDataSpec(DataSpec):
             check_ids(microbatch)
         # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
-        self._split.step = None  # the algorithm, if there is one, sets the step of this batch
+        self._split.step = None  # the algorithm, if there is one, sets it after this
         # In training with_counts() masks the labels, because it knows the loss rule.
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch
         # By the rule 'unshifted' no document predicts the first label of the next one, so nothing is masked.
-        if self._rule_to_count == 'unshifted':
+        if self._loss_rule == 'unshifted':
             return batch
         return _mapped(mask_document_starts, batch)
 
@@ -123,27 +123,27 @@ class CountingDataSpec(DataSpec):
         """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
         if not is_counted(batch):
             if self._model is not None and torch.is_grad_enabled():
-                self._check(self._model, batch, microbatch_size)
+                self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
-                batch = with_counts(batch, self._rule_to_count)
+                batch = with_counts(batch, self._loss_rule)
         return self._split(batch, microbatch_size)
 
     @property
-    def _rule_to_count(self) -> str:
-        """The user's rule, else the model's own if it has been found. Most models are causal."""
-        if self._rule != 'auto':
-            return self._rule
+    def _loss_rule(self) -> str:
+        """The loss rule to count by. If none is known it is ``'causal'``, the rule of most models."""
+        if self._loss_tokens != 'auto':
+            return self._loss_tokens
         return self._split.loss_rule or 'causal'
 
-    def _check(
+    def _check_rows(
         self,
         model: torch.nn.Module,
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check if there is no algorithm to do it."""
+        """Runs the first-batch check, which no algorithm does, on a batch. It computes only rows of a new kind."""
         split = self._split
-        layout = split.users_layout or BatchLayout.infer(batch)
+        layout = split.users_layout or inferred_layout(batch)
         if self._first_batch is None:
             split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
@@ -151,25 +151,25 @@ class CountingDataSpec(DataSpec):
                 layout,
                 self._on_models_device,
                 cutter=split,
-                loss_tokens=self._rule,
+                loss_tokens=self._loss_tokens,
                 check_loss=True,
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # If the model does not tell the layout, it is inferred from each batch. The readings of earlier batches stay.
+        # Without the user's layout it is inferred from each batch. The readings of earlier batches stay.
         if check.layout is not None:
             layout = layout.with_readings(check.layout.readings)
         check.layout = layout
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        # Without the user's layout the split infers one from each batch.
+        # Without the user's layout the split, too, infers one from each batch.
         if split.users_layout is not None:
             split.layout = check.layout
-        self._rule = check.rule or self._rule
+        self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:
-        """Moves a microbatch to the device and transforms it there, as the trainer does."""
+        """Returns a microbatch on the device of the model, transformed there as by the trainer."""
         assert self._model is not None
         device = next(self._model.parameters()).device
         on_device = map_tensors(batch, lambda tensor: tensor.to(device))
@@ -178,17 +178,18 @@ class CountingDataSpec(DataSpec):
     # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        """Returns a microbatch as the model gets it."""
+        """Returns a microbatch as the model gets it, but with counts if an algorithm removes them later."""
         batch = self._split.for_model(batch)
         step = self._split.step
         if step is not None:
+            # A mapping of another type may come from the user's transforms, and must keep its type.
             if type(batch) is dict and not step.copies_microbatches():
                 return _Uncopied(batch)
             return batch
         # Without `model=` the counts stay. HuggingFaceModel.forward() drops them.
         if self._model is None or not is_counted(batch):
             return batch
-        # No algorithm hides the counts from the model. A compiled model would be compiled again for each list.
+        # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
         self._computed_rows = rows_of(batch)
         return without_rows(batch)
@@ -196,7 +197,7 @@ class CountingDataSpec(DataSpec):
     # Called by Composer.
 
     def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
-        """Returns the counts of each row, also if :meth:`_transform_microbatch` has taken them out."""
+        """Returns the counts of each row, also if :meth:`_transform_microbatch` has removed them."""
         if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
             return self._computed_rows
         return rows_of(batch)

@@ -4,8 +4,8 @@
 """The split of a device batch into trimmed microbatches under a token budget.
 
 :class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
-microbatches. On several ranks it adds dummy rows and empty microbatches, so that no rank waits for another without
-end. The functions at the end find the split and the layout of a loader.
+microbatches. On several ranks it adds dummy rows and empty microbatches, so that no rank waits forever for another. The
+functions at the end find the split and the layout of a loader.
 
 ``facts_of_batches`` are always the facts of the device batch, or of each microbatch of a pre-split one.
 """
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FEW_TOKENS = 8
-"""Width of an empty microbatch of text, which only keeps a rank in step. Models with convolutions need 8 tokens."""
-RULES_BEFORE_CHECK = CutRules(right='trim')
-"""Before the first-batch check only padding on the right is trimmed, because no causal model can see it. Trimming on
+EMPTY_WIDTH = 8
+"""Width of an empty microbatch of text. Narrower ones would cost less, but models with convolutions need 8 tokens."""
+RULES_WITHOUT_CHECK = CutRules(right='trim')
+"""Without the first-batch check only padding on the right is trimmed, because no causal model can see it. Trimming on
 the left may change positions."""
 
 
@@ -76,10 +76,10 @@ class MicrobatchSplit:
         self.options = options
         self.users_layout = layout
         self.layout = layout
-        self.rules = RULES_BEFORE_CHECK
-        """How rows are cut."""
+        self.rules = RULES_WITHOUT_CHECK
+        """How rows are cut. After a fit they stay, to be read, until another batch is split."""
         self.checked = False
-        """Whether the first-batch check has seen the model."""
+        """Whether the rules come from the first-batch check."""
         self.reduces_once = False
         """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
         and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
@@ -87,7 +87,7 @@ class MicrobatchSplit:
         self.loss_rule: str | None = None
         """The loss rule of the model, for evaluation. The algorithm sets it if it has found one."""
         self.step: Step | None = None
-        """The step whose batch is split next; None: no algorithm counts it."""
+        """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -101,12 +101,12 @@ class MicrobatchSplit:
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        Without a layout it takes the user's, if there is one.
+        ``layout`` is the layout of the model; None: the user's, if there is one.
         """
         self.stop()
         self._model = model
         self.layout = layout or self.users_layout
-        self.rules = CutRules()  # trims nothing; the check adds what it has shown to hold
+        self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
@@ -114,7 +114,7 @@ class MicrobatchSplit:
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
-        self.restore_attention()
+        self._restore_attention()
         self._model = None
         self.layout = self.users_layout
         self.checked = False
@@ -144,11 +144,11 @@ class MicrobatchSplit:
         return saving > 0
 
     def adopt(self, rules: CutRules) -> None:
-        """Cuts by these rules from now on."""
+        """Cuts by these rules of the first-batch check from now on."""
         self.rules = rules
         self.checked = True
         self._tries_packing = False
-        self._attend(rules.packing)
+        self._set_attention(rules.packing)
         if rules.packing == 'positions':
             self._warn(
                 'Attention document by document does not work with this model, so packed rows keep a mask as wide as '
@@ -158,7 +158,10 @@ class MicrobatchSplit:
     # Called by the first-batch check.
 
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
+
+        Without a layout there are no facts, and no rows that can be packed.
+        """
         if not facts_of_batches or not (self.packs_rows or self._tries_packing):
             return 0
         lengths = _lengths_of(facts_of_batches)
@@ -168,21 +171,21 @@ class MicrobatchSplit:
         return max(largest_group, longest_row)
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens of a microbatch. A slot also has room for the decoder's text, if there is one."""
+        """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
         width = self.options.slot_tokens or max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         return token_budget(microbatch_size, width + decoder_width)
 
     @property
     def must_pack(self) -> bool:
-        """Whether the run stops if rows cannot be packed: the user asked for it, or earlier rows were packed."""
+        """Whether the run stops if rows cannot be packed. It does if the user asked for it, or if rows were packed."""
         return self.options.packing is True or self.packs_rows
 
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.
 
-        If rows may be packed, these are first the rules of packing by documents, then, only if the run must pack, those
-        by positions. A run that must pack does not try padded rows.
+        If rows may be packed, it first yields packing as in the earlier rules, or else by documents. If the run must
+        pack, packing by positions is the last resort. Otherwise the rows are padded.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
@@ -197,8 +200,9 @@ class MicrobatchSplit:
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
+                # The check puts this text into its own message.
                 raise NotExactError(f'rows that are not independent: {coupling}')
-            self._attend(rules.packing)
+            self._set_attention(rules.packing)
         options = self.options.without_caps()
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
@@ -211,22 +215,22 @@ class MicrobatchSplit:
     # The model.
 
     def for_model(self, batch: Any) -> Any:
-        """Returns a microbatch on the device as the model gets it."""
+        """Returns a microbatch on the device after the user's transforms, with a dummy image if the model needs one."""
         if self._microbatch_transforms is not None:
             batch = self._microbatch_transforms(batch)
             check_kind('microbatch_transforms', batch, Mapping)
         return batch if self.layout is None else self.layout.with_media(batch)
 
-    def _attend(self, packing: str) -> None:
+    def _set_attention(self, packing: str) -> None:
         """Changes the model's attention for rows that are packed in this way, see :class:`CutRules`."""
         current = '' if self._attention is None else self._attention.packing
         if packing == current:
             return
-        self.restore_attention()
+        self._restore_attention()
         if packing and self._model is not None:
             self._attention = DocumentAttention(self._model, packing)
 
-    def restore_attention(self) -> None:
+    def _restore_attention(self) -> None:
         """Restores the model's own attention if it was changed."""
         if self._attention is not None:
             self._attention.undo()
@@ -240,22 +244,20 @@ class MicrobatchSplit:
         return bool(self.rules.packing)
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
-        """Splits a batch into microbatches under the caps.
+        """Returns the microbatches of a batch.
 
-        In evaluation (no gradients) rows keep their order, and ``microbatch_size`` counts rows.
+        In training they are cut under the caps, and ``microbatch_size`` stands for memory, see the class. In evaluation
+        (no gradients) rows keep their order, and ``microbatch_size`` counts rows.
         """
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
-            # An earlier run may have left the rules of its model.
-            self.rules = RULES_BEFORE_CHECK
+            self.rules = RULES_WITHOUT_CHECK
         layout = self.layout
         if layout is None:
-            # The microbatch with the most keys has media.
-            largest = max(microbatches_of(batch), key=len)
-            layout = BatchLayout.infer(largest)
+            layout = inferred_layout(batch)
         if not torch.is_grad_enabled():
-            num_rows = max(int(microbatch_size), 1)
+            num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
@@ -279,10 +281,12 @@ class MicrobatchSplit:
         return microbatches
 
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
-        """Returns microbatches of ``size`` rows, in order.
+        """Returns microbatches of ``size`` rows, in order, trimmed but not packed.
 
         The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
         """
+        if isinstance(batch, PreSplitBatch):
+            batch = batch.joined(layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
@@ -295,7 +299,7 @@ class MicrobatchSplit:
         return build(pieces)
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
-        """Returns the facts of the batch, or of each microbatch. Reuses those of the step if they still hold."""
+        """Returns the facts of the batch, or of each of its microbatches. Uses the step's facts if they still hold."""
         microbatches = microbatches_of(batch)
         if self.step is None or len(self.step.facts) != len(microbatches):
             return describe_all(layout, batch)
@@ -305,10 +309,10 @@ class MicrobatchSplit:
         return self.step.facts
 
     def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
-        """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
+        """Returns whether each microbatch of a loader is used as it is, or cut by itself.
 
-        All are joined and cut again without ``regroup``, with packing, and if padding on the right must be kept. Rows
-        padded on the left must be joined if their positions depend on the padding, or if a pad predicts a first label.
+        Otherwise all are joined and cut again: without ``regroup``, with packing, and if padding on the right must be
+        kept. Also if rows are padded on the left, and their positions depend on the padding or a pad predicts a label.
         """
         if not self.options.regroup or self.packs_rows or self.rules.right != 'trim':
             return False
@@ -319,8 +323,8 @@ class MicrobatchSplit:
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
-        # All microbatches count as padded on the left here, because those without padding read as padded on the right.
-        # A policy holds up to a width, so it holds for all of them if it holds for the widest one.
+        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may
+        # have no padding, and then its side is 'right'.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) == 'trim'
@@ -328,19 +332,8 @@ class MicrobatchSplit:
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
 
-        Raises ValueError if joining would change a loss: narrower microbatches get more padding on the left. It may
+        Raises ValueError if joining would change a loss. Narrower microbatches get more padding on the left, which may
         move positions, and a pad may predict a first label.
-        """
-        self._check_positions(facts_of_batches)
-        joined = pre_split.joined(layout)
-        facts = describe(layout, joined)
-        _check_all_first_labels([facts], COLLATED_BY_LOADER)
-        return facts
-
-    def _check_positions(self, facts_of_batches: Sequence[RowFacts]) -> None:
-        """Raises if the model counts positions from the first column, and rows are padded on the left.
-
-        In each microbatch of the loader they have another number of pads than in the joined batch.
         """
         for facts in facts_of_batches:
             if facts.side == 'left' and self.rules.depends_on_left_padding(facts):
@@ -349,9 +342,12 @@ class MicrobatchSplit:
                     f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '
                     'the left. Pad on the right, or give `position_ids` (docs/errors.md#padding).'
                 )
+        joined_facts = describe(layout, pre_split.joined(layout))
+        _check_all_first_labels([joined_facts], COLLATED_BY_LOADER)
+        return joined_facts
 
     def _check_packing(self, facts_of_batches: Sequence[RowFacts]) -> None:
-        """Raises if rows cannot be packed, although the rules or the options say that they are."""
+        """Raises if rows should be packed, but nothing shows that this is exact, or it is not exact for these rows."""
         if self.options.packing and not self.checked:
             raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
@@ -383,7 +379,7 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # The trainer repeats samples only to give all ranks equally many. They have no weight.
+                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
                 rows = rows_of(facts.batch)
                 samples = [row for row in piece.rows if rows[row].samples]
                 piece = piece.take(samples)
@@ -413,7 +409,7 @@ class MicrobatchSplit:
         return {}
 
     def _num_microbatches(self, num_pieces: int) -> int:
-        """Returns how many microbatches this rank makes; a collective if all ranks must make equally many."""
+        """Returns how many microbatches this rank makes, empty ones included; a collective if counts must be equal."""
         num_microbatches = max(num_pieces, 1)
         must_be_equal = self.options.equal_counts
         if must_be_equal == 'auto':
@@ -424,9 +420,11 @@ class MicrobatchSplit:
 
     def _warn_of_padding(self, facts_of_batches: Sequence[RowFacts]) -> None:
         """Warns of rows that keep their padding because of a label on their first token."""
+        if self.packs_rows:
+            return
         num_kept = 0
         for facts in facts_of_batches:
-            if not self.packs_rows and self.rules.policy(facts) != 'keep':
+            if self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
             self._warn(
@@ -436,7 +434,7 @@ class MicrobatchSplit:
             )
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
-        """Warns of dummy rows that do not fit under the caps."""
+        """Warns of rows that do not fit under the caps together with their dummy rows."""
         for piece in pieces:
             if piece.dummies and not piece.fits:
                 dummy_widths = [row.width for row in piece.dummies]
@@ -475,7 +473,7 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective.
 
-    Only of the first such modality if the family takes one kind of media in a forward.
+    If the model takes only one kind of media in a forward, it returns only the first of them.
     """
     layout = facts_of_batches[0].layout
     own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
@@ -490,18 +488,18 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
             continue
         row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
-            # A rank without the modality gets the row of another rank.
+            # All ranks must call this. A rank that has the modality keeps its own row.
             shared_row = from_any_rank(row)
-            row = shared_row if row is None else row
+            row = row or shared_row
         assert row is not None  # some rank has one
         dummies[modality] = describe(layout, row)
     return dummies
 
 
 def _dummies_of_first_modality(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
-    """Returns a dummy row of the first modality that the rows have.
+    """Returns a dummy row of the first modality that some row has.
 
-    One modality is enough for ``CutRules.needs_media``: text rows only depend on whether the batch has media.
+    One modality is enough for ``CutRules.needs_media``, because text rows only depend on whether the batch has media.
     """
     for modality in MODALITIES:
         row = smallest_row(facts_of_batches, modality)
@@ -539,7 +537,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 
 def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
-    """Raises if dummy rows are wider than the limit of the rotary embedding, but the device batch is not."""
+    """Raises if dummy rows are wider than the limit of the rotary embedding, but the batch of the facts is not."""
     if _width_matters([facts]) or not _width_matters(dummies):
         return
     width_limit = facts.layout.width_limit
@@ -553,27 +551,27 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
 
 
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
-    """Calls ``check_first_labels`` for each batch, with its loss rule."""
+    """Calls :func:`.check_first_labels` for each batch, with the loss rule by which its rows were counted."""
     for facts in facts_of_batches:
         check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: a dummy row of each needed modality, else the start of the shortest row.
+    """Returns a microbatch without weight: the dummy rows, or if there are none, the beginning of the shortest row.
 
-    A row with media is not cut, because it needs its placeholders.
+    A row with media is not cut, because it needs its placeholders. Nor is a row without ``input_ids`` (Whisper).
     """
     if dummies:  # these rows have no weight already
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
-    facts = min(facts_of_batches, key=lambda facts: min(facts.lengths))
+    facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
     row = layout.select(facts.batch, [shortest])
     empty = zero_weight(layout.trim(row))
     if facts.media[shortest] or not facts.has_ids:
         return empty
-    return layout.narrow(empty, 0, min(FEW_TOKENS, layout.width(empty)))
+    return layout.narrow(empty, 0, min(EMPTY_WIDTH, layout.width(empty)))
 
 
 # Which split, and which layout, belongs to a loader.
@@ -598,21 +596,27 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout that the user gave, else the layout of the model, else the one that the batch implies.
+def inferred_layout(batch: Batch) -> BatchLayout:
+    """Returns the layout that a batch implies, or the microbatch with the most keys, which has media if any has."""
+    with_most_keys = max(microbatches_of(batch), key=len)
+    return BatchLayout.infer(with_most_keys)
 
-    Returns None if rows cannot be told apart. A collective.
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
+
+    Returns None if it does not tell rows apart. A collective.
     """
     if split is not None and split.users_layout is not None:
         return split.users_layout
     try:
         layout = BatchLayout.for_model(state.model)
     except TypeError:
-        # The model has no config. A rank without media infers the layout of a text model.
-        layouts = all_gather_object(BatchLayout.infer(state.batch))
-        layout = max(layouts, key=lambda layout: len(layout.family.entries))
+        # The model has no config. A rank without media infers the layout of a text model, which has no entries.
+        layouts = all_gather_object(inferred_layout(state.batch))
+        layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
     if split is None:
-        # Without token_data_spec() the user's own split cuts the batch. So try whether this layout tells rows apart.
+        # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries.
         try:
             layout.select(state.batch, [0])
             layout.media_per_row(state.batch)

@@ -56,8 +56,8 @@ def token_data_spec(
             a Hugging Face processor makes them.
         model: The model that is trained (a ``HuggingFaceModel``, any ``ComposerModel``, or the Hugging Face model
             itself). Only needed without :class:`.TokenAccumulation`, which knows it.
-        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'`` or ``'unshifted'``. ``'auto'``: those
-            of the model's own loss. Any other rule is checked against the model's own.
+        loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'`` or ``'unshifted'``, a rule that is
+            compared with the model's own loss. ``'auto'``: the rule of that loss is found.
         layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
             the keys of each batch imply.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
@@ -101,8 +101,10 @@ def token_data_spec(
 
     check_rule(loss_tokens, allow_auto=True)
     if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
-        got = type(dataloader).__name__
-        raise TypeError(f'`dataloader` must be a dataloader, got: {got}. If it is a DataSpec, pass its `dataloader`.')
+        raise TypeError(
+            f'`dataloader` must be a dataloader, got: {type(dataloader).__name__}. If it is a DataSpec, pass its '
+            '`dataloader`.'
+        )
     for name in PROVIDED_FUNCTIONS:
         if name in data_spec_kwargs:
             raise InvalidInputError(
@@ -125,9 +127,9 @@ def token_data_spec(
         check_kind('model', model, Module)
         inner_model = getattr(model, 'module', model)  # DDP wraps the model as `module`
         config = getattr(inner_model, 'config', None)
-        # Only configs of Transformers have a `model_type`, by which the layout is found.
+        # Only configs of Transformers have a `model_type`. Without it the layout is inferred from each batch.
         if layout is None and hasattr(config, 'model_type'):
-            layout = BatchLayout.for_model(inner_model)
+            layout = BatchLayout.for_model(config)
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
     register_split(dataloader, split)

@@ -35,13 +35,15 @@ from composer_tokacc.layout.placeholders import has_any_id, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
-PADDED = 'rows padded'
-"""How the names of all limits of padded rows begin."""
+PACKED_ROWS = 'packed rows'
+PADDED_ROWS = 'rows padded'
+"""The beginning of the names of all limits of padded rows."""
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
-"""Kind of rows, for messages."""
+"""A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
-"""The largest values of a property that were seen. A smallest value is kept as its negative, a condition as a bool. The
-functions below say which values a property has."""
+"""The largest values of a property that were seen. A smallest value is kept as its negative, and whether something was
+seen as a bool, so that rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
+:func:`_media_limit` say which values a property has."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
 
@@ -53,7 +55,7 @@ class RowFacts:
     Args:
         batch: A shallow copy of the batch. Its rows are selected later.
         layout: How its tensors belong to rows.
-        side: The side on which rows are padded, ``'left'`` or ``'right'``.
+        side: The side on which rows are padded, ``'left'`` or ``'right'``. If none is padded, ``'right'``.
         width: Padded width of the rows.
         is_padded: Whether some position is padding.
         real: Which positions are attended or labelled, ``(rows, width)`` bool.
@@ -99,7 +101,10 @@ class RowFacts:
 
     @cached_property
     def may_be_trimmed(self) -> bool:
-        """Whether columns may be cut off: not if positions depend on the width, nor if audio lies along the text."""
+        """Whether padding may be cut off. Not if positions depend on the width, or if audio lies along the text.
+
+        Without ``input_ids`` (Whisper) nothing tells which positions are padding.
+        """
         if not self.has_ids or self.layout.width_matters(self.batch):
             return False
         return not has_audio_along_text(self.batch, self.layout.config)
@@ -147,10 +152,7 @@ class RowFacts:
 
     @cached_property
     def decoder_width(self) -> int:
-        """Width of a decoder's text in an encoder-decoder model with ``input_ids``, else 0.
-
-        It is never trimmed.
-        """
+        """Width of the decoder's text in an encoder-decoder model with ``input_ids``, else 0. It is never trimmed."""
         if not self.has_ids:
             return 0
         widths = [0]
@@ -165,7 +167,7 @@ class RowFacts:
 
     @cached_property
     def has_hole(self) -> list[bool]:
-        """Which rows have a position without attention between attended ones. Some models count such positions."""
+        """Which rows have a position without attention between attended ones. Some models number such positions."""
         attended = attended_positions(self.batch)
         num_attended = attended.sum(dim=1).tolist()
         reach = self._reach
@@ -188,15 +190,17 @@ class RowFacts:
 
     @cached_property
     def has_label_behind_padding(self) -> list[bool]:
-        """Which rows have padding on the left, and a label on the first token behind it.
+        """Which rows of a batch that is padded on the left have padding, and a label on the first token behind it.
 
         The last pad predicts this label, so the row cannot be trimmed.
         """
         if self.side != 'left':
             return [False] * len(self.real)
-        has_padding = (~self.real[:, 0]).tolist()
-        pairs = zip(self.has_first_label, has_padding, strict=True)
-        return [is_labelled and is_padded for is_labelled, is_padded in pairs]
+        is_first_column_real = self.real[:, 0].tolist()
+        has_label = []
+        for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
+            has_label.append(is_labelled and not is_real)
+        return has_label
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
@@ -204,7 +208,8 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
     Args:
         facts: Of the rows.
-        loss_rule: Models with the rule ``'unshifted'`` predict each label from its own position. Empty: not known.
+        loss_rule: With ``'unshifted'`` no pad predicts a label, so nothing is raised. Nor is it with ``''``, because
+            then the rule is not known yet.
         kind: What the rows are called in the message, such as ``'packed rows'``.
     """
     if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
@@ -231,9 +236,9 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     is_padded = sum(num_real) < real.numel()
     if is_padded:
         for key in ZERO_ON_PADDING:
-            if _has_shape_of(batch, key, real):
+            if _has_shape(batch.get(key), real.shape):
                 _check_zero_on_padding(batch, key, real)
-        if _has_shape_of(batch, 'mm_token_type_ids', real) and batch.get('input_ids') is not None:
+        if _has_shape(batch.get('mm_token_type_ids'), real.shape) and batch.get('input_ids') is not None:
             _check_types_of_images(layout, batch)
     facts = RowFacts(
         batch=dict(batch),
@@ -243,20 +248,19 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    # They were needed above, so their cached properties need not compute them again.
+    # The values of two cached properties are already known.
     vars(facts).update(_num_real=num_real, _reach=reach)
     return facts
 
 
-def _has_shape_of(batch: Batch, key: str, text: torch.Tensor) -> bool:
-    value = batch.get(key)
-    return isinstance(value, torch.Tensor) and value.shape == text.shape
+def _has_shape(value: object, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     """Raises ValueError, naming the row, if a tensor of the text's shape is not 0 on padding.
 
-    Otherwise the tensor may be padded on another side than the ids, and a trimmed microbatch would hide that.
+    Then the tensor is probably padded on another side than the ids. Trimming would hide that.
     """
     # A hole between real positions is not padding. There the collator may write any value.
     has_real_before = real.cumsum(dim=1) > 0
@@ -264,7 +268,7 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     has_real_after = num_real_from_here > 0
     is_padding = ~(has_real_before & has_real_after)
     is_wrong = is_padding & (batch[key] != 0)
-    _refuse(batch, key, is_wrong, 'be 0 where `attention_mask` is 0')
+    _refuse_if_any(is_wrong, batch, key, 'be 0 where `attention_mask` is 0')
 
 
 def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
@@ -277,16 +281,19 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     # Some processors mark nothing in a row. Then the model does not read the types.
     has_marks = (types != 0).any(dim=1, keepdim=True)
     is_unmarked = is_image & (types == 0) & has_marks
-    _refuse(batch, 'mm_token_type_ids', is_unmarked, 'mark the placeholders of images')
+    _refuse_if_any(is_unmarked, batch, 'mm_token_type_ids', 'mark the placeholders of images')
 
 
-def _refuse(
+def _refuse_if_any(
+    is_wrong: torch.Tensor,
     batch: Batch,
     key: str,
-    is_wrong: torch.Tensor,
     requirement: str,
 ) -> None:
-    """Raises ValueError with the first position, ``(rows, width)``, at which a tensor of the text is wrong."""
+    """Raises ValueError, naming the first position at which ``batch[key]`` is wrong, if there is one.
+
+    ``is_wrong`` is ``(rows, width)`` bool. ``requirement`` says after "must" how the tensor should be.
+    """
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise InvalidInputError(
@@ -304,7 +311,7 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowRanges:
-    """What the rows of some batches were like: the rows that the first-batch check has looked at.
+    """Ranges of the properties of some rows, for example of those that the first-batch check has looked at.
 
     The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
     them alike. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are more than
@@ -318,23 +325,23 @@ class RowRanges:
     ChartQA and DocVQA, rows lie outside of a range in 8 to 12 of the first 200 steps.
 
     Args:
-        limits: Limits of the properties that a batch had, by name. It is empty if it is enough to have seen one such
-            batch. A name about images, videos or audios begins with that word.
+        limits: Limits of the properties that the rows had, by name. A limit is ``()`` if it is enough to have seen the
+            property once. A name about images, videos or audios begins with that word.
         readings: Possible readings of the tensors that no family registers.
     """
 
     limits: Mapping[str, Limit] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict)
 
-    def missing(self, rows: RowRanges) -> list[str]:
+    def missing(self, other: RowRanges) -> list[str]:
         """Returns names of the properties in which the other rows lie outside of these ranges."""
         missing = []
-        for name, needed in rows.limits.items():
+        for name, other_limit in other.limits.items():
             limit = self.limits.get(name)
-            if limit is None or _larger(limit, needed) != limit:
+            if limit is None or _larger(limit, other_limit) != limit:
                 missing.append(name)
-        for key, possible in rows.readings.items():
-            # A key that is new, or whose most likely reading would change.
+        for key, possible in other.readings.items():
+            # The key is missing if it is new, or if its most likely reading would change.
             earlier = self.readings.get(key)
             if earlier is None or agreed_readings(earlier, possible)[:1] != earlier[:1]:
                 missing.append(f'the key {key!r}')
@@ -348,13 +355,13 @@ class RowRanges:
         return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
-        """Returns the ranges as if no row had padding. For rows on which trimming was not tried."""
-        limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED)}
+        """Returns the ranges as if no row had padding, for rows on which trimming was not tried."""
+        limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
         return RowRanges(limits=limits, readings=self.readings)
 
 
 def _larger(first: Limit, second: Limit) -> Limit:
-    """Returns the larger of each two values."""
+    """Returns the larger one of each pair of values."""
     return tuple(map(max, first, second))
 
 
@@ -376,7 +383,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
-        limits['packed rows'] = (max(lengths), largest_packed_row)
+        limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
         limit = _media_limit(modality, facts_of_batches)
         if limit is not None:
@@ -390,37 +397,42 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
 
 
 def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
-    """Returns the limits of the widths of all batches together, as if they were one padded batch."""
-    # The limit of rows with padding: their shortest row, their longest row with padding, and their width.
+    """Returns the limits of the widths of all batches together, as if they were one padded batch.
+
+    The limit of padded rows has the shortest row, the longest row with padding, and the width.
+    """
     limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
     side = 'right'
-    with_positions = ''
+    joined_suffix = ''
     for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        positions = ''
+        suffix = ''
         if facts.has_positions:
-            positions = with_positions = ', with position_ids'
-        if facts.is_padded and facts.layout.width_matters(facts.batch):
-            rows = 'all rows' if min(facts.lengths) > (facts.layout.width_limit or 0) else 'some rows'
-            limits[f'{rows} wider than the rotary limit{positions}'] = ()
+            suffix = ', with position_ids'
+            joined_suffix = suffix
+        width_limit = facts.layout.width_limit
+        if facts.is_padded and width_limit is not None and facts.width > width_limit:
+            rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
+            limits[f'{rows} wider than the rotary limit{suffix}'] = ()
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
     if padded_lengths:
-        limits[f'{PADDED} on the {side}{with_positions}'] = (-min(lengths), max(padded_lengths), width)
+        limits[f'{PADDED_ROWS} on the {side}{joined_suffix}'] = (-min(lengths), max(padded_lengths), width)
     return limits
 
 
 def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
-    It has the most items of a row, whether several rows have any, the smallest and the largest size of the largest item
-    of a row, and whether microbatches that a loader collates one by one pad items to different sizes.
+    It has the most items of a row, whether several rows have items, and whether microbatches that a loader collates one
+    by one pad items to different sizes. If the largest items of the rows differ in size, it also has the smallest and
+    the largest of these sizes.
     """
     counts: list[int] = []
     sizes: list[float] = []
@@ -431,10 +443,12 @@ def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit |
             sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
-    smallest, largest = min(sizes), max(sizes)
-    # If the largest items of all rows are of one size, no row pads those of another, so their size does not matter.
+    smallest = min(sizes)
+    largest = max(sizes)
     if smallest == largest:
-        smallest, largest = math.inf, -math.inf
+        # No row pads the items of another, so their size does not matter. An empty range lies within any other.
+        smallest = math.inf
+        largest = -math.inf
     return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, facts_of_batches)
 
 

@@ -20,7 +20,7 @@ from composer_tokacc.layout.tensors import Entry
 
 
 def _never(batch: Batch) -> bool:
-    """Matches no batch: for families that only a model's config names."""
+    """Matches no batch. For families that only the config of a model can tell."""
     return False
 
 
@@ -150,10 +150,11 @@ def _instructed(entry: Entry) -> dict[str, Entry]:
 
 
 class _Format(NamedTuple):
-    """Matches batches by the keys of their tensors. An object is called like a function.
+    """Matches batches by the keys of their tensors: a function for ``Family.matches``.
 
     Args:
-        has: Keys of the tensors that a batch must have, with their number of dimensions; None: any number.
+        has: Keys of the tensors that a batch must have, with their number of dimensions; None: any number. Pixels have
+            4 dimensions, (images, channels, height, width), or 5 if there are several tiles, slots or frames.
         lacks: Keys that it must not have.
     """
 

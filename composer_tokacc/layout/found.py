@@ -42,9 +42,9 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""Readings from the most to the least likely, for two readings that two batches rank in opposite orders."""
+"""The order of two readings that two batches rank in opposite orders."""
 
-ENTRIES = {
+ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
     Reading.ROWS: Entry(),
     Reading.SHARED_TEXT: Entry(unit='shared', seq_dims=(1,)),
@@ -130,12 +130,12 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
         earlier = joined.get(key, possible)
         joined[key] = agreed_readings(earlier, possible)
         if not joined[key]:
-            raise InvalidInputError(meaning_has_changed(key, earlier, possible))
+            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
     return joined
 
 
-def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
-    """Returns the message for a key without a reading that this batch and the earlier batches allow."""
+def changed_meaning_message(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
+    """Returns the message for a key that has no reading which both earlier batches and this batch allow."""
     later_meaning = ' or '.join(reading.value for reading in possible) or 'none of these'
     earlier_meaning = ' or '.join(reading.value for reading in earlier)
     return (
@@ -149,17 +149,17 @@ def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
     """Returns how the tensor belongs to rows if it is read in that way."""
     if reading is Reading.MEDIA:
         return _entry_of_media(batch, key)
-    return ENTRIES[reading]
+    return ENTRY_BY_READING[reading]
 
 
 def _entry_of_media(batch: Batch, key: str) -> Entry:
-    """Returns an entry whose unit holds modality and number of entries, such as ``'image/12'``.
+    """Returns an entry whose unit names the modality and the number of entries, such as ``'image/12'``.
 
-    By this unit the layout has :func:`entries_per_row` divide the 12 entries among the rows.
+    The layout reads both from the unit. :func:`entries_per_row` divides the 12 entries among the rows.
     """
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
-    assert modality is not None
+    assert modality is not None  # only names with a modality are read as media
     row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
     pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
     # In Molmo 2 a tensor with this name holds numbers of patches, counted over the whole batch.
@@ -172,10 +172,10 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
 
 
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
-    """Returns whether a mask ``(entries, width)`` may be for a float tensor ``(entries, ..., width, ...)`` of media.
+    """Returns whether a tensor in the shape of the text may be a mask of media, and has this shape by chance.
 
-    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. Such a mask can have the shape of the text by
-    chance.
+    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. The mask is ``(entries, width)`` if the media
+    are floats ``(entries, ..., width, ...)``.
     """
     num_entries, mask_width = mask.shape[:2]
     for key, value in batch.items():
@@ -197,7 +197,7 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
         return False
     patch_side = value.shape[-2]
     for key, sizes in batch.items():
-        if key == 'input_ids' or modality_of(key) != modality:
+        if modality_of(key) != modality:
             continue
         if not isinstance(sizes, torch.Tensor) or sizes.shape[1:] != (2,):
             continue
@@ -265,7 +265,7 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     return lengths_of_rows
 
 
-class _Placeholders(NamedTuple):
+class _PlaceholderCounts(NamedTuple):
     """Counts of the placeholders of a modality."""
 
     tokens: list[int]
@@ -288,7 +288,7 @@ def entries_per_row(
     ids = placeholder_ids(config, modality)
     is_placeholder = has_any_id(text_of(batch), ids)
     runs_of_rows = lengths_of_runs(is_placeholder)
-    placeholders = _Placeholders(
+    placeholders = _PlaceholderCounts(
         tokens=[sum(runs) for runs in runs_of_rows],
         runs=[len(runs) for runs in runs_of_rows],
     )
@@ -316,7 +316,7 @@ def entries_per_row(
         products = [num_entries * tokens for tokens in placeholders.tokens]
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
-    # Another way to find them: each entry has one run of placeholders.
+    # Another way to find them: each entry has one run of placeholders. It must give the same numbers.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
@@ -333,9 +333,9 @@ def entries_per_row(
 def _entries_by_sizes(
     value: torch.Tensor,
     num_entries: int,
-    placeholders: _Placeholders,
+    placeholders: _PlaceholderCounts,
 ) -> list[int] | None:
-    """Returns the entries of each row if ``value`` holds the size of each item. None: its values do not fit as sizes.
+    """Returns the number of entries of each row if ``value`` holds the size of each item; None: it does not.
 
     Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of patches or tiles, ``(items,)``.
     """
@@ -345,7 +345,7 @@ def _entries_by_sizes(
     patches_of_items = value.prod(dim=1) if is_grid else value
     patches: list[int] = patches_of_items.tolist()
     num_patches = sum(patches)
-    # No side of a grid is 0, so this is a mask. But an item may have no tile.
+    # No side of a grid is 0, so a grid with a 0 is a mask. A number of tiles may be 0.
     is_mask = is_grid and min(patches) < 1
     if not num_patches or is_mask:
         return None
@@ -362,7 +362,7 @@ def _entries_by_sizes(
     return None
 
 
-def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list[int] | None:
+def _items_by_sizes(patches: Sequence[int], placeholders: _PlaceholderCounts) -> list[int] | None:
     """Returns the number of items of each row; None if the placeholders do not tell.
 
     Placeholders may have three meanings. The first one that fits the totals of the batch decides. ``patches`` is the

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any
 
@@ -26,12 +26,12 @@ from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
     carried_counts,
+    changed_meaning_message,
     entries_per_row,
     entry_of_reading,
     has_audio_along_text,
     inferred_family,
     items_of_rows,
-    meaning_has_changed,
     possible_readings,
     sums_of_groups,
 )
@@ -72,8 +72,8 @@ class BatchLayout:
     config: Any = None
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The ways in which each unregistered tensor may belong to rows, unless an earlier batch of the fit has ruled them
-    out: see ``found.py``."""
+    """The ways in which unregistered tensors may belong to rows, by key, without those that earlier batches of the fit
+    have ruled out: see ``found.py``."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -92,7 +92,7 @@ class BatchLayout:
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
-        model = getattr(model, 'module', model)  # of DDP
+        model = getattr(model, 'module', model)  # DDP wraps the model as `module`
         config = getattr(model, 'config', model)
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
@@ -108,11 +108,11 @@ class BatchLayout:
         ``seq_dims``: see :meth:`entry_of`.
         """
         layout = replace(self, extra={**self.extra, **entries})
-        # replace() does not copy `readings`, because it is no argument.
+        # replace() copies only the arguments, not the readings.
         return layout.with_readings(self.readings)
 
     def with_readings(self, readings: Readings) -> BatchLayout:
-        """Returns a layout that reads unregistered keys only in these ways: see :meth:`readings_of`."""
+        """Returns a layout that allows only these readings of unregistered keys: see :meth:`readings_of`."""
         layout = replace(self)
         object.__setattr__(layout, 'readings', readings)
         return layout
@@ -128,7 +128,7 @@ class BatchLayout:
         """Returns the number of image tokens of each row: the placeholders of its images, videos and audios.
 
         Raises:
-            ValueError: If the layout has no config, which names the placeholders.
+            ValueError: If the layout has no config. Only a config tells the ids of placeholders.
         """
         if self.config is None:
             raise InvalidInputError(
@@ -146,7 +146,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Largest width up to which the rotary embedding does not depend on the batch's width; None: no limit."""
+        """Largest width of a batch at which the rotary embedding does not depend on the width; None: no limit."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -163,7 +163,7 @@ class BatchLayout:
         return min(limits, default=None)
 
     def width_matters(self, batch: Batch) -> bool:
-        """Returns whether the model's positions depend on the width of this batch, so that nothing may be trimmed."""
+        """Returns whether the rotary embedding depends on the width of this batch. Then nothing may be trimmed."""
         limit = self.width_limit
         return limit is not None and batch.get('input_ids') is not None and self.width(batch) > limit
 
@@ -223,17 +223,16 @@ class BatchLayout:
                 f'`batch[{key!r}]` must have one entry for each {entry.unit}, got: a tensor of shape '
                 f'{tuple(value.shape)}. Give it that dimension in the collator.'
             )
-        # Without `input_ids` (Whisper) the text is the decoder's.
-        is_of_decoder = batch.get('input_ids') is None
+        # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
+        lies_along_text = batch.get('input_ids') is not None
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
-            is_of_decoder = True
-        # `loss_weights` may have one weight per row.
-        lies_along_text = True
+            lies_along_text = False
         for dim in entry.seq_dims:
+            # A tensor may lack the dimension: `loss_weights` may have one weight per row.
             lies_along_text &= _has_dim(value, dim) and value.shape[dim] == width
-        if is_of_decoder or not lies_along_text:
-            return replace(entry, seq_dims=())
-        return entry
+        if lies_along_text:
+            return entry
+        return replace(entry, seq_dims=())
 
     def _entries_of(self, batch: Batch) -> dict[str, Entry]:
         """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
@@ -244,7 +243,7 @@ class BatchLayout:
         return entries
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
-        """Returns the entry of an unregistered key, by the most likely reading that all batches of the fit allow."""
+        """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
         possible = possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
@@ -256,11 +255,14 @@ class BatchLayout:
         earlier = self.readings.get(key, possible)
         agreed = agreed_readings(earlier, possible)
         if not agreed:
-            raise InvalidInputError(meaning_has_changed(key, earlier, possible))
+            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the registered tensors that have one entry for each of a unit (image, patch, ...), by key."""
+        """Returns the tensors that have one entry for each image (or patch, ..., as ``unit`` says), by key.
+
+        Tensors that are not registered have other units, such as ``'image/12'``, so they are left out.
+        """
         tensors = {}
         for key, entry in media_entries(self, batch).items():
             if entry.unit == unit:
@@ -284,20 +286,20 @@ class BatchLayout:
         return [sum(counts_of_row) for counts_of_row in zip(*counts, strict=True)]
 
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
+        """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
-        Each row has one ``'row'``, and the patches of its items, by the grids in the batch. An item is an image, a
-        video or an audio. The first of these that tells the items of each row decides:
+        A row has one ``'row'``. Its patches are those of its items, by their grids. An item is an image, a video or an
+        audio. The first of these that applies tells the items:
 
-        - the slots of the images, if the family has slots: see ``Family.slots``;
-        - ``num_<unit>s`` in the batch, else 0 for each row, if no tensor has the items;
-        - the number of rows, because a single row has all items;
-        - ``num_<unit>s``, if the numbers add up to the items of the batch;
+        - if the family has slots (see ``Family.slots``), the slots of the images;
+        - if no tensor has the items, ``num_<unit>s`` in the batch, or 0 for each row without it;
+        - if there is one row, it has all items;
+        - if the numbers ``num_<unit>s`` add up to the items of the batch, these numbers;
         - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item. Those
           of items whose tensors are not registered are inferred: see ``found.py``.
 
-        If the family has queries (InstructBLIP), and the config names the placeholders, the placeholders decide instead
-        of the two lines before them: see ``Family.has_queries``.
+        If the family has queries (InstructBLIP), and the config names the placeholders, the third and the fourth do not
+        apply: see ``Family.has_queries``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -333,20 +335,20 @@ class BatchLayout:
         return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the items of each row if they are neither in slots nor parts of items: see :meth:`units_per_row`."""
+        """Returns the number of items of each row: see :meth:`units_per_row`. The items are not in slots."""
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         unit = _unit_of_items(entries, unit)
         modality, _, num_inferred = unit.partition('/')  # the unit may be 'image/12', see _unit_of_items()
         carried = carried_counts(batch, modality)
-        # The numbers are optional. If they cannot be those of these rows, the placeholders must tell the items.
+        # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
         num_items = int(num_inferred) if num_inferred else _num_items(batch, entries, unit)
         if num_items is None:
-            # No tensor is cut by these numbers.
+            # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
-        # Models with queries do not notice if there are too few placeholders. So these are always counted.
+        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
             if num_rows == 1:
@@ -364,20 +366,21 @@ class BatchLayout:
         unit: str,
         num_items: int,
     ) -> list[int]:
-        """Returns the items of each row. Takes items in order until they have as many placeholders as the row."""
+        """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
         media = self.family.media.get(unit)
         num_rows = self.num_rows(batch)
-        carry = f'Carry `num_{unit}s` in the batch, one int per row'
+        remedy = f'Carry `num_{unit}s` in the batch, one int per row'
         if unit == 'image':
-            carry += ' (tiles counted)'
+            remedy += ' (tiles counted)'
         is_placeholder = None
         if media is not None:
             is_placeholder = media.placeholders(batch, self.config, unit)
         if media is None or media.sizes is None or is_placeholder is None:
-            model = '' if self.config is not None else ', or pass `layout=BatchLayout.for_model(model)`'
+            if self.config is None:
+                remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
                 f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: nothing '
-                f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
+                f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {remedy}.'
             )
         tokens_per_row = is_placeholder.sum(dim=1).tolist()
         if num_items == 0 and not any(tokens_per_row):
@@ -385,7 +388,7 @@ class BatchLayout:
         tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
         items = items_of_rows(tokens_per_row, tokens_per_item)
         if items is None:
-            remedy = f'{carry}, or do not cut rows inside their media'
+            remedy += ', or do not cut rows inside their media'
             if self.family.has_queries:
                 remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
             raise InvalidInputError(
@@ -428,7 +431,7 @@ class BatchLayout:
         return selected
 
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-        """Returns a batch for each group of rows, as :meth:`select` does, but counts the items of the rows only once.
+        """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
         Tensors are copied once. On a machine with a GPU a group of consecutive rows is a view and is not copied,
         because it will be copied to the GPU anyway. Page-locked tensors stay page-locked.
@@ -438,12 +441,11 @@ class BatchLayout:
             self._check_entry(key, value, num_rows)
         entries = self._entries_of(batch)
         all_rows = list(range(num_rows))
-        row_groups = [list(rows) for rows in groups]
-        for rows in row_groups:
-            _check_rows(rows, num_rows)
         offsets: dict[str, list[int]] | None = None
         selected = []
-        for rows in row_groups:
+        for group in groups:
+            rows = list(group)
+            _check_rows(rows, num_rows)
             if rows == all_rows:
                 selected.append(dict(batch))
                 continue
@@ -484,8 +486,8 @@ class BatchLayout:
             is_of_rows = entry.unit == 'row' and not entry.is_media
             if len(value) == num_rows and is_of_rows:
                 return
-            entries = 'media' if entry.is_media else f'{entry.unit} entries'
-            description = f'{description} of {len(value)} {entries} for {num_rows} rows'
+            contents = 'media' if entry.is_media else f'{entry.unit} entries'
+            description = f'{description} of {len(value)} {contents} for {num_rows} rows'
         raise InvalidInputError(
             f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '
             'Turn it into one of these in the collator.'
@@ -497,9 +499,10 @@ class BatchLayout:
         *,
         width_multiple: int = 1,
     ) -> dict[str, Any]:
-        """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width.
+        """Returns the batch without the columns that no row needs.
 
-        It trims even if :meth:`width_matters`.
+        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. It also trims a batch whose
+        :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it.
@@ -520,7 +523,7 @@ class BatchLayout:
         start: int,
         width: int,
     ) -> dict[str, Any]:
-        """Keeps ``width`` columns of the rows' text, from ``start`` on."""
+        """Returns the batch with ``width`` columns of its text, from column ``start`` on."""
         narrowed_batch: dict[str, Any] = dict(batch)
         if width == self.width(batch):
             return narrowed_batch
@@ -528,7 +531,7 @@ class BatchLayout:
             value = batch[key]
             narrowed = value
             for dim in entry.seq_dims:
-                # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
+                # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
                 narrowed = compact(narrowed.narrow(dim, start, width), like=value)
             narrowed_batch[key] = narrowed
         return narrowed_batch
@@ -545,11 +548,10 @@ class BatchLayout:
         Plain values that differ become a list with one entry per row.
 
         Args:
-            batches: Batches, or one-row samples; those without images may lack the image entries.
+            batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
+                and no batch has an ``attention_mask``, one is added: see :func:`with_masks`.
             padding_side: ``'left'`` or ``'right'``.
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
-
-        If rows are padded and no batch has an ``attention_mask``, one is added: see ``with_masks``.
 
         Raises:
             ValueError: If the layout does not know an entry, or if only some batches have an entry that is not media.
@@ -560,22 +562,20 @@ class BatchLayout:
         widths = {self.width(batch) for batch in batches}
         if len(widths) > 1:
             batches = with_masks(batches)
-        keys: dict[str, None] = {}  # a dict keeps their order
-        for batch in batches:
-            keys |= dict.fromkeys(batch)
+        keys = dict.fromkeys(chain.from_iterable(batches))  # each key once, in order
         modality_of_count = {f'num_{modality}s': modality for modality in MODALITIES}
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
             if values and key in modality_of_count:
-                # The numbers are counted again, in each batch by itself. The user counts images, but a processor may
-                # cut them into tiles. In a batch of one row all tiles belong to that row.
+                # The numbers are counted again, in each batch by itself, because a processor may have cut the images
+                # of the user into tiles. In a batch of one row all tiles belong to that row.
                 joined[key] = []
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, modality_of_count[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = self._values_of_rows(key, batches)
@@ -586,7 +586,7 @@ class BatchLayout:
         return joined
 
     def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:
-        """Returns the values of all rows: the entries of a list, or for each row of a batch its plain value."""
+        """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows."""
         values: list[Any] = []
         for batch in batches:
             value = batch.get(key)
@@ -597,7 +597,7 @@ class BatchLayout:
         return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
-        """Returns the items of each row of a batch that is joined: counted if there are tensors, else as carried."""
+        """Returns the number of items of each row of a batch, counted if it has their tensors, else as carried."""
         carried = carried_counts(batch, modality)
         if carried is None or self.tensors_of(batch, modality):
             return self.units_per_row(batch, modality)
@@ -606,19 +606,19 @@ class BatchLayout:
     def _joined_tensor(
         self,
         key: str,
+        present: Sequence[Batch],
         batches: Sequence[Batch],
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for all rows, joined from the batches that have it."""
-        present = [batch for batch in batches if batch.get(key) is not None]
+        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
         present_values = [batch[key] for batch in present]
         _check_are_tensors(key, present_values)
         entries = [self.entry_of(batch, key) for batch in present]
         _check_same_form(key, present_values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
-            return _widest_shared(key, present_values)
+            return _widest_shared(key, present_values, entry, side)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if entry.is_media and entry.slot_dim is None:
@@ -632,10 +632,9 @@ class BatchLayout:
         if entry.points_into is None:
             return joined
         # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
-        # `points_into` is a tensor of shape (images, patches of an image, ...).
         num_entries = [len(batch[key]) for batch in present]
-        items_of_batches = [batch[entry.points_into] for batch in present]
-        num_patches = [items.shape[:2].numel() for items in items_of_batches]
+        pixels_of_batches = [batch[entry.points_into] for batch in present]
+        num_patches = [pixels.shape[:2].numel() for pixels in pixels_of_batches]  # (images, patches of an image, ...)
         first_patches = [0, *accumulate(num_patches)][:-1]
         return renumber(joined, num_entries, first_patches)
 
@@ -644,7 +643,7 @@ class BatchLayout:
     ) -> list[torch.Tensor]:
         """Returns the tensor of every batch, to be joined.
 
-        For a batch without it this is a tensor with 0 slots, or one that is filled with the entry's ``absent`` value.
+        A batch without it gets a tensor with 0 slots, or one that is filled with the entry's ``absent`` value.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -660,7 +659,7 @@ class BatchLayout:
                 shape[dim] = self.width(batch)
             if entry.slot_dim is not None:
                 shape[entry.slot_dim] = 0
-            absent = entry.absent or 0
+            absent = entry.absent or False  # False is 0 in every dtype. The integer 0 would turn bools into integers.
             # `absent` may be NaN, which an integer tensor cannot hold.
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
@@ -685,10 +684,10 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of their positions, to be padded, if none of them has one.
+    """Returns the batches with an ``attention_mask`` of ones if none of them has a mask. They are padded afterwards.
 
-    Without a mask a model would attend to the new padding. If the batches bring positions they get no mask, because
-    Transformers finds the documents of packed rows by ``position_ids`` only if there is no mask.
+    Without a mask a model would attend to the new padding. Batches with ``position_ids`` get no mask, because only
+    without a mask does Transformers find the documents of packed rows by their positions.
     """
     masked: list[Batch] = []
     for batch in batches:
@@ -723,10 +722,10 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
 
 
 def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
-    """Returns the unit that has one entry per item, if ``unit`` has no registered tensors.
+    """Returns the unit whose tensors have one entry per item: ``unit``, or if that has none, one of ``found.py``.
 
-    Unregistered tensors have units like ``'image/12'``: see ``found.py``. Those with the fewest entries have one per
-    item, the others have one per tile or patch.
+    Unregistered tensors have units like ``'image/12'``. Those with the fewest entries have one per item, the others
+    have one per tile or patch.
 
     Args:
         entries: The entries of all media of the batch: see :func:`media_entries`.
@@ -740,9 +739,9 @@ def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
 
 
 def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
-    """Returns how many items the registered tensors of a unit have; None without a tensor.
+    """Returns how many items the registered tensors of a unit have; None if the batch has no such tensor.
 
-    ``entries`` are those of all media of the batch: see :func:`media_entries`.
+    ``entries`` are the entries of all media of the batch: see :func:`media_entries`.
     """
     num_entries = {}
     for key, entry in entries.items():
@@ -781,8 +780,8 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
 def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
     """Raises ValueError if tensors of one key cannot be joined.
 
-    They must have equally many dimensions, and the same padding value. Masks with 0 for "attend", and masks with 0 for
-    "hide", have different ones.
+    They must have equally many dimensions, and the same padding value. A mask in which 0 means "attend" has another
+    padding value than one in which 0 means "hide".
     """
     nums_dims = {value.dim() for value in values}
     fills = {entry.fill for entry in entries}
@@ -795,10 +794,10 @@ def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence
 
 
 def _joined_entry(entries: Sequence[Entry]) -> Entry:
-    """Returns how a tensor of the joined batch belongs to rows; ``entries`` say it for each batch.
+    """Returns how a tensor of the joined batch belongs to rows. ``entries`` say it for each batch, and may disagree.
 
-    The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that has no
-    ``seq_dims`` in one of them has none, because a decoder's labels can have the encoder's width by chance.
+    If it is shared in one of them, it is shared in the joined batch. If it has no ``seq_dims`` in one of them, it has
+    none, because a decoder's labels can have the encoder's width by chance.
     """
     for entry in entries:
         if entry.unit == 'shared':
@@ -818,16 +817,26 @@ def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch])
         )
 
 
-def _widest_shared(key: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the widest of several tensors, each shared by the rows of its batch. It must begin as the others do.
+def _widest_shared(
+    key: str,
+    values: Sequence[torch.Tensor],
+    entry: Entry,
+    side: str,
+) -> torch.Tensor:
+    """Returns the widest of several tensors, each shared by the rows of its batch.
+
+    It must begin as the others do, or if text is padded on the left, end as they do.
 
     Raises:
         ValueError: If one of them is different. Then rows would get the values of another batch.
     """
     widest = max(values, key=torch.Tensor.numel)
+    # The dimensions along the text are reversed to compare the ends.
+    reversed_dims = entry.seq_dims if side == 'left' else ()
+    reversed_widest = widest.flip(reversed_dims)
     for value in values:
-        beginning = widest[tuple(slice(size) for size in value.shape)]
-        if not torch.equal(value, beginning):
+        beginning = reversed_widest[tuple(slice(size) for size in value.shape)]
+        if not torch.equal(value.flip(reversed_dims), beginning):
             raise InvalidInputError(
                 f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
                 f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'

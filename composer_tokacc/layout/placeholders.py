@@ -25,12 +25,11 @@ MODALITY_WORDS = {
 }
 """Words in the names of tensors and of config entries, by modality. The first modality that fits counts, because names
 of videos and audios also contain words of images, as `pixel_values_videos` does."""
-ID_SUFFIX = re.compile('_(id|index)$')
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
-"""Words in names that end as ids do, but do not name a placeholder: tokens at the edges of an item or between the lines
-of an image, padding, and numbers that are no ids of tokens."""
+"""Words in names of config entries that end as ids do, but do not name a placeholder: tokens that begin or end an item
+or a line of an image, the token of padding, and numbers that are no ids."""
 
 
 @cache  # called for every key of every microbatch
@@ -44,7 +43,10 @@ def modality_of(name: Hashable) -> str | None:
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns all ids that a config names as placeholders of a modality, each id once."""
+    """Returns all ids that a config names as placeholders of a modality, each id once.
+
+    The model need not replace all of them, see :func:`token_ids`.
+    """
     ids: dict[str, int] = {}  # by name
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
@@ -55,7 +57,7 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
             values[alias] = getattr(part, alias, None)
         for name, value in values.items():
             is_integer = isinstance(value, int) and not isinstance(value, bool)
-            is_id = ID_SUFFIX.search(name) and not _NO_PLACEHOLDER.search(name)
+            is_id = name.endswith(('_id', '_index')) and not _NO_PLACEHOLDER.search(name)
             if not is_integer or not is_id:
                 continue
             # Kimi-VL names the placeholder of images `media_placeholder_token_id`.
@@ -79,7 +81,8 @@ def all_placeholders(config: Any) -> list[int]:
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns the ids of the placeholders that the model replaces with the embeddings of a modality.
 
-    This is the id with the usual name, such as ``image_token_id``, or without it all of :func:`placeholder_ids`.
+    If the config has an id of the usual name, such as ``image_token_id``, it is the only one. Otherwise the config does
+    not tell which of :func:`placeholder_ids` are replaced, and all of them are returned.
     """
     for suffix in ('id', 'index'):  # older configs call it an index
         token_id = getattr(config, f'{modality}_token_{suffix}', None)
@@ -172,7 +175,7 @@ def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-Audio: a convolution halves the number of real frames, and a pooling halves it again."""
-    # Processors up to transformers 4.45 write one token per audio. The model expands it.
+    # Processors up to transformers 4.45 write one placeholder per audio, which the model replaces with all its tokens.
     if num_tokens == num_items:
         return [1] * num_items
     frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
@@ -190,10 +193,10 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line.
 
-    LLaVA-OneVision shrinks the tiles of a large image to as many tokens as a largest number of tiles has. It cuts an
+    LLaVA-OneVision shrinks the tiles of a large image to the number of tokens that ``max_tiles`` tiles have. It cuts an
     image into tiles only if its row has no other image.
     """
-    max_tiles = None
+    max_tiles = None  # LLaVA-NeXT does not shrink tiles
     aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # LLaVA-OneVision: such as 'anyres_max_9'
     if aspect_ratio is not None:
         max_tiles = int(aspect_ratio.removeprefix('anyres_max_'))
@@ -210,37 +213,41 @@ def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[i
     sizes = torch.as_tensor(batch['image_sizes']).tolist()
     for size, tiled in zip(sizes, is_tiled, strict=True):
         if tiled:
-            tokens.append(_tokens_of_tiles(size, config, max_tiles=max_tiles))
+            tokens.append(_tokens_of_tiles(size, config, max_tiles))
         else:
-            tokens.append(_side(config) ** 2 + 1)  # one token ends the image
+            tokens_of_tile = _patches_per_side(config) ** 2
+            tokens.append(tokens_of_tile + 1)  # one token ends the image
     return tokens
 
 
-def _side(config: Any) -> int:
-    """Returns the number of patches along one side of a tile."""
+def _patches_per_side(config: Any) -> int:
+    """Returns the number of patches along one side of a tile, which is a square."""
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
 def _tokens_of_tiles(
     size: Sequence[int],
     config: Any,
-    *,
-    max_tiles: int | None = None,
+    max_tiles: int | None,
 ) -> int:
-    """Returns the number of tokens of one tiled image of ``size``, its height and width in pixels.
+    """Returns the number of tokens of a tiled image, computed as in ``pack_image_features`` of Transformers.
 
-    Computed as in ``pack_image_features`` of Transformers, with the functions that it calls.
+    Args:
+        size: Height and width of the image, in pixels.
+        config: The model's config.
+        max_tiles: The model shrinks the tiles to as many tokens as this number of tiles has. None: it does not.
     """
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
-    side = _side(config)
+    side = _patches_per_side(config)
     tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
     patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')  # only its shape is needed
-    height, width = unpad_image(patches, size).shape[1:]
+    unpadded = unpad_image(patches, size)
+    height, width = unpadded.shape[1:]
     if max_tiles is not None:
         most_tokens = max_tiles * side**2
         ratio = math.sqrt(height * width / most_tokens)
-        if ratio > 1.1:  # the model keeps images that are only a little too large
+        if ratio > 1.1:  # Transformers' number: tiles that are only a little too large are not shrunk
             height = int(height // ratio)
             width = int(width // ratio)
     tokens_of_whole_image = side**2

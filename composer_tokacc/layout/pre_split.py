@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ from composer_tokacc.plan_agreement import PlanRecord
 
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
-TEXT_KEYS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
-"""Keys that tell :class:`.BatchLayout` the rows, their widths and their padding."""
+KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
+"""Keys by which :class:`.BatchLayout` tells the rows, their width and their padding, to join any tensor."""
 
 
 class PreSplitBatch(Mapping[str, Any]):
@@ -87,9 +88,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterates over the keys of all microbatches. Microbatches with images have more keys than others."""
-        keys: dict[str, None] = {}  # a dict keeps their order
-        for microbatch in self.microbatches:
-            keys |= dict.fromkeys(microbatch)
+        keys = dict.fromkeys(chain.from_iterable(self.microbatches))  # each key once, in order
         return iter(keys)
 
     def __len__(self) -> int:
@@ -115,13 +114,11 @@ class PreSplitBatch(Mapping[str, Any]):
             return None
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
-            # The layout is inferred from a microbatch with the key. One without images lacks the tensors by which the
-            # model family is known.
-            return self._joined_tensor(key, BatchLayout.infer(with_key[0]))
+            return self._joined_tensor(key, with_key[0])
         if not isinstance(value, (list, tuple)):
             return value
-        # A microbatch may lack the list, for example `num_images` if it has no images. Then each of its rows gets 0 in
-        # a list of counts, and None in any other list.
+        # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
+        # In a list of anything else they have None.
         missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
@@ -132,9 +129,15 @@ class PreSplitBatch(Mapping[str, Any]):
             values += values_of_rows
         return values
 
-    def _joined_tensor(self, key: str, layout: BatchLayout) -> torch.Tensor:
-        """Returns the tensor for all rows, without joining the tensors of other keys."""
-        needed_keys = TEXT_KEYS | {key}
+    def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
+        """Returns the tensor for all rows, without joining the tensors of other keys.
+
+        ``with_key`` is a microbatch that has the key. A microbatch without images would not tell the model family.
+        """
+        layout = BatchLayout.infer(with_key)
+        entry = layout.entry_of(with_key, key)
+        # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
+        needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
 
         def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in microbatch.items() if name in needed_keys}
@@ -152,10 +155,10 @@ class PreSplitBatch(Mapping[str, Any]):
 
         Torch would open a file for each tensor that it sends, and the open files of a process are limited.
         """
-        memory, packed = _packed(self.microbatches)
+        memory, with_places = _copied_to_shared_memory(self.microbatches)
         return {
             **vars(self),
-            'microbatches': packed,
+            'microbatches': with_places,
             'memory': memory,
             '_joined': {},
         }
@@ -184,8 +187,9 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    It is padded on the side on which it has padding. The batch stays as it is if it has a tensor that no family
-    registers and that may have one entry per token. Only the model's config can tell, and the loader does not have it.
+    The new padding is on the side of the old one. The batch stays as it is if it has a tensor that no family registers
+    and that may have one entry per token. Only the model's config tells whether it has, and the loader does not know
+    the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -216,9 +220,9 @@ def widened(
 def _pad_token_id(batches: Sequence[Batch]) -> int:
     """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, a row's last id.
 
-    A hidden id is nearly always that of padding. The new padding is masked, so any id would do, except a placeholder of
-    media, because placeholders are counted. The last id of the first row is taken, because rows rarely end with media.
-    If there are no ids, 0 is returned, and no ids are padded.
+    A hidden id is nearly always the id of padding. The new padding is masked, so any id would do, except a placeholder
+    of media, because placeholders are counted. Rows rarely end with media. Without ``input_ids`` it returns 0, which is
+    not used.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
@@ -249,12 +253,12 @@ class _Place(NamedTuple):
         return values.view(self.shape)
 
 
-def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
     """Returns shared memory with all tensors, uint8 ``(bytes,)``, and the microbatches with a place for each tensor."""
     size = 0  # bytes of the tensors so far, each rounded up to ALIGNMENT
-    packed = [dict(microbatch) for microbatch in microbatches]
+    with_places = [dict(microbatch) for microbatch in microbatches]
     tensors: list[tuple[_Place, torch.Tensor]] = []
-    for microbatch in packed:
+    for microbatch in with_places:
         for key, value in microbatch.items():
             # Subclasses, sparse tensors and tensors on a GPU stay in the microbatch, and torch sends them.
             is_plain = type(value) is torch.Tensor and value.layout == torch.strided
@@ -265,8 +269,8 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
                 num_blocks = -(-value.nbytes // ALIGNMENT)
                 size += num_blocks * ALIGNMENT
     # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
-    storage = new_shared_storage(max(size, 1))
+    storage = new_shared_storage(size)
     memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     for place, value in tensors:
         place.view_of(memory).copy_(value)
-    return memory, packed
+    return memory, with_places

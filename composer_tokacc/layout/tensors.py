@@ -41,9 +41,9 @@ class Entry:
     """How one tensor of a batch belongs to its rows.
 
     Args:
-        unit: What each entry along ``row_dim`` is for. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``,
-            ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of
-            them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
+        unit: The tensor has one entry along ``row_dim`` for each of these. ``'row'``: a row. ``'image'``, ``'patch'``,
+            ``'video'``, ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any
+            number of them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
             ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
             with them. For tensors that are not registered, ``found.py`` writes units such as ``'image/12'``: 12 entries
             of images. How many of them each row has is inferred.
@@ -104,7 +104,7 @@ def take(
     dim: int,
     index: list[int],
 ) -> torch.Tensor:
-    """Returns the entries at these indices along ``dim``, a view or a copy that is page-locked if the tensor was."""
+    """Returns the entries at these indices along ``dim``: a view, or a copy that is page-locked if the tensor is."""
     start = index[0] if index else 0
     end = start + len(index)
     # A view saves a copy if the microbatch moves to a GPU, because the move copies it. If it stays on the CPU, Composer
@@ -121,7 +121,7 @@ def take(
 
 
 def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Returns the view, or if it has gaps in memory a copy, page-locked if ``like`` is."""
+    """Returns the view if it has no gaps in memory. Otherwise returns a copy, page-locked if ``like`` is."""
     if view.is_contiguous():
         return view
     return _empty(view.shape, like).copy_(view)
@@ -133,7 +133,7 @@ def cat_padded(
     width: int,
     side: str,
 ) -> torch.Tensor:
-    """Joins tensors along ``entry.row_dim``.
+    """Joins tensors along ``entry.row_dim``, and pads their other dimensions with ``entry.fill``.
 
     Dimensions along the text are padded to ``width``, on ``side``. All others are padded at their end to the largest
     size among the tensors.
@@ -189,7 +189,7 @@ def select_rows(
     for key, value in batch.items():
         entry = entries.get(key)
         if entry is None:
-            # No tensor: a list has one value per row, any other value belongs to all rows.
+            # The value is no tensor. A list has one entry per row, any other value belongs to all rows.
             selected[key] = value
             if isinstance(value, (list, tuple)):
                 selected[key] = [value[row] for row in rows]
@@ -241,7 +241,7 @@ def _select_entries(
     offsets: RowOffsets,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns the entries of some rows, in the order of ``rows``. Drops image slots that none of these rows needs."""
+    """Returns the entries of some rows of ``batch[key]``, in this order. Drops image slots that none of them needs."""
     if entry.unit == 'shared':
         return value
     unit_offsets = offsets[entry.unit]

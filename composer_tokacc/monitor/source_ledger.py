@@ -18,12 +18,11 @@ from operator import add
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from composer.devices import Device
 from composer.utils import dist
 
-from composer_tokacc.batch import Batch, labels_of
-from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
+from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.checks.logits import at_predictions, logits_of, token_losses
 from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
 from composer_tokacc.monitor.step_counts import rows_with_positions, rule_of
@@ -207,24 +206,11 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
         # When the tokens were counted, the first labels of documents were masked. To look for documents here again
         # would wait for the device.
         is_counted = loss_mask(labelled, rule)
-    # From here on, all rows are one row of positions.
-    all_logits = logits.detach().flatten(0, 1)
-    all_labels = labels_of(labelled).flatten()
-    ordinals = is_counted.flatten().cumsum(dim=0)  # each counted label has a number, from 1
-    label_places = places_of(ordinals, range(1, num_tokens + 1))
-    logit_places = label_places
-    if rule != 'unshifted':
-        # The position before predicts the label. It is in the same row, because labels in column 0 do not count.
-        logit_places = label_places - 1
-    # Logits in float32 take much memory, so they are computed in chunks.
-    chunk_size = max(CHUNK // all_logits.shape[-1], 1)
-    losses = []
-    logit_chunks = logit_places.split(chunk_size)
-    label_chunks = label_places.split(chunk_size)
-    for chunk_of_logits, chunk_of_labels in zip(logit_chunks, label_chunks, strict=True):
-        chunk_logits = whole_vocabulary(all_logits[chunk_of_logits]).float()
-        losses.append(F.cross_entropy(chunk_logits, all_labels[chunk_of_labels], reduction='none'))
-    return torch.cat(losses)
+    labels = labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX)
+    targets = at_predictions(labels, rule)
+    losses = token_losses(logits, targets).flatten()
+    ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)  # each token has a number, from 1
+    return losses[places_of(ordinals, range(1, num_tokens + 1))]
 
 
 @lru_cache(maxsize=4096)

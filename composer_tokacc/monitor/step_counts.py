@@ -56,10 +56,8 @@ class BatchCounts(NamedTuple):
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a device batch, which is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
-    if is_counted(batch):
-        return _counts_of(batch, rows_of(batch))
-    counted_rows = count_rows(batch, rule)
-    return _counts_of(batch, counted_rows)
+    rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
+    return _counts_of(batch, rows)
 
 
 def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
@@ -100,9 +98,7 @@ def num_positions(batch: Batch) -> int:
 
 def rule_of(batch: Batch) -> str | None:
     """Returns the loss rule of the counts in a batch; None if nobody has counted its tokens."""
-    if not is_counted(batch):
-        return None
-    return rows_of(batch)[0].rule
+    return rows_of(batch)[0].rule if is_counted(batch) else None
 
 
 def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
@@ -129,10 +125,7 @@ def rows_by_width(batch: Batch) -> Counter[int]:
 
     A packed row is replaced by its documents, because each document attends only to itself.
     """
-    num_rows: Counter[int] = Counter()
-    for _, width in _unpacked(batch, rows_of(batch)):
-        num_rows[width] += 1
-    return num_rows
+    return Counter(width for _, width in _unpacked(batch, rows_of(batch)))
 
 
 def _unpacked(

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ PROGRESS_BAR = {
 """Metrics in Composer's progress bar: short name and format of each."""
 
 
-@runtime_checkable
 class Flops(Protocol):
     """Predicts the floating point operations of a microbatch, forward and backward."""
 
@@ -133,23 +132,15 @@ class TokenMonitor(Callback):
             if not is_number or not 0 < device_tflops < math.inf:
                 raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
-        if flops is not None and not isinstance(flops, Flops):
-            raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._previous: _PreviousStep | None = None
-        # Counts of the present step.
+        # Counts of the present step. The batch is counted when it starts.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch = BatchCounts(
-            samples=0,
-            real_tokens=0,
-            loss_tokens=0,
-            positions=0,
-            dummy_positions=0.0,
-        )
+        self._device_batch: BatchCounts
         self._media_flops = 0.0
         # Counts of the present attempt to compute the step. If it runs out of memory, Composer makes another one.
         self._microbatches: list[BatchCounts] = []
@@ -369,8 +360,8 @@ class GradientNorm(Algorithm):
     """
 
     def __init__(self) -> None:
-        self._norms: list[tuple[torch.Tensor, int]] = []
-        """Norms of this rank's part of the gradient, each with the number of ranks that hold the same part."""
+        self._norms: dict[int, torch.Tensor] = {}
+        """Norms of this rank's part of the gradient, by the number of ranks that hold the same part."""
 
     @classmethod
     def of_run(cls, state: State) -> GradientNorm:
@@ -401,10 +392,9 @@ class GradientNorm(Algorithm):
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()  # all other entries are 0
             gradients.setdefault(num_copies, []).append(gradient)
-        self._norms = []
+        self._norms = {}
         for num_copies, tensors in gradients.items():
-            norm = torch.nn.utils.get_total_norm(tensors)
-            self._norms.append((norm, num_copies))
+            self._norms[num_copies] = torch.nn.utils.get_total_norm(tensors)
 
     def square_on_rank(self) -> float:
         """Returns this rank's share of the squared norm. Waits for the device.
@@ -413,7 +403,7 @@ class GradientNorm(Algorithm):
         takes an equal share of that part. A rank has no share if FSDP1 gives it only frozen parameters.
         """
         square = 0.0
-        for norm, num_copies in self._norms:
+        for num_copies, norm in self._norms.items():
             square += float(norm) ** 2 / num_copies
         return square
 

@@ -55,16 +55,14 @@ class CostModel:
     seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.quadratic, int | float | np.number)
-        if not is_number or not self.quadratic > 0:
-            raise InvalidInputError(
-                f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.'
-            )
         for name, value in vars(self).items():
-            if name == 'quadratic' or (name == 'seconds_per_token' and value is None):
+            if name == 'seconds_per_token' and value is None:
                 continue
             is_number = isinstance(value, int | float | np.number)
-            if not is_number or not 0 <= value < float('inf'):
+            if name == 'quadratic':
+                if not is_number or not value > 0:
+                    raise InvalidInputError(f'`{name}` must be positive, got: {value}. Use math.inf for no such term.')
+            elif not is_number or not 0 <= value < float('inf'):
                 raise InvalidInputError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:

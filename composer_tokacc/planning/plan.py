@@ -247,14 +247,9 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
         slots: list[tuple[Microbatch, ...]] = []
         for ranks_of_group in ranks_of_groups:
             slots.extend(zip(*ranks_of_group, strict=True))
-        slots.sort(key=_cost_of_slot, reverse=True)
+        slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
         ranks = zip(*slots, strict=True)
     return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _rows=rows)
-
-
-def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
-    """Returns the cost of the costliest microbatch of a slot."""
-    return max(microbatch.cost for microbatch in slot)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -268,19 +263,14 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     # Any plan needs a microbatch for each rank, and as many as the caps demand.
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
-        fewest = max(fewest, _fewest_under_cap(sizes, cap))
+        # A size over the cap has a microbatch of its own. All others are full.
+        is_over = sizes > cap
+        num_full = -(-int(sizes[~is_over].sum()) // cap)
+        fewest = max(fewest, int(is_over.sum()) + num_full)
     total = float(row_costs.sum()) + fewest * cost.launch
     mean_of_ranks = total / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
-
-
-def _fewest_under_cap(sizes: np.ndarray, cap: int) -> int:
-    """Returns the least number of microbatches under a cap: one for each size over it, and all others full."""
-    is_over = sizes > cap
-    num_over = int(is_over.sum())
-    total_of_others = int(sizes[~is_over].sum())
-    return num_over + -(-total_of_others // cap)
 
 
 class _Cut(NamedTuple):

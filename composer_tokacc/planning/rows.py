@@ -145,8 +145,6 @@ def padded_widths(
     limit: int,
 ) -> np.ndarray:
     """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,). Lengths over the limit stay."""
-    if multiple == 1:
-        return lengths
     rounded_up = -(-lengths // multiple) * multiple
     return np.maximum(lengths, np.minimum(rounded_up, limit))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain, count
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.compat import tree_map_only
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.plan_agreement import PlanRecord, find_difference, reading_facts
+from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
@@ -125,10 +125,7 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        arguments_of_ranks = self._exchange.gather(self._arguments())
-        difference = find_difference(arguments_of_ranks)
-        if difference is not None:
-            raise NotExactError(difference)
+        compare_plans(self._arguments())
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. Then they go on without samples until the last one does.
@@ -197,6 +194,8 @@ class ExchangingDataLoader(DataLoader):
         samples: list[DatasetSample] = []
         sizes: list[SampleSize] = []
         failure: Exception | None = None
+        reported: Exception | None = None
+        """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             loaded = next(reading, [])
             if isinstance(loaded, torch.Tensor):
@@ -205,18 +204,21 @@ class ExchangingDataLoader(DataLoader):
             num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
             samples = loaded[: len(loaded) - num_repeated]
             sizes = [self._size(sample) for sample in samples]
+        except ValueError as error:  # about the data
+            failure = error
+            reported = InvalidInputError(str(error))
         except Exception as error:
             failure = error
-        reported = None if failure is None else _as_reported(failure)
+            reported = NotExactError(
+                f'every rank must read its samples, got: an error on rank {get_global_rank()}: {error}'
+            )
         reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
-        sizes_of_ranks = []
-        for sizes_of_rank, failure_of_rank in reports:
+        for _, failure_of_rank in reports:
             if failure_of_rank is not None:
                 raise failure_of_rank
-            sizes_of_ranks.append(sizes_of_rank)
-        return samples, sizes_of_ranks
+        return samples, [sizes_of_rank for sizes_of_rank, _ in reports]
 
     def _arguments(self) -> PlanRecord:
         """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
@@ -224,12 +226,7 @@ class ExchangingDataLoader(DataLoader):
         for name, value in asdict(self._options).items():
             facts[name] = str(value)
         facts['image_token_ids'] = str(self._image_token_ids.tolist())
-        return PlanRecord(
-            plan_checksum=0,
-            rank=get_global_rank(),
-            num_ranks=get_world_size(),
-            facts=partial(dict, facts),
-        )
+        return PlanRecord(facts=facts)
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. What no option needs is not counted, and is 0."""
@@ -244,18 +241,6 @@ class ExchangingDataLoader(DataLoader):
             has_label = sample['labels'] != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
-
-
-def _as_reported(failure: Exception) -> Exception:
-    """Returns the error that the other ranks raise if this rank cannot read its samples.
-
-    A ValueError is about the data, so all ranks raise one with its text. The error itself is not sent, because its
-    class may not survive pickling.
-    """
-    if isinstance(failure, ValueError):
-        return InvalidInputError(str(failure))
-    rank = get_global_rank()
-    return NotExactError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
 
 
 class SampleSize(NamedTuple):
@@ -335,21 +320,11 @@ class SampleExchange:
 
 def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
-    # If a tensor is a part of a larger one, torch would save the larger one.
-    samples = tree_map_only(torch.Tensor, _without_other_entries, samples)
+    # Copies, because torch saves the whole storage of a tensor, which may be a part of a larger one.
+    samples = tree_map_only(torch.Tensor, torch.clone, samples)
     buffer = io.BytesIO()
     torch.save(samples, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _without_other_entries(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, or a copy if its storage holds more than the tensor itself."""
-    if tensor.layout != torch.strided:
-        return tensor
-    storage = tensor.untyped_storage()
-    if storage.nbytes() > tensor.nbytes:
-        return tensor.clone()
-    return tensor
 
 
 def from_bytes(packed: torch.Tensor) -> Any:

@@ -14,7 +14,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,8 +57,7 @@ class BatchSchedule:
         units: set[str] = set()
         for stage in stages:
             match = None
-            is_list = isinstance(stage, Sequence) and not isinstance(stage, str)
-            if is_list and len(stage) == 2:
+            if isinstance(stage, Sequence) and len(stage) == 2:
                 match = _START.fullmatch(str(stage[0]))
             if match is None:
                 raise _not_a_schedule(stages)
@@ -70,7 +68,7 @@ class BatchSchedule:
             check_count('global_batch_size', size)
             starts.append(start)
             sizes.append(int(size))  # not an integer of numpy, because checkpoints hold the sizes
-        is_rising = all(start < next_start for start, next_start in pairwise(starts))
+        is_rising = starts == sorted(set(starts))
         if starts[:1] != [0] or not is_rising or len(units) > 1:
             raise _not_a_schedule(stages)
         unit = 'tok' if 'tok' in units else 'ba'
@@ -80,10 +78,6 @@ class BatchSchedule:
         """Returns the number of the stage of the next step."""
         reached = trained.steps if self.unit == 'ba' else trained.tokens
         return bisect_right(self.starts, reached) - 1
-
-    def is_last_stage(self, trained: Trained) -> bool:
-        """Whether the size does not change any more."""
-        return self.stage_after(trained) == len(self.starts) - 1
 
     def cut(
         self,
@@ -273,9 +267,10 @@ class GlobalBatches:
         It may return less, once the last stage is reached. Then the size of all later global batches is the same.
         """
         trained_before_epochs = self._trained_before_epochs
+        last_stage = len(schedule.starts) - 1
         while len(trained_before_epochs) <= epoch:
             trained = trained_before_epochs[-1]
-            if schedule.is_last_stage(trained):
+            if schedule.stage_after(trained) == last_stage:
                 return trained
             earlier_epoch = len(trained_before_epochs) - 1
             (order,) = self._orders(earlier_epoch)  # only one, because a schedule of stages excludes modalities
@@ -363,9 +358,5 @@ def cut_by_tokens(
         num_batches += 1
     # No sample is longer than `tokens`, so between two multiples of it at least one sample ends: no batch is empty.
     multiples = tokens * np.arange(1, num_batches + 1)
-    ends = np.searchsorted(tokens_so_far, multiples, side='right').tolist()
-    starts = [0, *ends][:-1]
-    batches = []
-    for start, end in zip(starts, ends, strict=True):
-        batches.append(order[start:end])
-    return batches
+    ends = np.searchsorted(tokens_so_far, multiples, side='right')
+    return np.split(order, ends)[:num_batches]

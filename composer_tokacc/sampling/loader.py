@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,15 +126,13 @@ class RegroupingDataLoader(DataLoader):
         for index, batch in enumerate(batches, start=first):
             if isinstance(batch, _BatchToPin):
                 batch = batch.batch
-            # The facts are added here, so that workers need not send them. They are computed only if plans differ.
             plan = batch.plan
-            if plan is not None:
-                facts = partial(sampler.plan_facts, epoch, index)
-                # Only the first batch brings the witness. Later ones get it, too, because Composer may discard the
-                # first batches of a resumed run.
-                if plan.witness:
-                    self._witness = plan.witness
-                batch.plan = replace(plan, facts=facts, witness=self._witness)
+            assert plan is not None, 'each batch is read with its plan'
+            # Only the first batch brings the witness. Later ones get it, too, because Composer may discard the first
+            # batches of a resumed run.
+            self._witness = plan.witness or self._witness
+            # The facts are added here, so that workers need not send them.
+            batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
             yield batch
 
     def _num_to_skip(self, epoch: int) -> int:

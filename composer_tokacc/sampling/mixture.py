@@ -95,13 +95,10 @@ class Mixture:
             num_samples = Fraction(sum(self.sizes))
             samples_per_weight = num_samples / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        epochs = self.epochs
-        if epochs is None:
+        if self.epochs is None:
             return [Fraction(size) for size in self.sizes]
-        quotas = []
-        for size, times in zip(self.sizes, epochs, strict=True):
-            quotas.append(size * Fraction(float(times)))
-        return quotas
+        sizes_and_epochs = zip(self.sizes, self.epochs, strict=True)
+        return [size * Fraction(float(epochs)) for size, epochs in sizes_and_epochs]
 
     @property
     def num_samples(self) -> int:
@@ -208,24 +205,21 @@ class _Stream:
         """Returns the samples at some positions of the endless sequence.
 
         Args:
-            positions: Counted from 0, ascending, int64.
+            positions: Counted from 0, each one more than the last, int64.
             entropy: Numbers that decide the orders. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
-        if entropy is None:
+        if entropy is None or len(positions) == 0:
             return self.samples[positions % size]
-        passes, starts = np.unique(positions // size, return_index=True)
-        positions_of_passes = np.split(positions, starts[1:])
-        pieces = [positions[:0]]  # np.concatenate needs at least one piece
-        # Not strict: without positions there is no pass, but `np.split` returns one empty part.
-        for number_of_pass, positions_of_pass in zip(passes.tolist(), positions_of_passes, strict=False):
+        passes = range(positions[0] // size, positions[-1] // size + 1)
+        orders = []
+        for number_of_pass in passes:
             # Every pass has another seed.
             seeds = np.random.SeedSequence([*entropy, number_of_pass])
             (seed,) = seeds.generate_state(1).tolist()
-            order = permutation(size, seed)
-            indices = order[positions_of_pass % size]
-            pieces.append(self.samples[indices])
-        return np.concatenate(pieces)
+            orders.append(permutation(size, seed))
+        places = positions - passes[0] * size
+        return self.samples[np.concatenate(orders)[places]]
 
 
 def mixed_orders(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,9 +69,8 @@ class RankAssignment:
             plan_checksum: Checksum of the plan of all ranks.
         """
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        is_copy = not computed
-        if is_copy:
-            computed = planned[:1]  # a dummy, which is a copy of a sample that another rank computes
+        # Without any, a dummy, which is a copy of a sample that another rank computes.
+        computed = computed or planned[:1]
         samples = []
         weights_of_samples = []
         for microbatch in computed:
@@ -78,7 +78,7 @@ class RankAssignment:
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
-        return cls(samples, is_copy, weights_of_samples or None, plan_checksum)
+        return cls(samples, computed[0].filled, weights_of_samples or None, plan_checksum)
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
@@ -108,11 +108,10 @@ def collate(
     """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
     budget = options.max_tokens
     microbatches: list[Batch] = []
-    start = 0
+    remaining = iter(samples)
     for number, indices in enumerate(assignment.microbatches):
-        end = start + len(indices)
-        batch = _as_mapping(collate_fn(list(samples[start:end])))
-        start = end
+        samples_of_microbatch = list(islice(remaining, len(indices)))
+        batch = _as_mapping(collate_fn(samples_of_microbatch))
         # To the planned width, which is not rounded up beyond the budget.
         batch = widened(batch, options.width_multiple, budget)
         _check_rows(batch, len(indices))

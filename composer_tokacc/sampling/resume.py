@@ -14,7 +14,6 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
-from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 
@@ -68,14 +67,13 @@ class RestoreRandomState(Callback):
         state: dict[str, Any],
     ) -> None:
         """Keeps the saved generators until the first batch."""
-        check_state(state, {'generators'})
         try:
             saved = json.loads(state['generators'])
             self._saved = [_restored(entries) for entries in saved]
         except (TypeError, ValueError, LookupError) as error:
             raise InvalidInputError(
-                f"`state['generators']` must be what `state_dict` returned, got: {state['generators']!r:.80}. Load the "
-                'state of a whole checkpoint.'
+                f'`state` must have the `generators` that `state_dict` of the same class returned, got: {state!r:.80}. '
+                'Load the state of a whole checkpoint.'
             ) from error
 
     def before_dataloader(

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -163,7 +163,9 @@ class RegroupingBatchSampler(DistributedSampler):
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
-        _check_samples_fit(self.rows)
+        check_cap('max_tokens', options.max_tokens, self.rows.lengths)
+        for size, cap in options.caps.items():
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
@@ -327,10 +329,8 @@ class RegroupingBatchSampler(DistributedSampler):
         Its checksum covers the arguments and the samples, but not the plan, which would have to be made again. Batches
         of a RegroupingDataLoader bring the checksum of their assignment instead, which also covers the plan.
         """
-        epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
-        facts = partial(self.plan_facts, epoch, batch)
-        return PlanRecord(checksum, self.rank, self.num_replicas, facts=facts)
+        return PlanRecord(checksum, self.rank, self.num_replicas, facts=self.plan_facts(self.epoch, batch))
 
     def plan_facts(
         self,
@@ -456,14 +456,6 @@ def length_of(dataset: object) -> int:
     check_kind('dataset', dataset, Sized)
     assert isinstance(dataset, Sized)
     return len(dataset)
-
-
-def _check_samples_fit(rows: Rows) -> None:
-    """Raises ValueError if a sample is larger than a cap of a microbatch."""
-    options = rows.options
-    check_cap('max_tokens', options.max_tokens, rows.lengths)
-    for size, cap in options.caps.items():
-        check_cap(CAPPED_SIZES[size], cap, rows.sizes[size])
 
 
 def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:

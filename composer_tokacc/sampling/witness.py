@@ -48,10 +48,8 @@ def _digest(samples: Sequence[object]) -> str:
             arrays.append(leaf.astype(np.int64).tobytes())
         else:
             texts.append(leaf.encode())
-    checksum = 0
-    for piece in arrays or texts:
-        checksum = zlib.crc32(piece, checksum)
-    return f'{checksum:08x}' if arrays or texts else ''
+    data = b''.join(arrays or texts)
+    return f'{zlib.crc32(data):08x}' if data else ''
 
 
 def _leaves(value: object) -> Iterator[np.ndarray | str]:
@@ -62,9 +60,7 @@ def _leaves(value: object) -> Iterator[np.ndarray | str]:
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, torch.Tensor):
-        has_numpy_view = value.device.type == 'cpu' and value.dtype != torch.bfloat16
-        if has_numpy_view:
-            value = value.numpy()
+        value = None if value.is_floating_point() else value.numpy(force=True)
     if isinstance(value, list) and value:
         has_only_integers = all(isinstance(item, int) for item in value)
         if has_only_integers:

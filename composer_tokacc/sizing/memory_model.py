@@ -35,13 +35,13 @@ of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# For each part of a microbatch (`TRACED_PARTS`): the sizes that its bytes can depend on. They are `constant`, and
-# attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are copied.
+# For each part of a microbatch (`TRACED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
+# They are `constant`, and attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are
+# copied.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
     'logits': ('logits',),
     'vision': ('image_tokens', 'pixel_bytes', 'image_area'),
-    'weights': ('constant',),
 }
 
 
@@ -217,8 +217,18 @@ def fit_activations(
             # These are copies of weights, so they do not depend on the size of a microbatch. A microbatch of text has
             # no copies of the encoder's weights, so the largest value counts.
             coefficients[part] = {'constant': float(num_bytes.max())}
-        else:
-            coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
+            continue
+        names = _FEATURES_OF[part]
+        features = np.zeros((len(shapes), len(names)))
+        for row, shape in enumerate(shapes):
+            for column, name in enumerate(names):
+                features[row, column] = _size(shape, name, area)
+        # Errors are relative to the total, so that small microbatches count as much as large ones.
+        solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
+        coefficients[part] = {}
+        for name, coefficient in zip(names, solution, strict=True):
+            if coefficient > 0:
+                coefficients[part][name] = coefficient
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)
@@ -229,42 +239,13 @@ def fit_activations(
     return replace(fit, residual=float(residual))
 
 
-def _fit_part(
-    names: Sequence[str],
-    shapes: Sequence[BatchShape],
-    area: str,
-    num_bytes: np.ndarray,
-    totals: np.ndarray,
-) -> dict[str, float]:
-    """Fits one part. Returns its coefficients by the name of the size; those of 0 are left out.
-
-    Args:
-        names: Sizes that the bytes can depend on.
-        shapes: Shape of each microbatch.
-        area: See :class:`ActivationFit`.
-        num_bytes: Bytes of this part in each microbatch, float64 (microbatches,).
-        totals: Bytes of all parts in each microbatch, float64 (microbatches,).
-    """
-    features = np.zeros((len(shapes), len(names)))
-    for row, shape in enumerate(shapes):
-        for column, name in enumerate(names):
-            features[row, column] = _size(shape, name, area)
-    # Errors are relative to the total, so that small microbatches count as much as large ones.
-    solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
-    coefficients = dict(zip(names, solution, strict=True))
-    return {name: value for name, value in coefficients.items() if value > 0}
-
-
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Returns the sum of the parts of each microbatch, float64 (microbatches,).
 
     Copies of weights are left out, because they are no activations.
     """
-    totals = np.zeros(len(microbatches))
-    for index, parts in enumerate(microbatches):
-        weights = parts.get('weights', 0)
-        totals[index] = sum(parts.values()) - weights
-    return totals
+    totals = [sum(parts.values()) - parts.get('weights', 0) for parts in microbatches]
+    return np.array(totals, dtype=np.float64)
 
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -344,8 +325,7 @@ class MemoryModel:
     @classmethod
     def load(cls, path: str | Path) -> MemoryModel:
         """Reads the file that :meth:`save` wrote."""
-        stored = json.loads(Path(path).read_text())
-        return TypeAdapter(cls).validate_python(stored)
+        return TypeAdapter(cls).validate_json(Path(path).read_bytes())
 
 
 def warning_of_residual(residual: float) -> str | None:

@@ -16,8 +16,8 @@ from composer_tokacc.planning.rows import checked_table
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-"""Quantiles of the sample lengths in a :class:`DatasetProfile`."""
+PERCENTS = (5, 25, 50, 75, 95, 99)
+"""Percentiles of the sample lengths in a :class:`DatasetProfile`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,8 @@ class SampleSizes:
             if num_image_tokens:
                 patches_per_image_token = float(patches.sum() / num_image_tokens)
         quantiles = {}
-        for quantile in QUANTILES:
-            percent = f'{quantile * 100:g}'
-            quantiles[percent] = int(np.quantile(self.tokens, quantile))
+        for percent in PERCENTS:
+            quantiles[str(percent)] = int(np.percentile(self.tokens, percent))
         return DatasetProfile(
             num_samples=len(self),
             mean=float(self.tokens.mean()),

@@ -179,8 +179,7 @@ class SizingReport:
         if warning is not None:
             warnings.append(warning)
         if self.too_large:
-            warning = warning_of_too_large(self.too_large)
-            warnings.append(warning)
+            warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
             warnings.append(
                 f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
@@ -227,11 +226,9 @@ class SizingReport:
 
 def warning_of_too_large(names: Sequence[str]) -> str:
     """Returns the warning about samples that do not fit into memory."""
-    num_samples = len(names)
-    first_name = names[0]
     return (
-        f'{num_samples} samples do not fit even alone ({first_name}): lower the context '
-        '(`dataset.max_length`), or switch on checkpointing or sharding.'
+        f'{len(names)} samples do not fit even alone ({names[0]}): lower the context (`dataset.max_length`), or switch '
+        'on checkpointing or sharding.'
     )
 
 

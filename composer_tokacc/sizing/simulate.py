@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
 from composer_tokacc.sampling.global_batches import GlobalBatches
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
@@ -149,7 +149,14 @@ def _microbatches_of_ranks(
         plan = plan_batch(planned_rows(table, batch, options), num_ranks)
         if options.packing is not True:
             # The plan itself has dummies for ranks without samples. Equal counts may need more of them.
-            return _with_dummy_rows(table, batch, _as_planned(plan, batch), options)
+            ranks = []
+            for planned in plan.ranks:
+                microbatches = []
+                for microbatch in planned:
+                    samples = batch[list(microbatch.indices)]
+                    microbatches.append(_ComputedMicrobatch(samples, microbatch.width))
+                ranks.append(microbatches)
+            return _with_dummy_rows(table, batch, ranks, options)
         # With packing the plan only decides which rank reads which samples. Then each rank packs its samples.
         samples_of_ranks = []
         for planned in plan.ranks:
@@ -174,18 +181,6 @@ def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> 
     )
 
 
-def _as_planned(plan: MicrobatchPlan, batch: np.ndarray) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of each rank in a plan of a global batch, dummies included."""
-    ranks = []
-    for planned_rank in plan.ranks:
-        microbatches = []
-        for planned in planned_rank:
-            samples = batch[list(planned.indices)]
-            microbatches.append(_ComputedMicrobatch(samples, planned.width))
-        ranks.append(microbatches)
-    return ranks
-
-
 def _cut_by_composer(
     table: SampleSizes,
     samples: np.ndarray,
@@ -196,11 +191,8 @@ def _cut_by_composer(
     It slices the padded device batch and trims nothing.
     """
     width = int(table.tokens[samples].max())
-    microbatches = []
-    for start in range(0, len(samples), num_rows):
-        rows = samples[start : start + num_rows]
-        microbatches.append(_ComputedMicrobatch(rows, width))
-    return microbatches
+    starts = range(num_rows, len(samples), num_rows)
+    return [_ComputedMicrobatch(rows, width) for rows in np.split(samples, starts)]
 
 
 def _cut_by_split(

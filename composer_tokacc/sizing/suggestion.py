@@ -13,7 +13,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -126,18 +126,11 @@ class Capacity:
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
         terms = self.terms(int(self.table.tokens.min()))
-        largest = sorted(terms, key=terms.__getitem__, reverse=True)
-        texts = []
-        for name in largest[:3]:
-            texts.append(f'{name} {terms[name] / GIB:.2f}')
-        largest_terms = ', '.join(texts)
-        sharding = 'sharding with FSDP'
-        if self.memory.strategy == 'fsdp':
-            sharding = 'sharding with FSDP over more ranks'
+        parts = ', '.join(f'{name} {num_bytes / GIB:.2f}' for name, num_bytes in terms.items())
         return (
             f'`device_memory_gib` must hold the model and its shortest sample. They need '
-            f'{sum(terms.values()) / GIB:.2f} GiB ({largest_terms}), and {self.limit / GIB:.2f} GiB may be used. What '
-            f'would help: {sharding}, freezing parts, activation checkpointing, a shorter context.'
+            f'{sum(terms.values()) / GIB:.2f} GiB ({parts}), and {self.limit / GIB:.2f} GiB may be used. What would '
+            'help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a shorter context.'
         )
 
 
@@ -202,8 +195,6 @@ def suggest_microbatching(
     check_kind('memory', memory, MemoryModel)
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
-    if not device_memory_gib > 0:
-        raise InvalidInputError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
         raise InvalidInputError(f'`safety` must be over 0 and at most 1, got: {safety}.')
     options = CutOptions(
@@ -226,14 +217,16 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
-    # A sample over a cap of a microbatch goes alone, so the caps do not bound its memory. A sample that is within the
-    # caps of the smallest size, which is 1, never goes alone.
-    smallest_budget = token_budget(1, slot)
-    may_go_alone = _is_over_a_cap(table, replace(options, max_tokens=smallest_budget))
-    peaks_alone = _peaks_alone(capacity, may_go_alone)
     options = replace(options, max_tokens=max_tokens)
+
+    @cache  # because the samples that go alone are the same for most of the sizes
+    def peak_alone(sample: int) -> float:
+        return memory.peak(_shape_alone(capacity, sample), num_ranks=num_ranks)
+
     is_oversize = _is_over_a_cap(table, options)
-    is_too_large = is_oversize & (peaks_alone > capacity.limit)
+    is_too_large = np.zeros_like(is_oversize)
+    for sample in np.flatnonzero(is_oversize).tolist():
+        is_too_large[sample] = peak_alone(sample) > capacity.limit
     # Steps with the suggested size and with others. The run cuts by `options.cost`, but its time follows `price`.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
@@ -243,7 +236,7 @@ def suggest_microbatching(
         compared_tokens = token_budget(compared_size, slot)
         compared_options = replace(options, max_tokens=compared_tokens)
         figures = _figures(simulate, compared_options, stock_size=compared_size)
-        compared_heaviest = _heaviest_shape(capacity, compared_options, peaks_alone)
+        compared_heaviest = _heaviest_shape(capacity, compared_options, peak_alone)
         size_rows.append(_size_row(capacity, compared_size, compared_heaviest, figures))
     # What limits the suggested size.
     fitting_image_tokens = None
@@ -254,7 +247,7 @@ def suggest_microbatching(
     if size == rows_per_rank:
         limited_by = 'global batch'
     # Memory at the suggested size.
-    heaviest = _heaviest_shape(capacity, options, peaks_alone)
+    heaviest = _heaviest_shape(capacity, options, peak_alone)
     terms = memory.terms(heaviest, num_ranks=num_ranks)
     return SizingReport(
         profile=table.profile(),
@@ -331,32 +324,26 @@ def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
     )
 
 
-def _peaks_alone(capacity: Capacity, chosen: np.ndarray) -> np.ndarray:
-    """Returns bytes at the peak of each `chosen` sample alone, and 0 for the others, float64 (samples,)."""
-    peaks = np.zeros(len(capacity.table))
-    for sample in np.flatnonzero(chosen).tolist():
-        shape = _shape_alone(capacity, sample)
-        peaks[sample] = capacity.memory.peak(shape, num_ranks=capacity.num_ranks)
-    return peaks
-
-
 def _heaviest_shape(
     capacity: Capacity,
     options: CutOptions,
-    peaks_alone: np.ndarray,
+    peak_alone: Callable[[int], float],
 ) -> BatchShape:
     """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
+
+    A sample over a cap of a microbatch goes alone, so the caps do not bound its memory.
 
     Args:
         capacity: Memory of the microbatches within the caps.
         options: How the run cuts.
-        peaks_alone: Bytes at the peak of each sample that may go alone, float64 (samples,).
+        peak_alone: Returns bytes at the peak of a sample that goes alone.
     """
-    goes_alone = _is_over_a_cap(capacity.table, options) & (peaks_alone <= capacity.limit)
-    peaks = np.where(goes_alone, peaks_alone, 0.0)
-    heaviest_sample = int(np.argmax(peaks))
-    if peaks[heaviest_sample] > capacity.peak(options.max_tokens):
-        return _shape_alone(capacity, heaviest_sample)
+    over_a_cap = np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist()
+    fitting = [sample for sample in over_a_cap if peak_alone(sample) <= capacity.limit]
+    if fitting:
+        heaviest = max(fitting, key=peak_alone)
+        if peak_alone(heaviest) > capacity.peak(options.max_tokens):
+            return _shape_alone(capacity, heaviest)
     return capacity.worst_shape(options.max_tokens)
 
 

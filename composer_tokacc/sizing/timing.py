@@ -184,7 +184,11 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     without_patches = [microbatch[:5] for microbatch in microbatches]
     columns = np.array(without_patches, dtype=np.float64).T
     rows, widths, image_tokens, seconds, vision_seconds = columns
-    patch_sums = [_patch_sums(microbatch) for microbatch in microbatches]
+    # Sums over the rows, which set the cost in the vision encoder: patches^2, patches, rows with images.
+    patch_sums = []
+    for microbatch in microbatches:
+        patches = np.array(microbatch.patches)
+        patch_sums.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
     patch_features = np.array(patch_sums, dtype=np.float64)
     has_patches = patch_features[:, 1] > 0
     per_square = per_patch = per_row_with_images = 0.0
@@ -211,14 +215,6 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_per_token=per_token,
     )
     return cost, float(np.median(seconds_outside or [0.0]))
-
-
-def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
-    """Returns sums over the rows, which set the cost in the vision encoder: patches^2, patches, rows with images."""
-    patches = np.array(microbatch.patches)
-    sum_of_squares = (patches**2).sum()
-    num_rows_with_images = (patches > 0).sum()
-    return [sum_of_squares, patches.sum(), num_rows_with_images]
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -130,6 +130,16 @@ def test_unfrozen_parameters_that_ddp_ignores():
     backward(watch, model, ('first', 'second'))
 
 
+def test_backward_reaches_only_ignored_parameters():
+    """DDP still waits for the others, and ranks that reach them would wait for this one."""
+    inner = TwoHeads()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
+    watch, model = watch_of(inner)
+    backward(watch, model, ('second',))
+    assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
+    assert inner.second.weight.grad.tolist() == [[1.0, 1.0]]
+
+
 def test_fsdp_shards_all_or_nothing():
     model = TwoHeads()
     check_sharding(model)

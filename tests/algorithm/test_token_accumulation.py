@@ -352,6 +352,47 @@ def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
     assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
+class Saving(torch.autograd.Function):
+    """Returns its input, and saves a tensor for the backward."""
+
+    @staticmethod
+    def forward(ctx, hidden_states):
+        ctx.saved = torch.zeros(1)
+        Saving.saved.append(weakref.ref(ctx.saved))
+        return hidden_states.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_retry_frees_the_failed_graph(model, batch):
+    """Memory runs out in the first backward. The next attempt needs the memory of its graph."""
+    num_backwards = 0
+    graphs_in_retry = []
+
+    def run_out_of_memory(state):
+        nonlocal num_backwards
+        num_backwards += 1
+        state.auto_microbatching = True
+        if num_backwards == 1:
+            raise RuntimeError('CUDA out of memory')
+
+    def count_graphs(state):
+        if num_backwards == 1:
+            graphs_in_retry.append(sum(saved() is not None for saved in Saving.saved))
+
+    Saving.saved = []
+    model.model.norm.register_forward_hook(lambda module, args, output: Saving.apply(output))
+    algorithms = [
+        TokenAccumulation(),
+        AlgorithmOn(Event.BEFORE_FORWARD, count_graphs),
+        AlgorithmOn(Event.BEFORE_BACKWARD, run_out_of_memory),
+    ]
+    fit(model, token_data_spec(loader(batch)), algorithms=algorithms, microbatch_size=4)
+    assert graphs_in_retry == [0]
+
+
 def test_gradient_clipping_after_the_algorithm(model, batch):
     """The exact gradient is clipped. ``test_composers_algorithms.py`` clips before the algorithm."""
     expected, _ = reference_gradients(model, batch)

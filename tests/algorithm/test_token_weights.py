@@ -237,7 +237,7 @@ def test_padded_packed_documents_are_samples(key, values, first_weight, second_w
         ([1.0, 1.0, -0.5, 1.0, 1.0, 1.0], "must be finite and not negative, got: -0.5 for sample 'sample-2'"),
         ([1.0, 1.0, 1.0, float('nan'), 1.0, 1.0], "got: nan for sample 'sample-3'"),
         ([1.0, float('inf'), 1.0, 1.0, 1.0, 1.0], "got: inf for sample 'sample-1'"),
-        ([1.0, 1.0, None, 1.0, 1.0, 1.0], "must be a number for every sample, got: None for sample 'sample-2'"),
+        ([1.0, 1.0, None, 1.0, 1.0, 1.0], "got: nan for sample 'sample-2' \\(nan: the sample has no weight\\)"),
         ([0.0] * 6, "must not all be 0, got: 0 for each of its 26 loss-generating tokens, sample 'sample-0'"),
         (torch.ones(6, 3), r"must be of shape \(6,\) or \(6, 14\), as the labels, got: \(6, 3\), .* 'sample-0'"),
         (None, "needs `loss_weights` in every batch, .* beginning with sample 'sample-0'"),
@@ -343,20 +343,20 @@ def test_compiled_loss_and_logits_are_refused(model):
         compiled_run(model, batch_of(), 'aot_eager')
 
 
-@pytest.mark.parametrize('is_whole', [True, False])
-def test_weighting_reads_no_values(is_whole):
+@pytest.mark.parametrize('measures_all', [True, False])
+def test_weighting_reads_no_values(measures_all):
     """The tensors have no content, so `.item()` and the like would raise. On a GPU they would make the host wait."""
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
     logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True) * 1
     weigh_tokens(logits, labels.float())
     rows = [RowCounts(rule='causal', loss_tokens=26)]
     record = MicrobatchRecord(batch={'labels': labels}, rows=rows)
-    record.watch(logits, labels.float(), 1.0, is_whole=is_whole)
+    record.watch(logits, labels.float(), 1.0, batch=record.batch, measures_all=measures_all)
     loss = ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()
     loss.backward()
     assert record.was_reached
     assert record.deviations.device.type == 'meta'
-    assert record.count.device.type == 'meta'
+    assert record.loss_tokens_on_device.device.type == 'meta'
 
 
 def test_bfloat16_adds_no_noise(model):

@@ -76,10 +76,10 @@ def deviations_in_hook(logits, gradient, rule):
     """Returns the deviation of each token by its position, as the hook of a microbatch measures it."""
     record = MicrobatchRecord(batch=BATCH, rows=count_rows(BATCH, rule))
     watched_logits = logits.clone().requires_grad_() * 1
-    record.watch(watched_logits, WEIGHTS, 0.01, is_whole=False)
+    record.watch(watched_logits, WEIGHTS, 0.01, batch=BATCH, measures_all=False)
     watched_logits.backward(gradient)
-    assert record.count == record.counts.loss_tokens <= NUM_SAMPLED
-    return dict(zip(record.positions.tolist(), record.deviations.tolist(), strict=True))
+    assert record.loss_tokens_on_device == record.counts.loss_tokens <= NUM_SAMPLED
+    return dict(zip(record.measured_positions.tolist(), record.deviations.tolist(), strict=True))
 
 
 for_each_shift = pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])

@@ -77,6 +77,15 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
+def test_rule_needs_two_forwards():
+    """The first forward finds the last layers. The second one shows whether the loss is random, and the rule."""
+    forwards = []
+    model = one_layer_model()
+    model.register_forward_hook(lambda *_: forwards.append(model.training))
+    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
+    assert len(forwards) == 2
+
+
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
@@ -195,6 +204,26 @@ def test_kernel_of_half_precision_only():
     in_bfloat16 = partial(torch.autocast, 'cpu', dtype=torch.bfloat16)
     probe = Probe(forward, loss_in, model, in_bfloat16)
     assert find_loss_rule(probe, row_for_rule()) == 'causal'
+
+
+@torch.library.custom_op('tests_of_probe::bias_dropout_add', mutates_args=())
+def bias_dropout_add(values: torch.Tensor, bias: float) -> torch.Tensor:
+    """Stands for a fused kernel, without the dropout."""
+    return values + bias
+
+
+def test_kernel_with_dropout_in_its_name():
+    model = one_layer_model()
+    row = row_for_rule()
+
+    def forward(batch):
+        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
+        biases = torch.linspace(0, 1, logits.shape[-1])
+        return {'logits': logits + bias_dropout_add(torch.zeros(len(biases)), 1.0) * biases}
+
+    probe = Probe(forward, lambda outputs, batch: causal(outputs['logits'], batch), model)
+    expected = causal(forward(row)['logits'], row)
+    assert probe.run(row, varies_weights=False).losses['tokens'] == pytest.approx(expected.item())
 
 
 def test_dropout_is_switched_off():

@@ -222,6 +222,25 @@ def test_unequal_images_with_equal_means():
     assert kinds_of_steps(PadsToLargestImage(), batches, layout=layout) == ['exact', 'refused']
 
 
+class IgnoresLabelsOfImages(AddsImages):
+    """Counts no label at a placeholder."""
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        labels = batch['labels'].masked_fill(batch['input_ids'] == IMAGE_ID, -100)
+        return super().forward({**batch, 'labels': labels})
+
+
+def test_one_label_behind_each_image():
+    """The check adds a row with several labels. None of them may be at a placeholder."""
+    rows = ('12iiii345', '1ii2345', '123iiiiii2345', 'iii12345')
+    images = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(0))
+    batch = drawn_batch(*rows, pixel_values=images, num_images=[1] * len(rows))
+    batch['input_ids'][batch['input_ids'] == IMAGE] = IMAGE_ID
+    for row, drawing in enumerate(rows):
+        batch['labels'][row, : len(drawing) - 1] = -100
+    assert kinds_of_steps(IgnoresLabelsOfImages(), [batch, batch], layout=LAYOUT_OF_IMAGES) == ['exact', 'exact']
+
+
 # Ranges of widths and lengths. Rows within them need no new check.
 
 

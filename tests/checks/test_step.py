@@ -119,7 +119,7 @@ class InfiniteOnPadding(NativeModel):
 
 def test_infinite_logits_on_padding(monkeypatch):
     """The measurement of whole microbatches finds a loss that changes in the third step."""
-    monkeypatch.setattr(step, 'WHOLE_SHARE', 1.0)
+    monkeypatch.setattr(step, 'ALL_TOKENS_SHARE', 1.0)
     current_step = 0
 
     def loss_of(logits, labels):
@@ -150,23 +150,23 @@ def test_worst_position_without_a_label():
     assert record.worst() == ('row 0', -100)
 
 
-def measured_deviations(logits, gradient, is_whole):
+def measured_deviations(logits, gradient, measures_all):
     rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5) % 8}
     record = MicrobatchRecord(batch=batch, rows=rows)
-    record._measure(gradient, batch=batch, logits=logits, weights=None, unit=0.1, is_whole=is_whole)
+    record._measure(gradient, batch=batch, logits=logits, weights=None, unit=0.1, measures_all=measures_all)
     return record.deviations
 
 
-@pytest.mark.parametrize('is_whole', [True, False])
-def test_tokens_of_a_sharded_vocabulary(is_whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize('measures_all', [True, False])
+def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # all tokens, in the same order
     logits = torch.randn(3, 5, 8)
     gradient = torch.randn(3, 5, 8)
-    expected = measured_deviations(logits, gradient, is_whole)
+    expected = measured_deviations(logits, gradient, measures_all)
     with group_of_one_rank(tmp_path):
         mesh = init_device_mesh('cpu', (1,))
         sharded_logits = distribute_tensor(logits, mesh, [Shard(2)])
         sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
-        deviations = measured_deviations(sharded_logits, sharded_gradient, is_whole)
+        deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
     torch.testing.assert_close(deviations, expected)

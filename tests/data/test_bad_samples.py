@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset
 
-from composer_tokacc.data import BadSampleError, LlavaDataset, lengths
+from composer_tokacc.data import BadSampleError, LlavaDataset, sizes
 from composer_tokacc.data.lengths import build_length_table, length_table
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.chat_processors import small
@@ -55,7 +55,7 @@ def test_bad_samples_of_parts(tmp_path):
 
 
 def test_workers_name_the_same_samples(monkeypatch):
-    monkeypatch.setattr(lengths, 'MOST_SAMPLES_WITHOUT_WORKERS', 0)
+    monkeypatch.setattr(sizes, 'MOST_WITHOUT_WORKERS', 0)
     dataset = DigitsWithBadSamples(109)
     table = build(dataset, on_error='skip', num_workers=0)
     table_of_workers = build(dataset, on_error='skip', num_workers=2)

@@ -635,7 +635,6 @@ def test_dataset_info_of_videos_and_audio(folder):
         ({'ms_hub_url': 'x/y'}, '`ms_hub_url` is not supported'),
         ({'file_name': 'own.json', 'columns': ['images']}, r"`columns` must map names to names, got: \['images'\]"),
         ({'file_name': 'own.json', 'tags': {'role_tag': ['role']}}, '`tags` must map names to names'),
-        ({'file_name': 3}, '`file_name` must be a string, got: 3'),
         ({'file_name': None}, '`file_name` or `hf_hub_url` must be given'),
         ({}, '`file_name` or `hf_hub_url` must be given'),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of
+from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
@@ -59,7 +59,7 @@ class CountingDigits(DigitsDataset):
 
 
 def test_table_says_what_the_samples_say(monkeypatch):
-    monkeypatch.setattr(lengths, 'MOST_SAMPLES_WITHOUT_WORKERS', 0)
+    monkeypatch.setattr(sizes, 'MOST_WITHOUT_WORKERS', 0)
     dataset = DigitsDataset(num_samples=40)
     random_state = torch.get_rng_state()
     table = build_length_table(dataset, dataset.processor, num_workers=2)

@@ -91,6 +91,12 @@ def test_unread_medium_is_refused(recommended_key, record):
     assert len(message) < 300
 
 
+def test_medium_of_a_placeholder_is_unread():
+    """The message names the key, and not only the number of media."""
+    with pytest.raises(BadSampleError, match='`image_url` looks like '):
+        parse({'conversations': WITH_IMAGE, 'image_url': 'https://flickr.com/5.jpg'})
+
+
 # Keys that describe a sample and hold no medium.
 NOTES = {
     'text': {'source': 'coco', 'caption': 'A red square.', 'split': 'train'},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.small_batches import LLAVA, TEXT, text_batch
+from tests.support.small_batches import IMAGE, LLAVA, TEXT, drawn_batch, text_batch
 from tests.support.text import collate, column_counter, one_layer_model, text_rows
 from tests.support.training import On, assert_exact, fit
 
@@ -182,6 +183,24 @@ def test_evaluation_keeps_rows_in_order():
     with torch.no_grad():
         microbatches = spec_for().split_batch(batch, 3)
     assert names(microbatches) == [['0.0', '0.1', '1.0'], ['1.1', '1.2', '1.3'], ['2.0']]
+
+
+@pytest.mark.parametrize('size', [3, 1])
+def test_evaluation_joins_media_by_the_layout(size):
+    """Only the layout of the model tells that MiniCPM-V puts the patches of all images side by side."""
+    microbatches = []
+    for drawings, first_pixel in ((['1i', '2ii'], 0), (['3i'], 6)):
+        num_patches = [drawing.count('i') for drawing in drawings]
+        sizes = torch.tensor([[1, number] for number in num_patches])
+        pixels = torch.arange(first_pixel, first_pixel + 2 * sum(num_patches)).expand(1, 3, 2, -1).float()
+        microbatches.append(drawn_batch(*drawings, pixel_values=pixels, target_sizes=sizes))
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='minicpmv', image_token_id=IMAGE))
+    with torch.no_grad():
+        parts = token_data_spec([], layout=layout).split_batch(PreSplitBatch(microbatches, max_tokens=CAP), size)
+    pixels_of_parts = [part['pixel_values'] for part in parts]
+    joined = torch.cat(pixels_of_parts, dim=3)
+    assert torch.equal(joined, torch.arange(8).expand(1, 3, 2, 8).float())
+    assert len(parts) == 3 // size
 
 
 def test_users_transforms_see_plain_mappings():

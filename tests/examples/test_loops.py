@@ -13,14 +13,12 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -171,47 +169,3 @@ def test_accumulation_steps_of_launcher_are_refused(tmp_path, capfd):
     assert forked.exitcode == 2
     assert 'must have 1 gradient accumulation step, got: 4' in capfd.readouterr().err
     assert not (tmp_path / 'checkpoint').exists()
-
-
-# Imports public names and runs the examples of their docstrings without Composer. A doctest prints its failures.
-USE_WITHOUT_HOSTS = """
-import doctest, sys
-import composer_tokacc
-assert composer_tokacc.__file__.startswith(sys.prefix)
-names = 'RegroupingBatchSampler count_tokens measure_token_weights plan_microbatches verify_invariance'.split()
-for name in [*names, 'verify_isolation', 'weighted_microbatches', 'token_data_spec', 'BatchLayout']:
-    getattr(composer_tokacc, name)
-variables = {'torch': __import__('torch'), **vars(sys.modules['composer_tokacc.planning']), **vars(composer_tokacc)}
-for name in names:
-    doctest.run_docstring_examples(getattr(composer_tokacc, name), variables)
-assert not {'composer', 'numba', 'transformers'} & set(sys.modules)
-"""
-
-
-def find_uv():
-    for folders in (os.environ['PATH'], Path(sys.executable).parent, ROOT / '.uv' / 'bin'):
-        if uv := shutil.which('uv', path=str(folders)):
-            return uv
-    return None
-
-
-@pytest.mark.slow
-def test_torch_and_numpy_are_enough(tmp_path):
-    uv = find_uv()
-    if uv is None:
-        pytest.skip('uv makes the environment')
-    env = environment()
-    del env['PYTHONPATH']  # or the package would be found outside of the new environment
-
-    def output_of(*command):
-        done = execute(command, env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    python = str(tmp_path / 'bin' / 'python')
-    output_of(uv, 'venv', '--quiet', '--clear', '--python', sys.executable, str(tmp_path))
-    hosts = [f'torch=={torch.__version__.split("+")[0]}', f'numpy=={np.__version__}']
-    output_of(uv, 'pip', 'install', '--quiet', '--python', python, *hosts)
-    output_of(uv, 'pip', 'install', '--quiet', '--python', python, '--no-deps', '.')
-    assert output_of(python, '-I', '-c', USE_WITHOUT_HOSTS) == ''
-    assert 'step 8: ' in output_of(python, 'examples/plain_loop.py', str(tmp_path / 'last.pt'))

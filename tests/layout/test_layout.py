@@ -405,6 +405,17 @@ def test_shared_positions_must_agree():
         TEXT_LAYOUT.concat([from_ten, wide])
 
 
+def test_shared_positions_of_left_padding():
+    """New padding on the left would move the tokens of the narrow batch to other positions."""
+    wide = text_batch([4, 2], side='left', position_ids=torch.arange(4)[None])
+    narrow = text_batch([3], position_ids=torch.arange(3)[None])
+    with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
+        TEXT_LAYOUT.concat([narrow, wide], padding_side='left')
+    from_one = text_batch([3], position_ids=torch.arange(1, 4)[None])
+    joined = TEXT_LAYOUT.concat([from_one, wide], padding_side='left')
+    assert joined['position_ids'].tolist() == [[0, 1, 2, 3]]
+
+
 # Media.
 
 
@@ -481,6 +492,16 @@ def test_empty_slot_before_image_is_kept():
     slots = in_other_order['pixel_values'].view(4, 3, 2, 2)
     expected_slots = batch['pixel_values'][[1, 0], :2].reshape(4, 3, 2, 2)
     assert torch.equal(slots, expected_slots)
+
+
+def test_mask_of_slots_stays_boolean():
+    """A batch without images is joined with one whose mask of pixels is boolean."""
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
+    joined = layout.concat([with_image, text_batch([2])])
+    assert joined['pixel_attention_mask'].dtype == torch.bool
+    assert layout.images_per_row(joined) == [1, 0]
 
 
 def test_videos_go_with_their_rows():

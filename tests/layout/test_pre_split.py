@@ -66,6 +66,17 @@ def test_reads_as_one_batch(side):
     assert batch['labels'] is batch['labels'], 'joined once'
 
 
+def test_reads_numbers_of_patches_of_all_microbatches():
+    """Molmo 2: the numbers are counted over the batch, so those of the second microbatch go on after the first."""
+    microbatches = []
+    for num_images in (1, 2):
+        pooling = torch.arange(3 * num_images)[:, None]
+        pixels = torch.rand(num_images, 3, 5)
+        microbatches.append(text_batch([4] * num_images, pixel_values=pixels, image_token_pooling=pooling))
+    batch = PreSplitBatch(microbatches, max_tokens=20)
+    assert batch['image_token_pooling'].flatten().tolist() == list(range(9))
+
+
 def test_is_a_read_only_mapping():
     batch = pre_split(microbatch([5, 2]))
     assert batch.get('missing', 7) == 7

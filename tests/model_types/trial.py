@@ -124,15 +124,15 @@ def watched_logits() -> Iterator[list[str]]:
         reasons.append('')
         begin_forward(selector, rule, num_labels, num_positions)
 
-    note_all_logits = RunContext._note_all_logits
+    log_all_logits = RunContext._log_all_logits
 
     def noted(run: RunContext, why: str) -> None:
         reasons.append(_stripped(why))
-        note_all_logits(run, why)
+        log_all_logits(run, why)
 
     with (
         patch.object(LabelSelector, 'begin_forward', watched),
-        patch.object(RunContext, '_note_all_logits', noted),
+        patch.object(RunContext, '_log_all_logits', noted),
     ):
         yield reasons
 

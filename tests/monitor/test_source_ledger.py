@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.monitor import source_ledger
+from composer_tokacc.checks import logits
 from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS
 from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
@@ -72,7 +72,7 @@ def test_loss_of_a_source(cut, side):
 @pytest.mark.parametrize('chunk', [7, 300])
 def test_losses_do_not_depend_on_chunks(chunk, monkeypatch):
     """One row of logits at a time, or several."""
-    monkeypatch.setattr(source_ledger, 'CHUNK', chunk)
+    monkeypatch.setattr(logits, 'CHUNK', chunk)
     recorder = fit(text_model(), batch_of(), slot_tokens=14, callbacks=[TokenMonitor()])
     for source in TOKENS:
         assert field(recorder, 'loss', source) == pytest.approx([loss_of(source)], rel=1e-6)

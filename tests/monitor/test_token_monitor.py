@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,6 @@ def batch():
     [
         ({'loss_tokens': 'shifted'}, r"`loss_tokens` must be .*, got: 'shifted'"),
         ({'device_tflops': -1}, '`device_tflops` must be a positive number, got: -1'),
-        ({'flops': SimpleNamespace(media=len)}, '`flops` must have the methods `text` and `media`'),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

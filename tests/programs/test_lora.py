@@ -268,7 +268,7 @@ def test_whole_base_may_be_frozen(processor):
 @pytest.mark.slow
 def test_gradient_on_two_ranks_is_exact():
     results = launch_json('tests/ranks/lora.py', ranks=2)
-    assert {name.split()[0] for name in results} == {'ddp', 'fsdp'}
+    assert len(results) == 8
     for name, error in results.items():
         assert error < 1e-6, name
 

@@ -1,13 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Qwen3.5 and Gemma 4 with images and videos: every program takes the mixtures; two ranks train the dense models."""
+"""Qwen3.5 and Gemma 4 with images and videos: every program takes the mixtures, and two ranks train a model of each."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
 import transformers
 
 if tuple(map(int, transformers.__version__.split('.')[:2])) < (5, 23):
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from composer_tokacc import export, size, train, verify
 from tests.support.checkpoints import CHECKPOINTS, write_checkpoint
 from tests.support.clips import write_media_folder
-from tests.support.launch import ROOT, launch_json, launch_program
+from tests.support.launch import ROOT, launch_json
 from tests.test_train import assert_equal_bitwise
 
 pytestmark = pytest.mark.slow
@@ -46,26 +47,17 @@ def settings(folder, name, overrides=None):
     return arguments
 
 
-def train_and_export(folder, name, run, *, ranks=1, **overrides):
+def train_and_export(folder, name, run, **overrides):
     """Runs ``train``, then ``export``. Returns the exported weights."""
     overrides['trainer.autoresume'] = 'false'
     overrides['trainer.progress_bar'] = 'false'
     overrides['trainer.save_folder'] = folder / run
     overrides['trainer.save_interval'] = '1ba'
     overrides['report.folder'] = folder / run / 'report'
-    arguments = settings(folder, name, overrides)
-    if ranks > 1:
-        launch_program('composer_tokacc.train', *arguments, ranks=ranks)
-    else:
-        assert train.main(arguments) == 0
+    assert train.main(settings(folder, name, overrides)) == 0
     assert export.main([f'{folder}/{run}/latest-rank0.pt', f'{folder}/{run}/exported']) == 0
     (weights,) = (folder / run / 'exported').glob('*.safetensors')
     return load_file(weights)
-
-
-def distance(weights, expected):
-    squares = [(weight - expected[name]).square().sum() for name, weight in weights.items()]
-    return float(sum(squares)) ** 0.5
 
 
 @pytest.mark.parametrize('name', CHECKPOINTS)
@@ -75,19 +67,11 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
     write_media_folder(tmp_path, ROWS)
     before = load_file(tmp_path / 'base' / 'model.safetensors')
 
-    padded = train_and_export(tmp_path, name, 'padded')
-    checkpoint = {'trainer.load_path': tmp_path / 'padded' / 'ep0-ba1-rank0.pt'}
+    trained = train_and_export(tmp_path, name, 'trained')
+    assert any(not torch.equal(weight, before[key]) for key, weight in trained.items())
+    checkpoint = {'trainer.load_path': tmp_path / 'trained' / 'ep0-ba1-rank0.pt'}
     resumed = train_and_export(tmp_path, name, 'resumed', **checkpoint)
-    assert_equal_bitwise(resumed, padded)
-
-    packed = train_and_export(tmp_path, name, 'packed', **{'microbatching.packing': 'true'})
-    fsdp = {'trainer.parallelism_config.fsdp': '{state_dict_type: full}'}
-    sharded = train_and_export(tmp_path, name, 'sharded', ranks=2, **fsdp)
-    # Adam divides by the gradient's size, so round-off decides how parameters with a gradient of almost 0 move.
-    tolerance = 1e-2 * distance(padded, before)
-    assert tolerance > 0
-    assert distance(packed, padded) < tolerance
-    assert distance(sharded, padded) < tolerance
+    assert_equal_bitwise(resumed, trained)
 
     adapted = train_and_export(tmp_path, name, 'lora', **{'model.lora': '{r: 4}'})
     adapters = [weight for key, weight in adapted.items() if 'lora_B' in key]
@@ -110,13 +94,13 @@ def test_router_loss_has_no_token_weights(tmp_path, monkeypatch):
     assert verify.main([*settings(tmp_path, 'qwen3_5_moe', weighted), '--rows', '2']) == 0
 
 
-EXPERTS = CHECKPOINTS['gemma4_moe'][2]
+EXPERTS_OF_GEMMA = CHECKPOINTS['gemma4_moe'][2]
 
 
 @pytest.mark.parametrize(
     ('model_type', 'text_settings', 'runs_per_video'),  # runs of placeholders: one a frame in Gemma
-    [('qwen3_5', {}, 2), ('qwen3_5_moe', {}, 2), ('gemma4', {}, 4), ('gemma4', EXPERTS, 4)],
-    ids=['qwen3_5', 'qwen3_5_moe', 'gemma4', 'gemma4_moe'],
+    [('qwen3_5', {}, 2), ('gemma4', EXPERTS_OF_GEMMA, 4)],
+    ids=['qwen3_5', 'gemma4_moe'],
 )
 def test_two_ranks_are_sharded_or_packed(model_type, text_settings, runs_per_video, tmp_path):
     common = {'model_type': model_type, 'settings': text_settings, 'modality': 'video', 'runs': runs_per_video}

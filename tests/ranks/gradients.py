@@ -56,6 +56,13 @@ SHARES = {'mixed': {2: (4, 2), 4: (2, 2, 1, 1)}, 'text_rank': {2: (2, 4), 4: (1,
 MEAN_LOSS = 'token_accumulation/token_mean_loss'
 # Two families that are also packed. The second has multimodal rotary positions.
 PACKED_FAMILIES = ('llava', 'qwen2_5_vl')
+CUTS_OF_FAMILIES = (('mixed', 'right', 1), ('mixed', 'left', 3), ('text_rank', 'right', 3), ('text_rank', 'left', 1))
+"""Order, side of the padding and microbatch size. Each pair of them is in one cut."""
+MICROBATCH_SIZES = {2: (1, 2, 6), 4: (1, 2)}
+"""Sizes for text by the number of ranks. Four ranks have at most two rows each."""
+WEIGHTED_CUTS = ((1, 'sqrt'), (3, 'sample'), (1, 'column'))
+"""Microbatch size and token weights of padded rows."""
+PACKED_WEIGHTED_CUTS = ((3, 'sqrt'), (1, 'sample'), (3, 'column'))
 
 
 def share_of(rows: Sequence[Any], order: str = 'mixed') -> list[Any]:
@@ -137,7 +144,7 @@ def family_results(name: str) -> Results:
     layout = BatchLayout.for_model(case.config)
     rows[2] = {**rows[2], 'labels': torch.full_like(rows[2]['labels'], -100)}
     packings = (False, True) if name in PACKED_FAMILIES else (False,)
-    for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, (1, 3)):
+    for packing, (order, side, size) in itertools.product(packings, CUTS_OF_FAMILIES):
         ordered_rows = [rows[index] for index in ORDERS[order]]
         options = {'padding_side': side, 'pad_token_id': case.pad_token_id}
         batch, rank_batch = batches_of(layout, ordered_rows, order, **options)
@@ -174,7 +181,7 @@ def text_results() -> Results:
         'packed': token_data_spec(loader(rank_batch), packing=True),
     }
     for split, data in data_of_splits.items():
-        for size in (1, 2, 6):
+        for size in MICROBATCH_SIZES[dist.get_world_size()]:
             yield f'text {split} microbatch {size}', measure(model, batch, data, size)
     rows_without_first_labels = text_rows([(4, 0), (14, 0), (9, 0), (3, 0), (6, 1), (7, 2)])
     data = token_data_spec(loader(collate(share_of(rows_without_first_labels))))
@@ -251,10 +258,13 @@ def weight_results(name: str) -> Results:
         return measure(model, batch, token_data_spec(loader(rank_batch), **options), size, weights=weights)
 
     weighted_rows = with_weights([rows[index] for index in ORDERS[order]])
-    packings = (False,) if name == 'qwen2_5_vl' else (False, True)
-    for packing, size, weights in itertools.product(packings, (1, 3), ('sqrt', 'sample', 'column')):
-        label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
-        yield label, measure_rows(weighted_rows, order, weights, size, packing=packing)
+    for size, weights in WEIGHTED_CUTS:
+        label = f'{name} {weights} microbatch {size}'
+        yield label, measure_rows(weighted_rows, order, weights, size)
+    if name != 'qwen2_5_vl':
+        for size, weights in PACKED_WEIGHTED_CUTS:
+            label = f'{name} {weights} microbatch {size} packed'
+            yield label, measure_rows(weighted_rows, order, weights, size, packing=True)
     rows_of_first_rank = SHARES['mixed'][dist.get_world_size()][0]
     rows_without_first_weights = with_weights(rows, num_zero_rows=rows_of_first_rank)
     yield f'{name} rank without weight', measure_rows(rows_without_first_weights, 'mixed', 'column', 2)
@@ -282,7 +292,7 @@ def fsdp_results(name: str) -> Results:
     repair_average()
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.config)
-    for order, (size, weights) in itertools.product(ORDERS, ((1, 'token'), (3, 'token'), (1, 'sqrt'))):
+    for order, size, weights in (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt')):
         rows = [case.rows[index] for index in ORDERS[order]]
         batch, rank_batch = batches_of(layout, rows, order, pad_token_id=case.pad_token_id)
         data = token_data_spec(loader(rank_batch), layout=layout)

@@ -21,7 +21,7 @@ from tests.support.text import text_model
 from tests.support.training import TOTAL, On, fit, reference_gradients, relative_error
 
 SEED = 3
-CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (151, 16)}
+CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (35, 16)}
 """Samples, and samples of a global batch. On two ranks the last step of the second leaves a rank without a sample."""
 
 
@@ -50,7 +50,8 @@ def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[s
     after_epochs = On(Event.EPOCH_END, counted_samples)
     model = text_model()
     data = token_data_spec(loader, slot_tokens=LONGEST)
-    recorder = fit(model, data, callbacks=[after_batches, after_epochs], max_duration='2ep')
+    callbacks = [after_batches, after_epochs]
+    recorder = fit(model, data, callbacks=callbacks, max_duration='2ep', loss_tokens='causal', check_loss=False)
     expected: list[list[int]] = []
     for epoch in range(2):
         sampler_of_one_rank = DistributedSampler(dataset, 1, 0, seed=SEED)

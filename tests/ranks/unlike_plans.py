@@ -14,7 +14,6 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc import token_data_spec, weighted_microbatches
-from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.text import text_model
@@ -80,26 +79,13 @@ def reordered(rank: int, **options: Any) -> DataLoader:
     return regrouping(dataset, **options)
 
 
-def other_lengths(rank: int) -> np.ndarray:
-    lengths = LengthDataset(NUM_SAMPLES).lengths.copy()
-    lengths[3] += rank
-    return lengths
-
-
 UNLIKE: dict[str, Callable[[int], DataLoader]] = {
     'seed': lambda rank: regrouping(seed=rank),
     'seed, plain loader': lambda rank: plain(seed=rank),
     'seed, workers': lambda rank: regrouping(seed=rank, num_workers=2),
-    'lengths': lambda rank: regrouping(lengths=other_lengths(rank)),
     'order': lambda rank: reordered(rank),
     'order of equal lengths': lambda rank: reordered(rank, lengths=[LONGEST] * NUM_SAMPLES),
     'order of equal lengths, workers': lambda rank: reordered(rank, lengths=[LONGEST] * NUM_SAMPLES, num_workers=2),
-    'number of samples': lambda rank: regrouping(LengthDataset(NUM_SAMPLES - rank)),
-    'max_tokens': lambda rank: regrouping(max_tokens=(2 + rank) * LONGEST),
-    'cost': lambda rank: regrouping(cost=CostModel(launch=100.0 + rank)),
-    'objective': lambda rank: regrouping(objective='fsdp' if rank else 'ddp'),
-    'shuffle': lambda rank: regrouping(shuffle=bool(rank)),
-    'global_batch_size': lambda rank: regrouping(global_batch_size=GLOBAL_BATCH * (1 + rank)),
     'batch': lambda rank: at_batch(rank),
     'rank': lambda rank: regrouping(num_replicas=2, rank=0),
     'num_replicas': lambda rank: regrouping(num_replicas=1, rank=0),

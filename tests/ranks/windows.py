@@ -71,6 +71,8 @@ def run(
         token_data_spec(loader, slot_tokens=LONGEST),
         callbacks=[recorder_of_windows, ends_of_epochs, SkipReadBatches()],
         max_duration=duration,
+        loss_tokens='causal',
+        check_loss=False,
         load_path=load_path,
         **saving(folder),
     )

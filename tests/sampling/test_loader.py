@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The loader by itself, and real runs that are resumed at every batch: bitwise equal, and nothing is read twice."""
+"""The loader by itself, and real runs that are resumed: bitwise equal, and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -172,25 +172,6 @@ def test_skipped_batches_are_not_read(num_workers):
         assert dataset.read == list(itertools.chain(*read_batches))
 
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-@pytest.mark.parametrize('position', range(5))
-def test_state_follows_the_last_yielded_batch(position, num_workers):
-    samples_of_epoch = sample_numbers(build())
-    loader = build(num_workers=num_workers)
-    iterator = iter(loader)
-    for _ in range(position):
-        next(iterator)
-    state = loader.state_dict()
-    assert state['batch'] == position
-    resumed = build()
-    resumed.load_state_dict(state)
-    assert resumed.state_dict() == state
-    assert sample_numbers(resumed) == samples_of_epoch[position:]
-    resumed.batch_sampler.set_epoch(1)
-    assert resumed.state_dict()['batch'] == 0
-    assert len(sample_numbers(resumed)) == 4
-
-
 def test_collate_function_must_name_its_entries():
     loader = build()
     tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
@@ -243,7 +224,7 @@ def steps_from(run, first):
 @pytest.mark.slow
 def test_resumed_runs_are_bitwise_equal(tmp_path):
     durations = [f'{NUM_STEPS}ba']
-    first_steps = range(1, NUM_STEPS)
+    first_steps = (1, 3, 5, 6, 7, 10)  # an epoch ends before step 6
     resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': durations} for step in first_steps]
     unbroken_result, *resumed_results, reading_result = runs(
         {'folder': str(tmp_path), 'durations': durations},

@@ -97,18 +97,6 @@ def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
     assert distances.max() <= 1 + len(sizes) / min(sizes)
 
 
-def test_small_dataset_keeps_its_share():
-    # VILA's sampler gives such a dataset no sample at all.
-    mixture = Mixture([1000, 3])
-    trained = []
-    for batches_of_epoch in batches_of_epochs(mixture, 64, range(20), drop_last=True):
-        trained += samples(batches_of_epoch)
-    of_small_dataset = [sample for sample in trained if sample >= 1000]
-    assert len(of_small_dataset) == pytest.approx(len(trained) * 3 / 1003, abs=1)
-    counts = Counter(of_small_dataset).values()
-    assert max(counts) - min(counts) <= 1
-
-
 @pytest.mark.parametrize('per_step', [False, True])
 def test_global_batches_hold_each_share(per_step):
     sizes = [500, 80, 900]

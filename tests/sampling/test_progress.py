@@ -63,6 +63,7 @@ def steps_after(loop, state):
     """Steps of a new run that loads a saved state."""
     run = Run(loop)
     run.loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert run.loader.state_dict() == state
     return list(run.steps(first_epoch=state['epoch']))
 
 
@@ -93,6 +94,13 @@ def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
         for _ in range(looks):
             assert run.look() == unbroken[position][1]
         assert list(run.steps(first_epoch=state['epoch'])) == unbroken[position:]
+
+
+def test_other_epoch_than_the_saved_one(unbroken):
+    """A user may load a state in the middle of an epoch, and begin the next epoch nevertheless."""
+    run = Run('sampler')
+    run.loader.load_state_dict({**run.loader.state_dict(), 'epoch': 0, 'batch': 2})
+    assert list(run.steps(first_epoch=1)) == unbroken[BATCHES:]
 
 
 @pytest.mark.parametrize('loop', LOOPS)

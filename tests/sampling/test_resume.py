@@ -34,7 +34,7 @@ def test_generators_go_on_after_resume():
 
 
 def test_state_of_another_class():
-    with pytest.raises(ValueError, match=r"`state` must have the keys \['generators'\], got: .*of the same class"):
+    with pytest.raises(ValueError, match='must have the `generators` that `state_dict` of the same class returned'):
         RestoreRandomState().load_state_dict({'batches': '[]'})
 
 

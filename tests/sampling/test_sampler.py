@@ -97,23 +97,6 @@ def test_global_batches_are_those_of_torch(num_samples, ranks, multiple, epoch, 
         assert num_copies == max(ranks - len(samples), 0)
 
 
-@settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), ranks=st.sampled_from([1, 2, 4]), with_images=st.booleans())
-def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
-    lengths = lognormal_lengths(np.random.default_rng(seed), 64)
-    image_tokens = np.where(np.arange(64) % 3 == 0, 0, lengths // 2)
-    caps = {}
-    if with_images:
-        caps = {'image_tokens': image_tokens, 'max_image_tokens': 40}
-    batches_of_ranks = all_ranks(lengths, 32, ranks, **caps)
-    for assignment in itertools.chain(*batches_of_ranks):
-        assert list(itertools.chain(*assignment.microbatches)) == list(assignment)
-        for samples in assignment.microbatches:
-            assert len(samples) * lengths[samples].max() <= 3 * LONGEST_SAMPLE
-            if with_images:
-                assert image_tokens[samples].sum() <= 40
-
-
 def test_ranks_without_images_get_samples():
     """A single sample with an image cannot fill a step slot of two ranks. The other rank still gets samples."""
     batches_of_ranks = all_ranks([8] * 4, 4, 2, image_tokens=[4, 0, 0, 0], objective='fsdp', max_tokens=64)
@@ -190,23 +173,6 @@ def test_epoch_order_is_made_once(monkeypatch):
             assert sorted(sampler.window(batch)) == expected[batch]
             assert all(sampler.plan(batch).ranks)
         assert len(calls) == num_orders
-
-
-@pytest.mark.parametrize(
-    ('changes', 'message'),
-    [
-        ({'seed': 1}, '`seed` must be that of the saved run'),
-        ({'shuffle': False}, '`shuffle` must be that of the saved run'),
-        ({'drop_last': True}, '`drop_last` must be that of the saved run'),
-        ({'global_batch_size': 24}, r'`global_batch_size` .*, got: 24, saved: 12'),
-    ],
-)
-def test_state_of_other_global_batches(changes, message):
-    state = build(96, 12).state_dict()
-    options = {'global_batch_size': 12, **changes}
-    sampler = build(96, **options)
-    with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict(state)
 
 
 def test_state_of_other_keys_is_refused():

@@ -19,22 +19,17 @@ from composer_tokacc.plan_agreement import (
     numbers_to_sum,
     plan_record_of,
 )
+from composer_tokacc.planning import CostModel
 from tests.support.launch import launch_json
+from tests.support.length_dataset import LengthDataset, regrouping_loader
 
 WORDS_OF_MESSAGE = {
     'seed': ('`seed`', '0 on rank 0', '1 on rank 1'),
     'seed, plain loader': ('`seed`', '0 on rank 0', '1 on rank 1'),
     'seed, workers': ('`seed`', '0 on rank 0', '1 on rank 1'),
-    'lengths': ('`lengths`', '30 numbers of sum', 'on rank 1'),
     'order': ('`order of lengths`', 'on rank 0', 'glob'),
     'order of equal lengths': ('`first samples`', 'on rank 0', 'glob'),
     'order of equal lengths, workers': ('`first samples`', 'on rank 1', 'glob'),
-    'number of samples': ('`number of samples`', '30 on rank 0', '29 on rank 1'),
-    'max_tokens': ('`max_tokens`', '96 on rank 0', '144 on rank 1'),
-    'cost': ('`cost`', '100.0', '101.0'),
-    'objective': ('`objective`', 'ddp on rank 0', 'fsdp on rank 1'),
-    'shuffle': ('`shuffle`', 'False on rank 0', 'True on rank 1'),
-    'global_batch_size': ('`global_batch_size`', '8 on rank 0', '16 on rank 1'),
     'batch': ('`global batch`', '0 on rank 0', '1 on rank 1'),
     'rank': ('sampler of each rank', 'rank 0 of 2 on rank 0, 1'),
     'num_replicas': ('sampler of each rank', 'rank 0 of 1 on rank 0, 1'),
@@ -67,6 +62,37 @@ def test_unlike_ranks_are_refused():
         assert message.startswith('1: `epoch` must be the same on all ranks, got: 1 on rank 0, 2 on rank 1')
     assert len(results['exact']) == 4
     assert max(results['exact']) < 1e-6
+
+
+def longer_sample_3(rank):
+    lengths = LengthDataset(30).lengths.copy()
+    lengths[3] += rank
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ('name', 'options_of', 'values'),
+    [
+        ('lengths', lambda rank: {'lengths': longer_sample_3(rank)}, ('30 numbers of sum', 'on rank 1')),
+        ('number of samples', lambda rank: {'dataset': LengthDataset(30 - rank)}, ('30 on rank 0', '29 on rank 1')),
+        ('max_tokens', lambda rank: {'max_tokens': 96 + 48 * rank}, ('96 on rank 0', '144 on rank 1')),
+        ('cost', lambda rank: {'cost': CostModel(launch=100.0 + rank)}, ('100.0', '101.0')),
+        ('objective', lambda rank: {'objective': ('ddp', 'fsdp')[rank]}, ('ddp on rank 0', 'fsdp on rank 1')),
+        ('shuffle', lambda rank: {'shuffle': bool(rank)}, ('False on rank 0', 'True on rank 1')),
+        ('global_batch_size', lambda rank: {'global_batch_size': 8 + 8 * rank}, ('8 on rank 0', '16 on rank 1')),
+    ],
+)
+def test_argument_that_differs_is_named(name, options_of, values):
+    records = []
+    for rank in range(2):
+        options = {'dataset': LengthDataset(30), 'global_batch_size': 8, **options_of(rank)}
+        loader = regrouping_loader(**options, num_replicas=2, rank=rank)
+        first_batch = next(iter(loader))
+        records.append(plan_record_of(first_batch, loader, 0))
+    assert records[0].checksum != records[1].checksum
+    message = find_difference(records)
+    for words in (f'`{name}` must be the same on all ranks', *values):
+        assert words in message
 
 
 class Shards(IterableDataset):

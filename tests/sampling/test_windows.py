@@ -203,16 +203,19 @@ def test_whole_passes_give_equal_epochs():
         len(other_epochs)
 
 
+OF_EIGHT = {'global_batch_size': 8}
 EQUAL_SHARES = {'global_batch_size': 8, 'mixture': Mixture([20, 20])}
 OTHER_SHARES = {'global_batch_size': 8, 'mixture': Mixture([20, 20], weights=[1, 3])}
-
-
 OTHER_LENGTHS = np.arange(40, 0, -1)
 
 
 @pytest.mark.parametrize(
     ('saved', 'resumed', 'message'),
     [
+        (OF_EIGHT, {**OF_EIGHT, 'seed': 1}, '`seed` must be that of the saved run'),
+        (OF_EIGHT, {**OF_EIGHT, 'shuffle': False}, '`shuffle` must be that of the saved run'),
+        (OF_EIGHT, {**OF_EIGHT, 'drop_last': True}, '`drop_last` must be that of the saved run'),
+        (OF_EIGHT, {'global_batch_size': 24}, '`global_batch_size` .*, got: 24, saved: 8'),
         ({'global_batch_tokens': 100}, {'global_batch_tokens': 101}, '`global_batch_tokens` must be that of the saved'),
         (
             {'global_batch_tokens': 100},

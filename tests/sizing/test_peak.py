@@ -181,7 +181,7 @@ def test_peak_with_logits_at_labels(family: str) -> None:
         with_many = replace(shape, labels=num_labels(many) + 1)
         with_few = replace(shape, labels=num_labels(few) + 1)
         run.selector = None
-        assert abs(run.error_of(memory, batch, shape)) < 0.06, shape
+        assert abs(run.error_of(memory, batch, shape)) < 0.05, shape
         run.selector = selector
         assert abs(run.error_of(memory, many, with_many)) < 0.06, with_many
         assert abs(run.error_of(memory, few, with_few)) < 0.06, with_few
@@ -218,23 +218,17 @@ class FusedHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden_states, self.weight)
 
 
-@pytest.mark.parametrize(
-    ('family', 'precision'),
-    [
-        ('llama', 'fp32'),
-        pytest.param('llama', 'amp_bf16', marks=SLOW),
-        pytest.param('llava', 'fp32', marks=SLOW),
-        pytest.param('qwen2_5_vl', 'fp32', marks=SLOW),
-    ],
-)
-def test_peak_of_unseen_microbatches(family: str, precision: str) -> None:
-    errors = errors_of_shapes(FAMILIES[family](), 'sdpa', checkpointing=False, precision=precision)
+@pytest.mark.parametrize('precision', ['fp32', pytest.param('amp_bf16', marks=SLOW)])
+def test_peak_of_unseen_microbatches(precision: str) -> None:
+    errors = errors_of_shapes(FAMILIES['llama'](), 'sdpa', checkpointing=False, precision=precision)
     assert max(map(abs, errors.values())) < 0.05, errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', ['llama', 'qwen2_5_vl'])
-@pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
+@pytest.mark.parametrize(
+    ('family', 'attention', 'checkpointing'),
+    [('llama', 'eager', True), ('qwen2_5_vl', 'eager', False), ('qwen2_5_vl', 'sdpa', True)],
+)
 def test_peak_with_eager_attention_or_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
     """Scores of eager attention grow with the square of the width, so the widest shape is probed, as `size` does.
 

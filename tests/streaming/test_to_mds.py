@@ -162,7 +162,7 @@ def test_full_folder_is_refused(tmp_path):
     out.mkdir()
     convert(path, out)
     files = {file: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(ValueError, match='`out_folder` must be empty or absent, but '):
+    with pytest.raises(FileExistsError, match='not empty'):
         convert(path, out)
     assert {file: file.read_bytes() for file in out.iterdir()} == files
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,18 +172,6 @@ def encoded(*turns: Any, **options: Any) -> Callable[[], Any]:
     return lambda: ConversationEncoder(small(), **options)(list(turns))
 
 
-def loaded(**arrays: Any) -> Callable[[], Any]:
-    """Loads a length table from an archive of these arrays."""
-
-    def load() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / 'a.npz'
-            np.savez(path, **arrays)
-            LengthTable.load(path)
-
-    return load
-
-
 def loading_state(owner: Any, state: Any) -> Callable[[], Any]:
     return lambda: owner.load_state_dict(state)
 
@@ -306,7 +293,6 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VisionLanguageCollator(small())(encoded(QUESTION, {'role': 'assistant', 'content': 'B.'})()),
         '`samples`',
     ),
-    'lengths of another archive': (loaded(a=np.zeros(2)), '`path` must be a saved length table'),
     'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), WORKS),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that does not exist': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
@@ -354,7 +340,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
     'a collator of samples of one dimension': (
         lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]),
-        '`samples`',
+        '`input_ids`',
     ),
     'a conversation without turns': (encoded(), '`messages`'),
     'a conversation of plain texts': (encoded(QUESTION, {'role': 'assistant', 'content': 'B.'}), WORKS),
