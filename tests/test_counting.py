@@ -12,6 +12,7 @@ from composer.core.data_spec import DataSpec
 from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
+from tests.support.small_batches import additive, square_mask
 from tests.support.text import collate, packed_row, ragged_batch, text_model, text_row
 from tests.support.training import assert_exact, fit, loader
 
@@ -25,14 +26,6 @@ def test_padding_is_no_loss():
     assert counts.num_padded == 21
     # Composer's own counter counts four rows of 12 tokens.
     assert DataSpec([batch]).get_num_tokens_in_batch(batch, token_type='loss_generating') == 48
-
-
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_only_unshifted_counts_first_label(side):
-    row_with_first_label = text_row(5, 5)
-    batch = collate([row_with_first_label, text_row(3, 1)], side=side)
-    assert count_tokens(batch).loss_generating == (4, 1)
-    assert count_tokens(batch, 'unshifted').loss_generating == (5, 1)
 
 
 def test_one_token_has_no_loss():
@@ -59,12 +52,6 @@ def test_other_labels_are_refused(change, description, has_data_spec):
         fit(text_model(), dataloader)
 
 
-def test_unattended_labels_count_by_the_rule():
-    batch = ragged_batch([(3, 2), (6, 4)], labels_on_pads=7)
-    assert count_tokens(batch, 'causal').loss_generating == (5, 4)
-    assert count_tokens(batch, 'causal_attended').loss_generating == (2, 4)
-
-
 def test_left_padding_is_not_packing():
     batch = ragged_batch([(3, 3), (6, 4)], side='left')
     batch['position_ids'] = (batch['attention_mask'].cumsum(1) - 1).clamp(min=0)
@@ -81,12 +68,8 @@ def test_positions_without_mask_are_real():
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_square_mask_hides_padding(side, form):
     batch = ragged_batch([(3, 2), (6, 4)], side=side)
-    is_real = batch['attention_mask'].bool()
-    causal = torch.ones(6, 6).tril().bool()
-    mask = (causal & is_real[:, None, :])[:, None]
-    if form == 'additive':
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    batch['attention_mask'] = mask
+    mask = square_mask(batch)
+    batch['attention_mask'] = additive(mask) if form == 'additive' else mask
     counts = count_tokens(batch)
     assert counts.real == (3, 6)
     assert counts.padded == (3, 0)

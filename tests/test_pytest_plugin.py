@@ -301,9 +301,6 @@ def step_with_fault(model, fault):
 @pytest.mark.parametrize(
     ('shards', 'fault', 'message'),
     [
-        (False, 'none', ''),
-        (False, 'zero_grad', 'Gradients changed between backward 1 and 2: '),
-        (False, 'step', 'An optimizer made a step'),
         (False, 'frozen', 'Parameters were frozen between backward 1 and 2: `lm_head.weight`.'),
         (True, 'none', ''),
         (True, 'zero_grad', 'Gradients changed between backward 1 and 2: '),
@@ -341,7 +338,6 @@ class ScaledByMean(RunningMean):
     ('make_layer', 'written'),
     [
         (torch.nn.Identity, ''),
-        (Statistic, ''),
         (lambda: NormOfBatch(32), ''),
         (ScaledByMean, r'`\S+running`'),
         (spectral_norm, r'`\S+parametrizations\.weight\.0\._u`'),
@@ -387,6 +383,6 @@ def test_logits_beside_the_limit_of_masks(dtype):
 
 def test_repeated_forward_is_not_counted():
     statistic = Statistic()
-    model = with_layers(statistic)
+    model = with_layers(torch.nn.Dropout(0.5), statistic)
     assert faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)]))) == ''
     assert int(statistic.number) == statistic.calls == 2

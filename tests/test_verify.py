@@ -16,7 +16,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks import step
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
-from tests.support.launch import ROOT, launch_program
+from tests.support.launch import launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
@@ -160,5 +160,5 @@ def test_error_of_torch(capsys, monkeypatch):
 
 
 def test_wrong_config_is_one_line(capsys):
-    assert main([str(ROOT / 'yamls' / 'digits.yaml'), 'modell.x=1']) == 2
+    assert main([DIGITS, 'modell.x=1']) == 2
     assert 'Did you mean model?' in capsys.readouterr().err

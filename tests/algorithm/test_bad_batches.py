@@ -14,6 +14,7 @@ from composer_tokacc import token_data_spec
 from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
+from tests.support.small_batches import square_mask
 from tests.support.text import VOCABULARY, named_batch, one_layer_model
 from tests.support.training import assert_exact, fit, loader
 
@@ -78,7 +79,8 @@ def test_last_id_is_a_label():
 
 
 def test_token_outside_unknown_embedding():
-    message = refusal(batch_of(input_ids=batch_of()['input_ids'] + VOCABULARY), model=Terms(by_token))
+    message = refusal(with_id('input_ids', VOCABULARY), model=Terms(by_token))
+    assert f'`input_ids` of 0 to {VOCABULARY}' in message
     assert 'its embedding must hold every token' in message
 
 
@@ -107,9 +109,7 @@ def test_mask_of_three_dimensions(queries, has_spec):
 def test_mask_of_four_dimensions_is_exact():
     """It lets each token see itself and earlier ones, as the model does by itself with a mask of two dimensions."""
     batch = batch_of()
-    is_causal = torch.ones(14, 14, dtype=torch.bool).tril()
-    is_real = batch['attention_mask'].bool()
-    with_mask = batch_of(attention_mask=is_real[:, None, None] & is_causal)
+    with_mask = batch_of(attention_mask=square_mask(batch))
     assert_exact(one_layer_model(), with_mask, batch=batch)
 
 

@@ -14,7 +14,7 @@ from tests.matrix.harness import plain_gradients
 from tests.support.text import collate, one_layer_model, text_row
 from tests.support.training import fit, hugging_face, relative_error
 
-NUM_STEPS = 50
+NUM_STEPS = 30
 NUM_ROWS = 8
 LONGEST = 256
 

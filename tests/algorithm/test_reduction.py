@@ -31,7 +31,7 @@ class TwoHeads(torch.nn.Module):
         return outputs
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def process_group(tmp_path):
     with group_of_one_rank(tmp_path):
         yield
@@ -52,7 +52,7 @@ def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_redu
 
 
 @pytest.mark.parametrize('heads', [('first',), ('second',), (), ('first', 'second')])
-def test_unused_parameters_get_zeros(process_group, heads):
+def test_unused_parameters_get_zeros(heads):
     """DDP itself would raise at the second forward if it still waited for a gradient."""
     watch, model = watch_of(TwoHeads())
     for _ in range(2):
@@ -72,7 +72,7 @@ def test_unused_parameters_get_zeros(process_group, heads):
         ({'static_graph': True}, set()),
     ],
 )
-def test_ddp_that_finds_unused_parameters(process_group, options, expected):
+def test_ddp_that_finds_unused_parameters(options, expected):
     """It reduces them itself, so ReductionWatch must not give them a gradient too."""
     watch, model = watch_of(TwoHeads(), **options)
     reached = set()
@@ -82,7 +82,7 @@ def test_ddp_that_finds_unused_parameters(process_group, options, expected):
     assert reached == expected
 
 
-def test_microbatches_before_the_last_reach_nothing(process_group):
+def test_microbatches_before_the_last_reach_nothing():
     watch, model = watch_of(TwoHeads())
     backward(watch, model, ('first',), num_microbatches=2, reduces=False)
     assert model.module.second.weight.grad is None
@@ -91,7 +91,7 @@ def test_microbatches_before_the_last_reach_nothing(process_group):
     assert watch.reduced_once() is True
 
 
-def test_early_reduction_is_refused(process_group):
+def test_early_reduction_is_refused():
     watch, model = watch_of(TwoHeads())
     options = {'num_microbatches': 2, 'must_reduce_once': True}
     backward(watch, model, ('first',), reduces=False, **options)
@@ -101,7 +101,7 @@ def test_early_reduction_is_refused(process_group):
         backward(watch, model, ('first',), **options)
 
 
-def test_early_reduction_of_equal_counts(process_group):
+def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):
         backward(watch, model, ('first',), num_microbatches=2)
@@ -109,7 +109,7 @@ def test_early_reduction_of_equal_counts(process_group):
 
 
 @pytest.mark.parametrize('options', [{}, {'find_unused_parameters': True}])
-def test_unfrozen_parameters_are_refused(process_group, options):
+def test_unfrozen_parameters_are_refused(options):
     inner = TwoHeads()
     inner.second.requires_grad_(False)
     watch, model = watch_of(inner, **options)
@@ -121,7 +121,7 @@ def test_unfrozen_parameters_are_refused(process_group, options):
         backward(watch, model, ('first', 'second'))
 
 
-def test_unfrozen_parameters_that_ddp_ignores(process_group):
+def test_unfrozen_parameters_that_ddp_ignores():
     inner = TwoHeads()
     inner.second.requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
@@ -130,7 +130,7 @@ def test_unfrozen_parameters_that_ddp_ignores(process_group):
     backward(watch, model, ('first', 'second'))
 
 
-def test_backward_reaches_only_ignored_parameters(process_group):
+def test_backward_reaches_only_ignored_parameters():
     """DDP still waits for the others, and ranks that reach them would wait for this one."""
     inner = TwoHeads()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
@@ -140,7 +140,7 @@ def test_backward_reaches_only_ignored_parameters(process_group):
     assert inner.second.weight.grad.tolist() == [[1.0, 1.0]]
 
 
-def test_fsdp_shards_all_or_nothing(process_group):
+def test_fsdp_shards_all_or_nothing():
     model = TwoHeads()
     check_sharding(model)
     fully_shard(model.first)
@@ -150,7 +150,7 @@ def test_fsdp_shards_all_or_nothing(process_group):
     check_sharding(model)
 
 
-def test_fsdp_need_not_shard_frozen_parameters(process_group):
+def test_fsdp_need_not_shard_frozen_parameters():
     model = TwoHeads()
     fully_shard(model.first)
     model.second.requires_grad_(False)

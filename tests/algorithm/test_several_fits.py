@@ -22,16 +22,13 @@ from tests.support.training import (
     fit,
     hugging_face,
     loader,
+    num_hooks,
     reference_gradients,
     relative_error,
 )
 
 SPARSE = [(40, 3), (30, 2), (20, 5)]
 """So few labels that logits are computed only at labels."""
-
-
-def num_hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def test_fit_after_an_interrupted_one():

@@ -26,7 +26,7 @@ from tests.matrix.test_losses import z_loss as squared_partition
 from tests.support.text import VOCABULARY, next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, Gradients, On, fit, relative_error
 
-NUM_STEPS = 40
+NUM_STEPS = 24
 FIRST_CHANGED = 12
 """In this step the loss begins to change."""
 RARE = 63
@@ -76,8 +76,7 @@ class ChangingModel(NativeModel):
         return states
 
     def forward(self, batch):
-        states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
-        states = self.last_layer(states)
+        states = self.last_layer(self.states_of(batch))
         logits = self.model.lm_head(states)
         outputs = Outputs(logits, states, batch['labels'], self.heads, self.has_changed)
         return {'loss': self.loss_of_outputs(outputs), 'logits': logits}
@@ -145,16 +144,13 @@ def value_head(outputs):
 
 
 QUICK_LOSSES = [rare_label_weighted_by_number, value_head]
-SLOW_LOSSES = [
-    rare_label_weighted,
-    focal,
-    label_smoothing,
-    z_loss,
-    z_loss_of_rows,
-    distillation,
-    multi_token_prediction,
-]
-LOSSES = QUICK_LOSSES + [pytest.param(loss, marks=pytest.mark.slow) for loss in SLOW_LOSSES]
+SLOW_LOSSES = [rare_label_weighted, focal, multi_token_prediction]
+# `tests/matrix/test_losses.py` has these from the first step on.
+SLOW_LATER_LOSSES = [label_smoothing, z_loss, z_loss_of_rows, distillation]
+CHANGES = [(loss, FIRST_CHANGED) for loss in QUICK_LOSSES]
+SLOW_CHANGES = [(loss, FIRST_CHANGED) for loss in SLOW_LOSSES + SLOW_LATER_LOSSES]
+SLOW_CHANGES += [(loss, 0) for loss in QUICK_LOSSES + SLOW_LOSSES]
+CHANGES += [pytest.param(*change, marks=pytest.mark.slow) for change in SLOW_CHANGES]
 
 
 def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
@@ -192,8 +188,7 @@ def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] =
     return recorder.steps
 
 
-@pytest.mark.parametrize('first_changed', [FIRST_CHANGED, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('loss', LOSSES)
+@pytest.mark.parametrize(('loss', 'first_changed'), CHANGES)
 def test_every_step_is_exact_or_refused(loss, first_changed):
     model = ChangingModel(loss, first_changed)
     data = batches(first_changed)
@@ -240,8 +235,7 @@ def test_unweighted_term_of_a_common_head():
             self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
 
         def forward(self, batch):
-            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
-            logits, values = self.common_head(states).split([VOCABULARY, 1], dim=-1)
+            logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
             has_loss = batch['labels'][:, 1:] != -100
             term = values[:, :-1][has_loss].square().mean()
             return {'loss': next_token_loss(logits, batch['labels']) + 0.3 * term, 'logits': logits}
@@ -262,7 +256,7 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
 
     class RoundedLogits(NativeModel):
         def forward(self, batch):
-            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
+            logits = self.logits_of(batch)
             loss = next_token_loss(logits.float(), batch['labels'], label_smoothing=smoothing)
             return {'loss': loss, 'logits': logits}
 

@@ -13,7 +13,6 @@ import torch
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
-from tests.matrix.native_models import NativeModel
 from tests.support.text import (
     RAGGED,
     VOCABULARY,
@@ -171,14 +170,6 @@ def test_coupled_rows_are_refused_by_name(has_spec):
     message = r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"
     with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-
-
-@pytest.mark.parametrize('key', ['input_ids', 'labels'])
-def test_id_out_of_the_vocabulary(key):
-    batch = ragged_batch()
-    batch[key][:, -1] = VOCABULARY
-    with pytest.raises(RuntimeError, match=rf'must take the batch, got: .*`{key}` of \d+ to {VOCABULARY}'):
-        fit(NativeModel('causal'), batch)
 
 
 def test_coupled_rows_without_logits():

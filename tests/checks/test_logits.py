@@ -68,17 +68,6 @@ def test_weights_and_targets_of_the_loss(sign):
     assert tokens.residual < 1e-6
 
 
-def test_residual_of_another_loss():
-    def z_loss(logits):
-        return 1e-5 * logits.logsumexp(dim=-1).square().sum()
-
-    logits = random_logits()
-    z_gradient = gradient_by(logits, z_loss)
-    gradient = gradient_by(logits, weighted_loss) + z_gradient
-    # The part along the gradient of a token is taken for a part of its weight, so the residual is smaller.
-    assert 0 < measure(logits, gradient).residual <= z_gradient.norm() / gradient.norm()
-
-
 def deviations(unit, logits, gradient, targets):
     return measure(logits, gradient, targets).deviations(unit, WEIGHTS)
 
@@ -148,16 +137,17 @@ def test_sketches_keep_sizes_of_differences():
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(('start', 'end'), [(0, 1), (1, 3), (3, 6), (6, 11)])
-def test_sketches_of_few_positions(size, start, end):
+def test_sketches_of_few_positions(size):
     """For up to three positions a CPU may sum a vocabulary in one pass, with an error of 1e-5 in float32."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 12, size, generator=generator).softmax(dim=-1)
     labels = torch.arange(12)
     gradient[0, labels, labels] -= 1
-    expected = sketch(gradient)[:, start:end]
-    differences = sketch(gradient[:, start:end]) - expected
-    assert (differences.norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6
+    sketch_of_all = sketch(gradient)
+    for start, end in [(0, 1), (1, 3), (3, 6), (6, 11)]:
+        expected = sketch_of_all[:, start:end]
+        differences = sketch(gradient[:, start:end]) - expected
+        assert (differences.norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6, (start, end)
 
 
 def test_token_losses_are_plain_cross_entropy():
@@ -165,22 +155,6 @@ def test_token_losses_are_plain_cross_entropy():
     losses = token_losses(logits, TARGETS)
     assert float((losses * WEIGHTS).sum()) == pytest.approx(float(weighted_loss(logits)), rel=1e-6)
     assert losses[:, -1].tolist() == [0, 0, 0]
-
-
-def test_factors_on_the_gradient_are_weights():
-    def smoothed(logits, weights):
-        next_labels = BATCH['labels'][:, 1:]
-        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), next_labels, reduction='none', label_smoothing=0.1)
-        return (losses * weights[:, :-1]).sum()
-
-    def weighted_by_hook(logits):
-        logits = logits * 1
-        weigh_tokens(logits, WEIGHTS)
-        return smoothed(logits, torch.ones_like(WEIGHTS))
-
-    logits = random_logits()
-    expected = gradient_by(logits, smoothed, WEIGHTS)
-    torch.testing.assert_close(gradient_by(logits, weighted_by_hook), expected)
 
 
 @pytest.mark.parametrize('weight', [0.6035, 1.37])

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
+from tests.checks.test_hidden_states import smoothed, with_z_loss
 from tests.support.launch import launch_json
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
-from tests.support.training import hugging_face, loader, train
+from tests.support.training import hugging_face, loader, num_hooks, train
 
 LENGTHS = [5, 9, 14, 30, 7, 22, 11, 3]
 NUM_TARGETS = [length - 1 for length in LENGTHS]  # the model shifts its labels
@@ -145,14 +146,6 @@ def test_certain_tokens_are_left_out():
     assert '2 left out: 1 - p of the label below 0.001' in str(report)
 
 
-def with_z_loss(logits, labels):
-    return F.cross_entropy(logits, labels) + 1e-2 * logits.logsumexp(dim=-1).square().mean()
-
-
-def smoothed(logits, labels):
-    return F.cross_entropy(logits, labels, label_smoothing=0.1)
-
-
 @pytest.mark.parametrize('loss_of', [with_z_loss, smoothed])
 def test_other_loss_shows_as_residual(loss_of):
     """A term may give positions without a label a gradient. They are not counted as tokens."""
@@ -258,28 +251,19 @@ def test_wrapped_models_are_measured_once(wrap):
     assert 'had no gradient' not in str(report)
 
 
-def test_two_forwards_and_evaluation():
+def test_forwards_without_gradient_are_counted():
+    """One forward has one backward, one has two, one has none. An evaluation is not counted."""
     model = one_layer_model()
     with measure_token_weights(model) as report:
-        (model(**BATCH).loss + model(**BATCH).loss / 2).backward()
+        half_loss = model(**BATCH).loss / 2
+        (model(**BATCH).loss + half_loss).backward(retain_graph=True)
+        half_loss.backward()
         with torch.no_grad():
             model(**BATCH)
         model(**BATCH)
     means = [weights.mean().item() * TOTAL for weights in report.weights]
-    assert sorted(means) == pytest.approx([0.5, 1.0], abs=1e-5)
+    assert sorted(means) == pytest.approx([0.5, 0.5, 1.0], abs=1e-5)
     assert '1 of 3 forwards had no gradient at their logits' in str(report)
-
-
-def test_forwards_without_gradient_are_counted():
-    """One forward has two backwards, another one has none."""
-    model = one_layer_model()
-    with measure_token_weights(model) as report:
-        loss = model(**BATCH).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        model(**BATCH)
-    assert len(report.weights) == 2
-    assert '1 of 2 forwards had no gradient at their logits' in str(report)
 
 
 class FusedLoss(torch.nn.Module):
@@ -320,10 +304,6 @@ def test_nothing_measured_is_refused(make, run, reason):
     with pytest.raises(RuntimeError, match=message), measure_token_weights(model):
         run(model)
     assert num_hooks(model) == 0
-
-
-def num_hooks(model):
-    return sum(len(module._forward_hooks) for module in model.modules())
 
 
 def test_error_inside_removes_all_hooks():

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The probe and the first-batch check of a model, without a Trainer."""
+"""The probe of a model, and the loss rule that it finds, without a Trainer."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc.checks import probe as probe_module
-from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
+from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
-from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
-from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
+from tests.support.text import next_token_loss, one_layer_model, text_row
 from tests.support.training import weights_unchanged
 
 
@@ -38,10 +38,6 @@ def smoothed(logits, batch):
     return next_token_loss(logits, batch['labels'], label_smoothing=0.1)
 
 
-def summed(logits, batch):
-    return next_token_loss(logits, batch['labels'], reduction='sum')
-
-
 def truncated(logits, batch):
     return next_token_loss(logits[:, :-2], batch['labels'][:, :-2])
 
@@ -49,6 +45,10 @@ def truncated(logits, batch):
 def with_squares(factor):
     """Returns a loss with a term over all positions. If the factor is large, most of the gradient is without labels."""
     return lambda logits, batch: causal(logits, batch) + factor * logits.square().mean()
+
+
+def loss_in(outputs, batch):
+    return outputs['loss']
 
 
 def probe_of(loss, *, with_logits: bool = True, model=None):
@@ -61,27 +61,11 @@ def probe_of(loss, *, with_logits: bool = True, model=None):
             outputs['logits'] = logits
         return outputs
 
-    return Probe(forward, lambda outputs, batch: outputs['loss'], model)
+    return Probe(forward, loss_in, model)
 
 
 def row_for_rule():
     return rule_batch(None, text_row(12, 6))
-
-
-def prove(loss, *, with_logits=True, loss_tokens='auto'):
-    """Runs the first-batch check without a cut of the batch. Returns the check."""
-    batch = ragged_batch([(4, 2), (9, 3), (5, 4), (14, 11)])
-    check = FirstBatchCheck(
-        probe_of(loss, with_logits=with_logits),
-        BatchLayout.infer(batch),
-        dict,
-        cutter=None,
-        loss_tokens=loss_tokens,
-        check_loss=True,
-        microbatch_size=4,
-    )
-    check.prove(batch)
-    return check
 
 
 @pytest.mark.parametrize('with_logits', [True, False])
@@ -130,46 +114,11 @@ def test_nearest_gradient_decides():
         logits = model.lm_head(states)
         return {'loss': unshifted(logits, batch) + 1e-3 * states.square().mean(), 'logits': logits}
 
-    probe = Probe(forward, lambda outputs, batch: outputs['loss'], model)
+    probe = Probe(forward, loss_in, model)
     by_states, by_logits = probe.run(row_for_rule()).gradients['tokens']
     assert by_states.any(dim=-1).all()
     assert not by_logits.any(dim=-1).all()
     assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
-
-
-@pytest.mark.parametrize('with_logits', [True, False])
-@pytest.mark.parametrize(
-    'loss',
-    [
-        pytest.param(lambda logits, batch: summed(logits, batch) / batch['labels'].numel(), id='over all positions'),
-        summed,
-    ],
-)
-def test_loss_that_is_not_a_mean(loss, with_logits):
-    with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .* times as much'):
-        prove(loss, with_logits=with_logits)
-
-
-@pytest.mark.parametrize('with_logits', [True, False])
-def test_right_rule_is_named(with_logits):
-    with pytest.raises(RuntimeError, match=r"Set `loss_tokens='unshifted'`"):
-        prove(unshifted, with_logits=with_logits, loss_tokens='causal')
-
-
-@pytest.mark.parametrize(
-    ('loss', 'scale'),
-    [
-        (causal, 1.0),
-        (attended, 1.0),
-        pytest.param(lambda *inputs: 7 * causal(*inputs), 7.0, id='seven times'),
-    ],
-)
-def test_scale_of_tokens(loss, scale):
-    assert prove(loss).token_scale == pytest.approx(scale, rel=1e-5)
-
-
-def test_smoothed_loss_has_no_scale():
-    assert prove(smoothed).token_scale is None
 
 
 @pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
@@ -252,10 +201,8 @@ def test_kernel_of_half_precision_only():
         logits = model(input_ids=batch['input_ids']).logits
         return {'loss': causal(logits, batch), 'logits': logits}
 
-    def in_bfloat16():
-        return torch.autocast('cpu', dtype=torch.bfloat16)
-
-    probe = Probe(forward, lambda outputs, batch: outputs['loss'], model, in_bfloat16)
+    in_bfloat16 = partial(torch.autocast, 'cpu', dtype=torch.bfloat16)
+    probe = Probe(forward, loss_in, model, in_bfloat16)
     assert find_loss_rule(probe, row_for_rule()) == 'causal'
 
 
@@ -349,14 +296,13 @@ def test_weights_of_0_hide_nothing(shape):
     assert not result.is_same_loss('tokens', padded_result.losses['tokens'])
 
 
-@pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
-def test_equal_weights_are_varied_upwards(shape):
+def test_equal_weights_are_varied_upwards():
     """Below 0 a root or a logarithm of a weight would not be a number."""
-    weight = torch.zeros(shape)
-    varied = probe_module._varied(weight)
-    assert varied.shape == weight.shape
-    assert bool((varied > 0).all())
-    assert len(varied.flatten().unique()) > 0.9 * weight.numel()
+    for shape in ((), (1,), (32,), (4, 32)):
+        varied = probe_module._varied(torch.zeros(shape))
+        assert varied.shape == shape
+        assert bool((varied > 0).all())
+        assert len(varied.flatten().unique()) > 0.9 * varied.numel()
 
 
 def test_layer_of_torchscript():

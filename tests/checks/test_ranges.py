@@ -78,7 +78,7 @@ def test_width_that_changes_the_model(model_type, scales, side, options):
     kinds = kinds_of_steps(top_k_model(model_type, scales=scales), growing_batches(side), **options)
     # Doge of Transformers 4 is refused in the first batch already.
     assert kinds[0] == 'exact' or transformers.__version__.startswith('4.')
-    if options.get('packing'):
+    if options.get('packing') or (model_type == 'doge' and not options):
         assert kinds[-1] == 'refused'
 
 
@@ -90,11 +90,10 @@ def test_width_that_changes_glm(packing):
         assert kinds[-1] == 'refused'
 
 
-@pytest.mark.parametrize('scales', [False, True])
 @pytest.mark.parametrize('side', ['right', 'left'])
-def test_equal_keys_are_refused_at_once(side, scales):
+def test_equal_keys_are_refused_at_once(side):
     """Doge chooses between equal keys. Most rows show that only by chance."""
-    kinds = kinds_of_steps(top_k_model('doge', scales=scales), growing_batches(side))
+    kinds = kinds_of_steps(top_k_model('doge', scales=False), growing_batches(side))
     assert kinds in (['refused'], ['exact', 'refused'])
 
 

@@ -113,8 +113,7 @@ class InfiniteOnPadding(NativeModel):
 
     def forward(self, batch):
         is_padding = batch['attention_mask'] == 0
-        logits = self.model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
-        logits = logits.masked_fill(is_padding[..., None], float('-inf'))
+        logits = self.logits_of(batch).masked_fill(is_padding[..., None], float('-inf'))
         return {'loss': self.loss_of(logits, batch['labels']), 'logits': logits}
 
 
@@ -151,12 +150,6 @@ def test_worst_position_without_a_label():
     assert record.worst() == ('row 0', -100)
 
 
-@pytest.fixture
-def process_group(tmp_path):
-    with group_of_one_rank(tmp_path):
-        yield
-
-
 def measured_deviations(logits, gradient, measures_all):
     rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5) % 8}
@@ -166,13 +159,14 @@ def measured_deviations(logits, gradient, measures_all):
 
 
 @pytest.mark.parametrize('measures_all', [True, False])
-def test_tokens_of_a_sharded_vocabulary(measures_all, process_group, monkeypatch):
+def test_tokens_of_a_sharded_vocabulary(measures_all, tmp_path, monkeypatch):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # all tokens, in the same order
     logits = torch.randn(3, 5, 8)
     gradient = torch.randn(3, 5, 8)
-    mesh = init_device_mesh('cpu', (1,))
-    sharded_logits = distribute_tensor(logits, mesh, [Shard(2)])
-    sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
     expected = measured_deviations(logits, gradient, measures_all)
-    deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
+    with group_of_one_rank(tmp_path):
+        mesh = init_device_mesh('cpu', (1,))
+        sharded_logits = distribute_tensor(logits, mesh, [Shard(2)])
+        sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
+        deviations = measured_deviations(sharded_logits, sharded_gradient, measures_all)
     torch.testing.assert_close(deviations, expected)

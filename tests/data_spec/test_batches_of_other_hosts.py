@@ -18,7 +18,7 @@ from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import kinds_of_steps, plain_gradients
 from tests.matrix.subjects import text_subject
 from tests.support.exactness import split
-from tests.support.small_batches import text_batch
+from tests.support.small_batches import additive, text_batch
 from tests.support.text import collate, one_layer_model, text_rows, whisper_model
 from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
 
@@ -49,15 +49,12 @@ def whisper_batch(seed: int):
     return {'input_features': features, 'labels': padded_labels(lengths, max(lengths))}
 
 
-@pytest.mark.parametrize('regroup', [True, False])
-@pytest.mark.parametrize('seed', range(3))
-def test_batch_without_input_ids_is_exact(whisper, seed, regroup):
-    assert kinds_of_steps(whisper, [whisper_batch(seed)], regroup=regroup) == ['exact']
-
-
-def test_packed_batch_without_input_ids(whisper):
-    """It is exact or refused."""
-    assert kinds_of_steps(whisper, [whisper_batch(0)], packing=True)
+@pytest.mark.parametrize(
+    'options', [{}, {'regroup': False}, {'packing': True}], ids=['regrouped', 'in order', 'packed']
+)
+def test_batch_without_input_ids(whisper, options):
+    kinds = kinds_of_steps(whisper, [whisper_batch(0), whisper_batch(1)], **options)
+    assert kinds == ['exact', 'exact'] or (kinds == ['refused'] and 'packing' in options)
 
 
 @pytest.mark.parametrize('size', [1, 3])
@@ -97,7 +94,7 @@ def t5():
     return text_subject('t5', decoder_start_token_id=0, **layers).model('fresh')
 
 
-@pytest.mark.parametrize('widths', [(24, 24), (24, 30), (32, 12)])
+@pytest.mark.parametrize('widths', [(24, 24), (24, 30)])
 @for_each_decoder_input
 def test_decoder_with_its_own_text(t5, widths, has_decoder_ids):
     batch = seq2seq_batch(SEQ2SEQ_LENGTHS, widths, has_decoder_ids=has_decoder_ids)
@@ -160,14 +157,12 @@ def test_sequence_length_warmup_is_exact():
     model = hugging_face(one_layer_model())
     widths = []
     for gradients, batch in zip(recorder.steps, data, strict=True):
-        errors = {}
         for width in (4, 8, 12, 16):
             cut_batch = {key: value[:, :width] for key, value in batch.items()}
-            errors[width] = relative_error(gradients, plain_gradients(model, cut_batch))
-        best_width = min(errors, key=errors.__getitem__)
-        assert errors[best_width] < 1e-6, errors
-        widths.append(best_width)
+            if relative_error(gradients, plain_gradients(model, cut_batch)) < 1e-6:
+                widths.append(width)
     # The warmup has cut the rows to a few columns at first, and less and less later.
+    assert len(widths) == 4
     assert widths[0] < 16
     assert widths == sorted(widths)
 
@@ -184,8 +179,6 @@ def test_embeddings_with_ids_of_none(side):
 def test_mask_shared_by_all_rows(is_additive):
     """Transformers takes one causal mask for all rows, ``(1, 1, width, width)``."""
     batch = text_batch([9, 3, 5, 2])
-    is_hidden = torch.ones(1, 1, 9, 9).triu(1).bool()
-    mask = ~is_hidden
-    if is_additive:
-        mask = torch.zeros(is_hidden.shape).masked_fill(is_hidden, torch.finfo(torch.float32).min)
-    assert_exact(one_layer_model(), {**batch, 'attention_mask': mask}, microbatch_size=1)
+    mask = torch.ones(1, 1, 9, 9).tril().bool()
+    batch['attention_mask'] = additive(mask) if is_additive else mask
+    assert_exact(one_layer_model(), batch, microbatch_size=1)

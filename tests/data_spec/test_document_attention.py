@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import product
 from typing import Any
 
 import pytest
@@ -89,15 +90,10 @@ def logits_of_rows(model, batch):
     return torch.cat([logits_of(model, row) for row in rows], dim=1)
 
 
-def families_and_kernels():
-    """Yields all families with both kernels. Only those of ``QUICK`` are not slow."""
-    for name in PACKED:
-        for kernel in ('sdpa', 'eager'):
-            marks = () if (name, kernel) in QUICK else pytest.mark.slow
-            yield pytest.param(name, kernel, marks=marks)
+SLOW = [pair for pair in product(PACKED, ['sdpa', 'eager']) if pair not in QUICK]
 
 
-@pytest.mark.parametrize(('name', 'kernel'), families_and_kernels())
+@pytest.mark.parametrize(('name', 'kernel'), QUICK + [pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW])
 def test_families_are_exact_or_refused(name, kernel):
     try:
         outcome = cell(name, kernel, seeds=range(1), layouts=['packed'])
@@ -250,6 +246,12 @@ def test_memory_grows_with_the_documents():
     assert bytes_for_backward(32) < 2.05 * bytes_for_backward(16)
 
 
+def attention_layer(is_causal):
+    layer: Any = torch.nn.Module()
+    layer.is_causal = is_causal
+    return layer
+
+
 def check_attention_at_once(dtype, *, is_causal):
     """Compares one call of a kernel for all documents with a call for each."""
     torch.manual_seed(0)
@@ -257,11 +259,10 @@ def check_attention_at_once(dtype, *, is_causal):
     documents = document_attention._Documents(lengths, [None] * len(lengths))
     query = torch.randn(1, 4, sum(lengths), 8, dtype=dtype)
     key, value = torch.randn(2, 1, 2, sum(lengths), 8, dtype=dtype)
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups = 2
-    module.is_causal = is_causal
-    attended = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
-    expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
+    layer = attention_layer(is_causal)
+    layer.num_key_value_groups = 2
+    attended = document_attention._attend_at_once(documents, layer, query, key, value, scaling=0.3)
+    expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(attended, expected)
 
 
@@ -349,12 +350,6 @@ def states_of_heads(*sizes, num_tokens=10):
     return [torch.randn(1, 4, num_tokens, size, dtype=torch.bfloat16) for size in sizes]
 
 
-def causal_layer():
-    layer: Any = torch.nn.Module()
-    layer.is_causal = True
-    return layer
-
-
 def test_kernels_get_no_position_bias(monkeypatch):
     """The kernels for all documents at once have no such argument, so SDPA itself must be called."""
     query, key, value = states_of_heads(8, 8, 8)
@@ -366,7 +361,7 @@ def test_kernels_get_no_position_bias(monkeypatch):
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
     monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: attend_by_document)
     documents = document_attention._Documents([10], [None])
-    call = ('sdpa', causal_layer(), query, key, value, documents)
+    call = ('sdpa', attention_layer(is_causal=True), query, key, value, documents)
     if not IS_V4:  # SDPA of Transformers 4 has no bias
         attended, _ = document_attention._attend(*call, position_bias=bias)
         torch.testing.assert_close(attended, expected.transpose(1, 2))
@@ -390,8 +385,7 @@ def test_values_of_another_size(monkeypatch):
     """As in DeepSeek-V3. The kernels for half precision take one size of heads, torch's nested tensors take two."""
     query, key, value = states_of_heads(16, 16, 8)
     documents = document_attention._Documents([3, 7], [None, None])
-    layer = causal_layer()
-    layer.is_causal = False  # torch's plain kernel for nested tensors is for attention in both directions
+    layer = attention_layer(is_causal=False)  # torch's plain kernel for nested tensors looks in both directions
     expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
     monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: pytest.fail('takes one size of heads'))

@@ -23,7 +23,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import IMAGE, LLAVA, TEXT, drawn_batch, text_batch
 from tests.support.text import collate, column_counter, one_layer_model, text_rows
@@ -277,11 +277,6 @@ def test_label_preceded_by_pad_counts():
     assert_exact(masked_model('esm'), data, batch=batch)
 
 
-def length_loader(dataset, **options):
-    sampler = RegroupingBatchSampler(dataset, global_batch_size=8, **options)
-    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-
-
 def global_batches(dataset, loader):
     """Returns the samples of each step, collated at once."""
     batches = []
@@ -294,7 +289,7 @@ def global_batches(dataset, loader):
 @pytest.mark.parametrize('width_multiple', [1, 8])
 def test_gradient_of_each_global_batch(width_multiple):
     dataset = LengthDataset(20)
-    loader = length_loader(dataset, lengths=dataset.lengths, max_tokens=2 * LONGEST, width_multiple=width_multiple)
+    loader = regrouping_loader(dataset, global_batch_size=8, width_multiple=width_multiple)
     for batch in loader:
         for microbatch in batch.microbatches:
             assert microbatch['input_ids'].shape[1] % width_multiple == 0
@@ -313,7 +308,7 @@ def loader_with_a_stale_table(dataset):
     assert dataset.lengths[changed] > cap
     lengths = dataset.lengths // 2
     lengths[changed] = 2
-    return length_loader(dataset, lengths=lengths, max_tokens=cap), changed, cap
+    return regrouping_loader(dataset, global_batch_size=8, lengths=lengths, max_tokens=cap), changed, cap
 
 
 def test_stale_lengths_stop_the_run():

@@ -15,7 +15,6 @@ import torch
 from composer import Trainer
 from composer.core import Evaluator, Event
 from composer.metrics import LanguageCrossEntropy
-from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, row_counts, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules, padded_candidates
@@ -26,7 +25,7 @@ from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import rows_of, split
 from tests.support.small_batches import TEXT, text_batch
-from tests.support.text import RAGGED, collate, named_batch, one_layer_model, ragged_batch, text_rows
+from tests.support.text import RAGGED, named_batch, one_layer_model, ragged_batch
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
@@ -158,28 +157,22 @@ def test_config_without_a_model_type():
 # Evaluation and metrics of training.
 
 
+def evaluator_of(*batches: Any, **options: Any) -> Evaluator:
+    data = token_data_spec(loader(*batches), **options)
+    return Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
+
+
 def test_evaluation_gives_the_true_mean():
-    model = one_layer_model()
-    rows = text_rows(RAGGED)
-    _, loss = reference_gradients(model, collate(rows))
-    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
-    trainer = fit(composer_model, collate(rows)).trainer
-    trainer.eval(token_data_spec(DataLoader(rows, batch_size=4, collate_fn=collate)))
-    metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
-    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
-
-
-def test_evaluation_with_a_batch_without_rows():
     """The collator of an eval loader may leave out all rows of a batch."""
     model = one_layer_model()
-    rows = collate(text_rows(RAGGED))
-    no_rows = {key: value[:0] for key, value in rows.items()}
-    _, loss = reference_gradients(model, rows)
+    batch = ragged_batch()
+    parts = []
+    for rows in (slice(0, 4), slice(0, 0), slice(4, 6)):
+        parts.append({key: value[rows] for key, value in batch.items()})
+    _, loss = reference_gradients(model, batch)
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
-    data = token_data_spec(loader(rows, no_rows))
-    evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
-    trainer = Trainer(model=composer_model, eval_dataloader=evaluator, progress_bar=False)
-    trainer.eval()
+    trainer = fit(composer_model, batch).trainer
+    trainer.eval(evaluator_of(*parts))
     metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
     assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
 
@@ -206,8 +199,7 @@ def test_document_starts_in_evaluation(rule, is_masked):
     """A label that no other document predicts stays."""
     batch = two_documents()
     model = EvaluatedLabels()
-    data = token_data_spec(loader(batch), loss_tokens=rule)
-    evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=1)
+    evaluator = evaluator_of(batch, loss_tokens=rule)
     Trainer(model=model, eval_dataloader=evaluator, progress_bar=False).eval()
     (labels,) = model.labels
     expected = batch['labels'].clone()
@@ -219,9 +211,8 @@ def test_document_starts_in_evaluation(rule, is_masked):
 def test_evaluation_has_the_rule_of_training():
     """Labels that no other token predicts stay in packed rows, because the check of the first batch has shown it."""
     batch = two_documents()
-    evaluator = Evaluator(label='eval', dataloader=token_data_spec(loader(batch)), device_eval_microbatch_size=1)
     model = EvaluatedLabels()
-    fit(model, batch, eval_dataloader=evaluator, eval_interval='1ba')
+    fit(model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
     assert torch.equal(model.labels[-1], batch['labels'])
 
 
@@ -237,9 +228,8 @@ def test_evaluation_keeps_the_order():
 
 
 def test_total_loss_equals_composer_metric():
-    rows = text_rows(RAGGED)
     composer_model = hugging_face(one_layer_model(), metrics=[LanguageCrossEntropy()])
-    recorder = fit(composer_model, collate(rows))
+    recorder = fit(composer_model, ragged_batch())
     metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1:]
     assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
 

@@ -104,34 +104,39 @@ def drawn_rows(rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
     return masks, labels
 
 
-@pytest.mark.parametrize('seed', range(200))
-def test_facts_of_random_rows(seed):
-    """Against a plain walk over the positions of each row."""
-    masks, labels = drawn_rows(random.Random(seed))
-    batch = {
-        'input_ids': torch.ones(len(masks), len(masks[0]), dtype=torch.long),
-        'attention_mask': torch.tensor(masks),
-        'labels': torch.tensor(labels),
-    }
-    facts = describe(BatchLayout(family=QWEN), batch)
+def walked_facts(masks: list[list[int]], labels: list[list[int]]) -> tuple[str, list[int], list[bool], bool]:
+    """Returns side, lengths, holes and whether there is padding, by a plain walk over the positions of each row."""
     width = len(masks[0])
-    real_columns = []
+    columns_of_rows = []
     has_hole = []
     for mask, row_labels in zip(masks, labels, strict=True):
         attended = [column for column in range(width) if mask[column]]
-        real_columns.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
         has_hole.append(any(later - column > 1 for column, later in pairwise(attended)))
-    end_last = all(width - 1 in columns for columns in real_columns)
-    begin_first = all(0 in columns for columns in real_columns)
+        columns_of_rows.append([column for column in range(width) if mask[column] or row_labels[column] != -100])
+    end_last = all(width - 1 in columns for columns in columns_of_rows)
+    begin_first = all(0 in columns for columns in columns_of_rows)
     side = 'left' if end_last and not begin_first else 'right'
     lengths = []
-    for columns in real_columns:
-        reach = 0
-        if columns:
-            reach = width - columns[0] if side == 'left' else columns[-1] + 1
-        lengths.append(max(reach, 1))
-    assert (facts.side, facts.lengths, facts.has_hole) == (side, lengths, has_hole)
-    assert facts.is_padded == any(len(columns) < width for columns in real_columns)
+    for columns in columns_of_rows:
+        if not columns:
+            lengths.append(1)
+        elif side == 'left':
+            lengths.append(width - columns[0])
+        else:
+            lengths.append(columns[-1] + 1)
+    is_padded = any(len(columns) < width for columns in columns_of_rows)
+    return side, lengths, has_hole, is_padded
+
+
+def test_facts_of_random_rows():
+    layout = BatchLayout(family=QWEN)
+    for seed in range(200):
+        masks, labels = drawn_rows(random.Random(seed))
+        mask = torch.tensor(masks)
+        batch = {'input_ids': torch.ones_like(mask), 'attention_mask': mask, 'labels': torch.tensor(labels)}
+        facts = describe(layout, batch)
+        found = (facts.side, facts.lengths, facts.has_hole, facts.is_padded)
+        assert found == walked_facts(masks, labels), seed
 
 
 def test_lengths_of_runs():

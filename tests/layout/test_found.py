@@ -36,6 +36,14 @@ def parts_of_rows(batch):
     return LAYOUT.split(batch, [[0], [1], [2]])
 
 
+def numbers_of_rows(batch, key='pixel_values'):
+    """Returns which entries each of the three rows gets. None: the row has no such key."""
+    numbers = []
+    for part in parts_of_rows(batch):
+        numbers.append(numbers_of(part[key]) if key in part else None)
+    return numbers
+
+
 # Entries of images.
 
 
@@ -55,10 +63,7 @@ def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
     entries = list(range(num_entries))
     entries_of_first = entries[: 2 * entries_per_image]
     entries_of_third = entries[2 * entries_per_image :]
-    first, second, third = parts_of_rows(batch)
-    assert numbers_of(first[key]) == entries_of_first
-    assert key not in second
-    assert numbers_of(third[key]) == entries_of_third
+    assert numbers_of_rows(batch, key) == [entries_of_first, None, entries_of_third]
     third_and_first = LAYOUT.select(batch, [2, 0])
     assert numbers_of(third_and_first[key]) == entries_of_third + entries_of_first
     assert LAYOUT.images_per_row(batch)[1] == 0
@@ -70,10 +75,8 @@ def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
 def test_grid_tells_unequal_images():
     grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])  # 4 and 2 placeholders without a token between them, and 4
     batch = drawn_batch('iiiiii', '1', 'iiii', pixel_values=numbered(40, 3), image_grid_thw=grid)
-    first, _, last = parts_of_rows(batch)
-    assert first['image_grid_thw'].tolist() == grid[:2].tolist()
-    assert numbers_of(first['pixel_values']) == list(range(24))
-    assert numbers_of(last['pixel_values']) == list(range(24, 40))
+    assert numbers_of_rows(batch) == [list(range(24)), None, list(range(24, 40))]
+    assert torch.equal(LAYOUT.select(batch, [0])['image_grid_thw'], grid[:2])
 
 
 def test_image_sizes_settle_the_count():
@@ -88,19 +91,13 @@ def test_tiles_are_told_by_their_number():
     row_of_one_image = 'i' * 11
     pixels = numbered(6, 3, 2, 2)
     batch = drawn_batch(row_of_two_images, '1', row_of_one_image, pixel_values=pixels, num_image_tiles=tiles)
-    first, middle, last = parts_of_rows(batch)
-    assert numbers_of(first['pixel_values']) == [0, 1, 2, 3]
-    assert 'pixel_values' not in middle
-    assert numbers_of(last['pixel_values']) == [4, 5]
+    assert numbers_of_rows(batch) == [[0, 1, 2, 3], None, [4, 5]]
 
 
 def test_tiles_that_some_images_lack():
     tiles_of_images = torch.tensor([4, 0, 0])
     batch = drawn_batch(*THREE_ROWS, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=tiles_of_images)
-    first, middle, last = parts_of_rows(batch)
-    assert numbers_of(first['pixel_values_local']) == [0, 1, 2, 3]
-    assert 'pixel_values_local' not in middle
-    assert 'pixel_values_local' not in last
+    assert numbers_of_rows(batch, 'pixel_values_local') == [[0, 1, 2, 3], None, None]
 
 
 def test_mask_is_no_grid():
@@ -114,11 +111,8 @@ def test_mask_of_images_is_no_size():
     """The last image is masked, but it has two tiles as the others."""
     mask = torch.tensor([True, True, False])
     batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(6, 3, 2, 2), image_mask=mask)
-    first, middle, last = parts_of_rows(batch)
-    assert numbers_of(first['pixel_values']) == [0, 1, 2, 3]
-    assert 'pixel_values' not in middle
-    assert numbers_of(last['pixel_values']) == [4, 5]
-    assert last['image_mask'].tolist() == [False]
+    assert numbers_of_rows(batch) == [[0, 1, 2, 3], None, [4, 5]]
+    assert LAYOUT.select(batch, [2])['image_mask'].tolist() == [False]
 
 
 def test_sizes_tell_adjacent_patches():

@@ -16,7 +16,16 @@ import torch
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.refusals import RefusalError
-from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error, train
+from tests.support.training import (
+    GradientRecorder,
+    Gradients,
+    in_double,
+    loader,
+    relative_error,
+    take_gradients,
+    tensors_in,
+    train,
+)
 
 __all__ = ['TOLERANCE', 'Outcome', 'kinds_of_steps', 'measure', 'measure_steps', 'plain_gradients', 'quiet']
 
@@ -128,10 +137,7 @@ def kinds_of_steps(model: Any, batches: Sequence[dict[str, Any]], /, **options: 
 
 def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:
     """Returns the relative error of gradients in float32. The reference is one forward in float64."""
-    batch_in_double = {}
-    for key, value in batch.items():
-        is_float = torch.is_tensor(value) and value.is_floating_point()
-        batch_in_double[key] = value.double() if is_float else value
+    batch_in_double = {**batch, **tensors_in(batch, torch.float64)}
     try:
         return relative_error(gradients, gradients_of(in_double(model), batch_in_double))
     except RuntimeError:  # the model does not compute in float64, so TOLERANCE is the limit
@@ -145,12 +151,7 @@ def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:
     if isinstance(loss, dict):
         loss = torch.stack(list(loss.values())).sum()
     loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad
-    model.zero_grad(set_to_none=True)
-    return gradients
+    return take_gradients(model)
 
 
 class CountingSGD(torch.optim.SGD):

@@ -15,8 +15,6 @@ from composer.models import ComposerModel
 from tests.matrix.subjects import text_subject
 from tests.support.text import next_token_loss
 
-__all__ = ['LLAMA', 'LOSSES', 'NativeModel', 'Terms', 'has_loss']
-
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LLAMA = text_subject('llama', num_hidden_layers=1)
 SMOOTHING = 0.1
@@ -39,11 +37,15 @@ class NativeModel(ComposerModel):
         self.loss_of: Loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.logits = logits
 
+    def states_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        return self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+
+    def logits_of(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        entries = {key: batch.get(key) for key in ('input_ids', 'attention_mask', 'position_ids')}
+        return self.model(**entries).logits
+
     def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        logits = self.model(
-            batch['input_ids'], attention_mask=batch.get('attention_mask'), position_ids=batch.get('position_ids')
-        ).logits
-        logits = logits.float()
+        logits = self.logits_of(batch).float()
         outputs = {'loss': self.loss_of(logits, batch['labels'])}
         if self.logits == 'always' or (self.logits == 'eval' and not self.training):
             outputs['logits'] = logits
@@ -151,12 +153,11 @@ class _Fused(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad_outputs[0], None
 
 
-LOSSES: Mapping[str, Loss] = {
+MEANS_OVER_TOKENS: Mapping[str, Loss] = {
     'causal': causal,
     'unshifted': unshifted,
-    'all positions': all_positions,
-    'per row': per_row,
     'label smoothing': smoothed,
     'z-loss': with_z_loss,
     'fused': fused,
 }
+LOSSES: Mapping[str, Loss] = {**MEANS_OVER_TOKENS, 'all positions': all_positions, 'per row': per_row}

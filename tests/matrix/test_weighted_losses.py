@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure
-from tests.matrix.native_models import LOSSES, SMOOTHING, Z_WEIGHT, NativeModel
+from tests.matrix.native_models import LOSSES, MEANS_OVER_TOKENS, SMOOTHING, Z_WEIGHT, NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
 from tests.support.weights import column, weighted_gradients
@@ -66,8 +66,6 @@ def test_weighted_families_are_exact_or_refused(family, token_weights, side, pac
     assert measure(subject.model('large'), batch, 2, packing=True).kind == 'refused'
 
 
-EXACT_WITH_LOGITS = ('causal', 'unshifted', 'label smoothing', 'fused', 'z-loss')
-"""Means over loss tokens. The other losses divide by another number."""
 CHECKED_LOSSES = [(loss, 'always', True) for loss in LOSSES]
 CHECKED_LOSSES += [('causal', 'eval', True), ('fused', 'never', True)]
 UNCHECKED_LOSSES = [
@@ -103,7 +101,7 @@ def test_loss_is_exact_or_refused(loss, logits, check_loss):
         return reference(model, batch)
 
     outcome = measure(model, batch, 2, reference=reference_with_logits, **options)
-    is_exact = loss in EXACT_WITH_LOGITS and logits == 'always'
+    is_exact = loss in MEANS_OVER_TOKENS and logits == 'always'
     assert outcome.kind == ('exact' if is_exact else 'refused'), outcome
 
 

@@ -12,8 +12,6 @@ import torch
 
 from composer_tokacc.layout.families import FAMILIES
 
-__all__ = ['IMAGE', 'LLAVA', 'QWEN', 'TEXT', 'VIDEO', 'drawn_batch', 'numbered', 'numbers_of', 'text_batch']
-
 FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
 TEXT = FAMILY_OF_NAME['text']
 LLAVA = FAMILY_OF_NAME['LLaVA']
@@ -34,6 +32,19 @@ def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = N
         ids[row, start : start + length] = torch.arange(1, length + 1)
     is_token = ids > 0
     return {'input_ids': ids, 'attention_mask': is_token.long(), 'labels': ids.masked_fill(~is_token, -100), **entries}
+
+
+def square_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """Returns a causal mask, bool of shape (rows, 1, width, width): True if a position may attend to another."""
+    is_real = batch['attention_mask'].bool()
+    width = is_real.shape[1]
+    causal = torch.ones(width, width).tril().bool()
+    return (causal & is_real[:, None, :])[:, None]
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    """Returns a mask as models add it to the scores: 0, or the lowest number where nothing is attended."""
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
 def drawn_batch(*rows: str, **entries: Any) -> dict[str, Any]:

@@ -281,21 +281,30 @@ def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Ten
     return tensors
 
 
-def composer_gradients(model: torch.nn.Module) -> Gradients:
-    """Returns copies of the gradients, by the names that they have in a model of Composer."""
+def take_gradients(model: torch.nn.Module, prefix: str = '') -> Gradients:
+    """Returns the gradients by name, and leaves none in the model."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradients[f'model.{name}'] = parameter.grad.clone()
+            gradients[prefix + name] = parameter.grad
+    model.zero_grad(set_to_none=True)
     return gradients
+
+
+def composer_gradients(model: torch.nn.Module) -> Gradients:
+    """Returns the gradients by the names that they have in a model of Composer, and leaves none in the model."""
+    return take_gradients(model, 'model.')
 
 
 def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> Gradients:
     """Returns the gradients of a loss, by the names of :func:`composer_gradients`, and leaves none in the model."""
     loss.backward()
-    gradients = composer_gradients(model)
-    model.zero_grad()
-    return gradients
+    return composer_gradients(model)
+
+
+def num_hooks(model: torch.nn.Module) -> int:
+    """Returns the number of hooks around the forwards of a model's modules."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def relative_error(gradients: Gradients, expected: Gradients) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.training import Gradients, composer_gradients, in_double, tensors_in
+from tests.support.training import Gradients, composer_gradients, in_double, take_gradients, tensors_in
 
 # A token of a row with n labels weighs n ** -power.
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
@@ -94,9 +94,4 @@ def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **
     outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
     weighted_mean, _ = weighted_losses(outputs['logits'], batch, token_weights, **options)
     weighted_mean.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad
-    model.zero_grad(set_to_none=True)
-    return gradients
+    return take_gradients(model)
