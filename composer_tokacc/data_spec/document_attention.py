@@ -159,8 +159,6 @@ class DocumentAttention:
         padding_position = self._padding_position
         if padding_position is None:
             return real.cumsum(dim=1) - 1
-        if 'input_ids' not in batch:
-            return real.cumsum(dim=1) + padding_position
         # These models use one number for the id of padding and for the position of padding. RoBERTa and ESM do not
         # count a token with this id, even within the text, and give it the position of padding.
         is_counted = real & (batch['input_ids'] != padding_position)

@@ -98,6 +98,8 @@ def _check_rows(
     Packing keeps the positions with attention or with a label. So a hole would disappear, and padding with a label
     would become a token.
     """
+    if batch.get('input_ids') is None:
+        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids. Set `packing=False`.')
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')

@@ -82,6 +82,14 @@ def test_positions_of_the_batch_are_refused():
         pack_rows(BatchLayout.infer(batch), batch)
 
 
+def test_rows_without_ids_are_refused():
+    batch = ragged_batch(ONE_UNLABELLED)
+    embeddings = one_layer_model().get_input_embeddings()(batch['input_ids']).detach()
+    batch = {**batch, 'input_ids': None, 'inputs_embeds': embeddings}
+    with pytest.raises(ValueError, match='`input_ids` must be in the batch'):
+        pack_rows(BatchLayout.infer(batch), batch)
+
+
 def batch_with_hole():
     batch = ragged_batch(ONE_UNLABELLED)
     batch['attention_mask'][3, 5:7] = 0
