@@ -108,7 +108,10 @@ def tables_of(rows: list[Row]) -> str:
                 rows_of_subject[row['trainer'], row['ranks']] = row
         lines = []
         for trainer, title in TITLES.items():
-            texts = [cell_text(rows_of_subject[trainer, ranks], accumulation) for ranks, accumulation in cases]
+            texts = []
+            for ranks, accumulation in cases:
+                row = rows_of_subject[trainer, ranks]
+                texts.append(cell_text(row, accumulation))
             lines.append([title, *texts])
         parts.append(f'### {subject}\n\n{table(["", *columns], lines)}')
     return '\n'.join(parts)

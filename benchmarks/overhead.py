@@ -107,7 +107,8 @@ def main() -> None:
     steps = times.steps[UNMEASURED_STEPS:]
     shares = {}
     for title, kind in (('with_all_reduce', 'algorithm'), ('ledger_by_source', 'ledger')):
-        shares[title] = statistics.median(step[kind] / step['step'] for step in steps)
+        shares_of_steps = [step[kind] / step['step'] for step in steps]
+        shares[title] = statistics.median(shares_of_steps)
     seconds = {'first_batch': times.steps[0]['algorithm']}
     for kind in ('step', 'algorithm', 'all_reduce'):
         seconds[kind] = statistics.median(step[kind] for step in steps)
