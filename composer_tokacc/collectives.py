@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collectives over all ranks: functions that every rank must call. On a single rank they need no process group."""
+"""Collectives, which every rank must call, and functions about ranks, which a rank may call by itself.
+
+On a single rank they need no process group.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +116,8 @@ def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) ->
     """Returns whether a number is the same on all ranks.
 
     Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). Both
-    sums must be exact, so the numbers must be integers. If they were added as floats, the sums must be below 2**53. If
-    the sums are floats here, ``num_ranks * total_of_squares`` must be, too.
+    sums must be exact, so the numbers must be integers. Sums that were added as floats must be below 2**53. If they are
+    still floats here, ``num_ranks * total_of_squares`` must be below 2**53, too.
 
     Args:
         total: Sum over the ranks of the number.

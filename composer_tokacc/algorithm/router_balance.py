@@ -40,7 +40,7 @@ CHOICE_TOLERANCE = 1e-3
 two experts are equally probable and a kernel does not sum in a fixed order."""
 FEW_CHOICES = 2
 """Number of choices that may always differ, however few choices there are."""
-OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
+OR_LEAVE_MICROBATCH = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
 
 
 class CountedMicrobatch(NamedTuple):
@@ -258,7 +258,7 @@ class StepBalance:
 
 def _refusal(what: str) -> NotExactError:
     """Returns the error of a run that cannot have ``router_balance='step'``."""
-    return NotExactError(f"`router_balance='step'` {what} {OTHERWISE}")
+    return NotExactError(f"`router_balance='step'` {what} {OR_LEAVE_MICROBATCH}")
 
 
 def counted_positions(microbatch: Batch) -> Tensor:

@@ -5,7 +5,8 @@
 
 :class:`AlgorithmOptions` checks the arguments of the algorithm. :class:`RunContext` is built from them, from the model
 and from the first batch. It refuses a run that cannot be exact, and decides whether the model computes logits only at
-labels. It holds the split, the terms of the loss and the first-batch check.
+labels. It holds the split, the terms of the loss and the first-batch check. :func:`check_labels_and_ids` checks every
+batch before its tokens are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import ReductionWatch
-from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
+from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
@@ -75,7 +76,7 @@ class AlgorithmOptions:
         if self.router_balance == 'step' and units:
             raise InvalidInputError(
                 "`router_balance='step'` must go with the one number that a Hugging Face mixture of experts returns, "
-                f'got: the terms {sorted(units)} of `loss_units`. {OTHERWISE}'
+                f'got: the terms {sorted(units)} of `loss_units`. {OR_LEAVE_MICROBATCH}'
             )
         if self.is_weighted and units and 'tokens' not in units.values():
             raise InvalidInputError(
@@ -129,7 +130,7 @@ class AlgorithmOptions:
 class RunContext:
     """The parts that the algorithm needs during a fit, set up at its first batch.
 
-    Building it is a collective, because the split compares the cost of packing over all ranks.
+    Building it is a collective: the ranks may have to agree on the layout, and on whether packing costs less.
 
     Args:
         state: The trainer's state, which holds the first batch.
@@ -147,7 +148,8 @@ class RunContext:
         model = _unwrapped(state.model)
         _check_trains_something(model)
         check_gradient_hooks(model)
-        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train.
+        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if
+        # token weights need the first-batch check.
         self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
@@ -162,6 +164,7 @@ class RunContext:
         """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
+        # None: the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)
@@ -177,7 +180,7 @@ class RunContext:
         why_all_logits = _why_all_logits(state, layout, options, model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
-        elif isinstance(model, HuggingFaceModel):
+        elif isinstance(model, HuggingFaceModel):  # always true here, but the type checker cannot know
             selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
@@ -206,7 +209,7 @@ class RunContext:
 
     @property
     def is_step_empty(self) -> bool:
-        """Whether the step has no loss-generating token on any rank, although a term of the loss is their mean.
+        """Whether the step has no loss-generating token on any rank, although the loss, or a term of it, is their mean.
 
         One forward over the whole batch would have a loss of NaN, so such a step changes no weight.
         """
@@ -232,7 +235,7 @@ class RunContext:
             # FIT_END does not come after an error, so the model is given back here.
             self.end()
             raise
-        if self.split is not None and rules is not None:
+        if self.split is not None and rules is not None:  # without a split there are no rules
             self.split.layout = self.check.layout
             self.split.adopt(rules)
         failure = self.check.selection_failure
@@ -280,12 +283,12 @@ class RunContext:
             )
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
-        """Raises RuntimeError if the split regroups rows, but a term depends on which rows share a microbatch."""
+        """Raises RuntimeError if the split regroups or packs rows, but a term depends on the rows of its microbatch."""
         if self.terms.coupled and (split.options.regroup or split.options.packing):
             raise NotExactError(
-                f'Rows must be independent to be regrouped, but the terms {self.terms.coupled} of `loss_units` depend '
-                'on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
-                '(docs/errors.md#row-coupling).'
+                f'Rows must be independent to be regrouped or packed, but the terms {self.terms.coupled} of '
+                '`loss_units` depend on which rows share a microbatch. Set '
+                '`token_data_spec(..., regroup=False, packing=False)` (docs/errors.md#row-coupling).'
             )
 
 

@@ -46,6 +46,7 @@ class ControlTokenPolicy:
         check_choice('control_tokens', option, get_args(ControlTokens))
         self.option = option
         self.processor = processor
+        """The processor to encode with. With ``text``, it is a copy that gets the stand-ins as tokens."""
         if option == 'text':
             self.processor = deepcopy(processor)  # the caller's tokenizer must not get the stand-ins as tokens
         self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
@@ -73,7 +74,10 @@ class ControlTokenPolicy:
         )
 
     def hide(self, message: Message) -> Message:
-        """Returns a message with stand-ins for the control tokens in its texts. Changes nothing without ``text``."""
+        """Returns a message with stand-ins for the control tokens in its texts.
+
+        Changes nothing with another option than ``text``. Raises ValueError if the tokenizer cannot spell one of them.
+        """
         if self.option != 'text':
             return message
         content = []
@@ -96,7 +100,8 @@ class ControlTokenPolicy:
         """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
-            sample: An encoded sample of one row. Its entries that have a value for each token get longer.
+            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. It has no
+                ``position_ids``, because they would be repeated. Its entries with a value for each token get longer.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
@@ -110,7 +115,7 @@ class ControlTokenPolicy:
         spelled = dict(sample)
         for key, value in sample.items():
             if len(ids) not in value.shape:
-                continue
+                continue  # not along the text; `entry_of` may refuse its key
             # Features of media may have this length by chance. The layout knows which dimensions are tokens.
             for dim in layout.entry_of(sample, key).seq_dims:
                 spelled[key] = spelled[key].repeat_interleave(counts, dim=dim)

@@ -204,8 +204,9 @@ class BatchLayout:
     def entry_of(self, batch: Batch, key: str) -> Entry:
         """Returns how a tensor belongs to rows.
 
-        A tensor gets no ``seq_dims``, and so is not trimmed with the text, if it is not as wide as the text or if it
-        belongs to a decoder. The labels of a decoder may be as wide as the encoder's text by chance.
+        A tensor gets no ``seq_dims``, and so is not trimmed with the text, if it is not as wide as the text, or if the
+        batch shows that it belongs to a decoder (``decoder_input_ids``, or no ``input_ids``). The labels of a decoder
+        may be as wide as the encoder's text by chance.
 
         Raises:
             ValueError: If the key is not registered, and its shape does not tell or contradicts earlier batches. Or if
@@ -216,7 +217,7 @@ class BatchLayout:
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
-        elif key not in self.extra:  # an entry of the user holds for every shape
+        elif key not in self.extra:  # the shape gives an entry of the user no other unit
             entry = _entry_by_shape(key, value, entry, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
@@ -339,16 +340,18 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         unit = _unit_of_items(entries, unit)
-        modality, _, num_inferred = unit.partition('/')  # the unit may be 'image/12', see _unit_of_items()
+        # A unit 'image/12' has 12 inferred entries in the batch, see _unit_of_items().
+        modality, _, num_inferred_entries = unit.partition('/')
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred) if num_inferred else _num_items(batch, entries, unit)
+        num_items = int(num_inferred_entries) if num_inferred_entries else _num_items(batch, entries, unit)
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
         # Models with queries do not notice if there are too few placeholders, so placeholders are always counted.
+        # `token_ids` finds none for a unit like 'image/12'. Placeholders of such units are counted below.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
             if num_rows == 1:
@@ -356,7 +359,7 @@ class BatchLayout:
             # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
             if carried is not None and sum(carried) == num_items:
                 return carried
-        if num_inferred:
+        if num_inferred_entries:
             return entries_per_row(batch, self.config, modality, num_items)
         return self._items_by_placeholders(batch, unit, num_items)
 
@@ -433,8 +436,9 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
-        Tensors are copied once. On a machine with a GPU a group of consecutive rows is a view and is not copied,
-        because it will be copied to the GPU anyway. Page-locked tensors stay page-locked.
+        A group of all rows shares the tensors of the batch. Other groups are copies. But on a machine with a GPU,
+        consecutive rows of a tensor on the CPU are a view if it has no gaps, because they will be copied to the GPU
+        anyway. Copies of page-locked tensors are page-locked.
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
@@ -459,7 +463,8 @@ class BatchLayout:
         """Returns where the entries of each row begin, for each unit of the batch: see :data:`.RowOffsets`."""
         units = {'row'}
         for entry in entries.values():
-            # Slots belong to rows. The images tell how many slots the selected rows need.
+            # A tensor with slots has one entry per row, and 'row' is among the units. The offsets of images tell how
+            # many of its slots the selected rows need.
             units.add('image' if entry.slot_dim is not None else entry.unit)
         units.discard('shared')
         offsets = {}
@@ -505,7 +510,7 @@ class BatchLayout:
         :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
-        # Frames of an audio that lies along the text would have to be trimmed with it.
+        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         reach = Reach.of(real_positions(batch))
@@ -532,6 +537,7 @@ class BatchLayout:
             narrowed = value
             for dim in entry.seq_dims:
                 # Composer's LanguageCrossEntropy views labels flat, which torch refuses for a tensor with gaps.
+                # The copy without gaps is page-locked if the value is.
                 narrowed = compact(narrowed.narrow(dim, start, width), like=value)
             narrowed_batch[key] = narrowed
         return narrowed_batch
@@ -545,7 +551,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
-        Plain values that differ become a list with one entry per row.
+        Plain values that differ become a list with one entry per row, None where a batch has none. If all values that
+        there are agree, all rows get this value.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -554,7 +561,8 @@ class BatchLayout:
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
         Raises:
-            ValueError: If the layout does not know an entry, or if only some batches have an entry that is not media.
+            ValueError: If the layout does not know an entry. Or if only some batches have a tensor or a list, which is
+                not media and has no value for rows without it (:attr:`Entry.absent`).
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
@@ -569,8 +577,9 @@ class BatchLayout:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
             if values and key in modality_of_count:
-                # The numbers are counted again, in each batch by itself, because a processor may have cut the images
-                # of the user into tiles. In a batch of one row all tiles belong to that row.
+                # Where there are tensors of the items, these are counted again, because a processor may have cut the
+                # images of the user into tiles. In a batch of one row all tiles belong to that row, so each batch is
+                # counted by itself.
                 joined[key] = []
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, modality_of_count[key])
@@ -597,7 +606,13 @@ class BatchLayout:
         return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
-        """Returns the number of items of each row of a batch, counted if it has their tensors, else as carried."""
+        (
+            """Returns the number of items of each row of a batch.
+
+        They are counted if registered tensors have one entry per item, or if the batch carries no numbers.
+        """
+            ''
+        )
         carried = carried_counts(batch, modality)
         if carried is None or self.tensors_of(batch, modality):
             return self.units_per_row(batch, modality)
@@ -684,7 +699,9 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Returns the batches with an ``attention_mask`` of ones if none of them has a mask. They are padded afterwards.
+    """Returns the batches with an ``attention_mask`` of ones if all have ids and none has a mask or positions.
+
+    They are padded afterwards.
 
     Without a mask a model would attend to the new padding. Batches with ``position_ids`` get no mask, because only
     without a mask does Transformers find the documents of packed rows by their positions.
@@ -722,10 +739,10 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
 
 
 def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
-    """Returns the unit whose tensors have one entry per item: ``unit``, or if that has none, one of ``found.py``.
+    """Returns the unit whose tensors have one entry per item: ``unit`` itself, or an inferred one.
 
-    Unregistered tensors have units like ``'image/12'``. Those with the fewest entries have one per item, the others
-    have one per tile or patch.
+    Unregistered tensors have units like ``'image/12'``: 12 entries in the batch. Those with the fewest
+    entries have one per item, the others have one per tile or patch.
 
     Args:
         entries: The entries of all media of the batch: see :func:`media_entries`.

@@ -20,13 +20,13 @@ from composer_tokacc.refusals import InvalidInputError
 class OrderedRows:
     """Rows in the order in which they are cut. A microbatch holds neighbours.
 
-    If rows are sorted from the longest to the shortest, that adds no padding: the microbatch of the longest row is as
-    wide if it holds the next longest ones, and then the others are narrower, or as wide. In this order ``widths`` and
-    ``row_costs`` never increase.
+    If rows are sorted from the longest to the shortest, holding only neighbours costs no padding: the microbatch of the
+    longest row is equally wide whichever rows share it, so it takes the next longest ones and leaves the others narrow.
+    In this order ``widths`` and ``row_costs`` never increase.
     """
 
     order: np.ndarray
-    """Index of each row in the caller's list, int64 (n,)."""
+    """Index of each row in the :class:`Rows` that were ordered, int64 (n,)."""
     widths: np.ndarray
     """Width of a microbatch in which the row is the widest, int64 (n,)."""
     row_costs: np.ndarray
@@ -34,7 +34,8 @@ class OrderedRows:
     vision: np.ndarray
     """Running sum: the cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
-    """Latest end of a microbatch that starts at the row, int64 (n,). Never decreases."""
+    """Latest end of a microbatch that starts at the row, int64 (n,): the position in this order after its last row. Never
+    decreases."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -94,13 +95,16 @@ class Rows:
 
     @property
     def caps(self) -> np.ndarray:
-        """The token budget, then the caps that are set of :data:`.CAPPED_SIZES`, int64 (number of caps,)."""
+        """The token budget, then those caps of :data:`.CAPPED_SIZES` that are set, int64 (number of caps,)."""
         caps = [self.options.max_tokens, *self.options.caps.values()]
         return np.array(caps, dtype=np.int64)
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The sizes that :attr:`caps` limit, in the same order, of each row, int64 (number of caps, n)."""
+        """The lengths, then the sizes that the other caps limit, int64 (number of caps, n). In the order of :attr:`caps`.
+
+        The first cap limits the lengths with padding, or their sum if rows are packed.
+        """
         tables = [self.lengths]
         for size in self.options.caps:
             tables.append(self.sizes[size])
@@ -158,7 +162,9 @@ def checked_table(
     dtype: type = np.int64,
     sample_ids: Sequence[str] | None = None,
 ) -> np.ndarray:
-    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`.
+    """Returns one number per sample, (n,).
+
+    Raises ValueError unless all are finite, at least `least`, and, for int64, integers below 2**31.
 
     Without ``num_samples`` the table may have any length except 0. ``sample_ids`` are names of the samples, for the
     message.
@@ -220,6 +226,8 @@ def _reach(
     caps: np.ndarray,
 ) -> np.ndarray:
     """Returns for each row the latest end of a microbatch that starts there, int64 (n,). Rows may have any order.
+
+    The end is the position after the last row of the microbatch.
 
     Args:
         widths: Width of each row, (n,).
