@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,15 +85,17 @@ def write_shards(
         ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or there are videos
             or audio and PyAV is not installed.
         ImportError: If mosaicml-streaming is not installed.
-        FileExistsError: If the folder for the shards is not empty.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
-    writer = _open_writer(out, size_limit)  # refuses a folder that is not empty
+    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty_folder:
+        raise InvalidInputError(f'`out_folder` must be empty or absent, but {out} is not. Name another, or remove it.')
+    records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
+    writer = _open_writer(out, size_limit)
     try:
-        records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
         skipped = _write_rows(writer, records, on_error)
         if len(skipped) == len(records):
             raise InvalidInputError(f'`path` must hold at least one good sample, but {path} has none.')
@@ -202,17 +205,15 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
     if isinstance(record, BadSampleError):
         return record
     try:
-        files = open_files(record)
-        decode_media(record, files)  # only a check, see `write_shards`
+        contents = []
+        for file in open_files(record):
+            content = file.read_bytes() if isinstance(file, Path) else file.read()
+            contents.append(content)
+        decode_media(record, [BytesIO(content) for content in contents])  # only a check, see `write_shards`
     except BadSampleError as error:
         return error
-    contents = []
-    for file in files:
-        if isinstance(file, Path):
-            contents.append(file.read_bytes())
-        else:
-            file.seek(0)  # `decode_media` has read it
-            contents.append(file.read())
+    except OSError as error:
+        return record.error(f'file {error.filename} cannot be read: {error.strerror}')
     return _to_row(record, contents)
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -162,9 +165,35 @@ def test_full_folder_is_refused(tmp_path):
     out.mkdir()
     convert(path, out)
     files = {file: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(FileExistsError, match='not empty'):
+    with pytest.raises(ValueError, match='`out_folder` must be empty or absent, but '):
         convert(path, out)
     assert {file: file.read_bytes() for file in out.iterdir()} == files
+
+
+def test_missing_file_leaves_empty_folder(tmp_path):
+    out = tmp_path / 'out'
+    out.mkdir()
+    with pytest.raises(ValueError, match=r'none\.json, which does not exist'):
+        convert(tmp_path / 'none.json', out)
+    assert out.exists()
+
+
+def test_sample_of_failing_disk_is_skipped(tmp_path, monkeypatch):
+    """A file system of a network may fail at any read. The other samples are written."""
+    path = write_llava_folder(tmp_path / 'in', 3)
+    read_bytes = Path.read_bytes
+
+    def read_or_fail(file):
+        if file.name == '0_0.png':
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return read_bytes(file)
+
+    monkeypatch.setattr(Path, 'read_bytes', read_or_fail)
+    written = convert(path, tmp_path / 'out', on_error='skip')
+    (reason,) = written.skipped
+    assert re.search(r'sample "s0" .*0_0\.png cannot be read: Input/output error', reason)
+    rows, _ = read_shards(tmp_path / 'out')
+    assert ids_of(rows) == ['s1', 's2']
 
 
 def test_file_without_good_sample_is_refused(tmp_path):
