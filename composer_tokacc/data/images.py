@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
@@ -100,16 +101,24 @@ def _known_formats() -> list[str]:
 
 
 def _has_metadata_after_pixels(file: BinaryIO) -> bool:
-    """Tells whether a PNG file has chunks after its pixels, which are in its IDAT chunks.
+    """Tells whether a PNG file has chunks after its pixels. Does not read the content of the chunks.
 
     A chunk is the length of its content (4 bytes), its type (4 bytes), the content, and a checksum (4 bytes).
     """
     start = file.tell()
-    file.seek(0)
-    before, _, after = file.read().rpartition(b'IDAT')
+    file.seek(8)  # after the signature
+    chunk_types = set()
+    head = file.read(8)
+    while len(head) == 8:
+        length = int.from_bytes(head[:4], 'big')
+        chunk_type = head[4:]
+        # Pixels begin at the first IDAT chunk. The types of all chunks from there on are collected.
+        if chunk_types or chunk_type == b'IDAT':
+            chunk_types.add(chunk_type)
+        file.seek(length + 4, os.SEEK_CUR)  # skips the content and the checksum
+        head = file.read(8)
     file.seek(start)  # PIL goes on from here
-    length = int.from_bytes(before[-4:], 'big')
-    return len(after) > length + 16  # a checksum and the chunk that ends the file follow the pixels
+    return bool(chunk_types - {b'IDAT', b'IEND'})
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
