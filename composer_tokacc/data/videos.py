@@ -572,8 +572,9 @@ def _decode_frames(
     frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps)
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
-        # A jump went past a frame, because the container has no index or a wrong one.
-        frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps[:1])
+        # A jump went past a frame, because the container has no index or a wrong one. So everything is decoded, and no
+        # frame may be damaged from the first chosen one on.
+        frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
         raise InvalidInputError(f'the last {num_missing} of its {len(timestamps)} chosen frames cannot be decoded')

@@ -467,3 +467,17 @@ def test_missing_frames_are_counted(tmp_path, overwritten_memory):
         stamps.append(2 * stamps[-1])
     with pytest.raises(ValueError, match='the last 1 of its 11 chosen frames cannot be decoded'):
         videos._decode_frames(path, stamps, key_stamps)
+
+
+def test_damage_before_first_key_frame(tmp_path):
+    """The time of one frame is wrong, so everything is decoded. Then earlier frames are not excused by a jump."""
+    path = write_video(tmp_path / 'a.mp4')
+    with videos._open_stream(path, 'video') as (container, stream):
+        packets = [(packet.pos, packet.size) for packet in container.demux(stream)]
+    position, size = packets[3]
+    replace_bytes(path, position + size // 2, bytes(size - size // 2))
+    with videos._open_stream(path, 'video') as (container, stream):
+        stamps, _ = videos._read_timestamps(container, stream)
+    stamps[1] += 1
+    with pytest.raises(ValueError, match=r'its frame at 0\.30 s is damaged'):
+        videos._decode_frames(path, stamps, key_timestamps=[stamps[5]])
