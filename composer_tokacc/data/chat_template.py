@@ -78,12 +78,13 @@ class ChatTemplate:
         self._owner = owner
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
+        self._takes_media = takes_media
+        self._tried_roles: set[str] = set()
+        """The roles of turns that were rendered as a trial, see `_try_role`."""
         self._roles_with_parts: set[str] = set()
         """The roles of turns whose content may be a list of parts."""
         self._roles_with_media: set[tuple[str, str]] = set()
         """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
-        if takes_media:
-            self._try_roles()
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         before, after_question, after_answer, after_last = self._text_of_example()
@@ -148,6 +149,7 @@ class ChatTemplate:
         for message in messages:
             role = message['role']
             content = message['content']
+            self._try_role(role)
             if role not in self._roles_with_parts:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
@@ -168,38 +170,41 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
+        self._try_role(role)
         return self._processor_adds_placeholders or (role, modality) in self._roles_with_media
 
-    def _try_roles(self) -> None:
-        """Finds out what the template can write in the turns of each role."""
-        # The trials of a role also hold turns of the roles before it.
-        for role in ('user', 'assistant', 'system', 'tool'):
-            self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
-            text = self._text_of_trial(role)
-            # A template for strings raises, or writes the list as Python or JSON prints it.
-            if not text or PRINTED_PART.search(text):
-                self._roles_with_parts.remove(role)
-            for modality in MODALITIES:
-                lengths = []
-                for count in range(3):
-                    text = self._text_of_trial(role, [modality] * count)
-                    lengths.append(len(text))
-                if 0 < lengths[0] < lengths[1] < lengths[2]:  # it writes something for each medium
-                    self._roles_with_media.add((role, modality))
+    def _try_role(self, role: str) -> None:
+        """Finds out what the template can write in the turns of a role, if media may come and it was not tried yet."""
+        if not self._takes_media or role in self._tried_roles:
+            return
+        self._tried_roles.add(role)
+        self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
+        text = self._text_of_trial(role)
+        # A template for strings raises, or writes the list as Python or JSON prints it.
+        if not text or PRINTED_PART.search(text):
+            self._roles_with_parts.remove(role)
+        for modality in MODALITIES:
+            lengths = []
+            for count in range(3):
+                text = self._text_of_trial(role, [modality] * count)
+                lengths.append(len(text))
+            if 0 < lengths[0] < lengths[1] < lengths[2]:  # it writes something for each medium
+                self._roles_with_media.add((role, modality))
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
         """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
         question, answer = example_conversation()
         turn_of_user, _ = example_conversation(modalities)
         turn = {**turn_of_user, 'role': role}
-        conversations = {
-            'user': [turn],
-            'assistant': [question, turn],
-            'system': [turn, question],
-            'tool': [question, answer, turn],
-        }
+        conversation = [turn]
+        if role == 'system':
+            conversation = [turn, question]
+        elif role == 'assistant':
+            conversation = [question, turn]
+        elif role == 'tool':  # a tool answers a request of the assistant
+            conversation = [question, answer, turn]
         try:
-            return self.apply(conversations[role])
+            return self.apply(conversation)
         except Exception:  # of the code of the template
             return ''
 

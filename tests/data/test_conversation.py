@@ -151,6 +151,15 @@ def test_template_of_plain_strings(template_of_turn):
     assert decoded.strip() == "<user>What's this? <assistant>It's red."
 
 
+def test_role_that_no_record_has():
+    """The template writes only parts, also in the turns of a role that it does not name."""
+    processor = llava()
+    messages = [message('developer', 'Be brief.'), user('What is blue?'), assistant('A colour.')]
+    sample = ConversationEncoder(processor)(messages)
+    decoded = processor.tokenizer.decode(sample['input_ids'][0], skip_special_tokens=True)
+    assert decoded.strip() == 'DEVELOPER: Be brief. USER: What is blue? ASSISTANT: A colour.'
+
+
 @pytest.mark.parametrize('modality', ['image', 'video'])
 def test_media_without_a_placeholder_are_refused(modality):
     processor = qwen2_vl()
