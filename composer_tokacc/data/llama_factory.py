@@ -85,7 +85,7 @@ class DatasetEntry:
             subset = entry.get('subset') or ''
             name = f'{HUB}{entry["hf_hub_url"]}/{subset}'
             self.path = name.rstrip('/')
-            self.split = entry.get('split') or 'train'
+            self.split = str(entry.get('split') or 'train')
         elif entry.get('file_name'):
             path = folder / str(entry['file_name'])
             self.path = str(path)

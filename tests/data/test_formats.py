@@ -10,6 +10,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
+from composer_tokacc.data.llama_factory import DatasetEntry
 from composer_tokacc.data.media import decode_media, open_files
 from tests.data.chat_processors import learned_text, small
 from tests.support.conversations import DATASET_NAME, parse, png, turns, write_dataset_info, write_json
@@ -623,6 +625,12 @@ def test_dataset_info_of_videos_and_audio(folder):
     path = describe(folder, entry, [record])
     (raw,) = read_raw_records(path)
     assert lines_of(parse_record(raw)) == ['user: <video><audio>?', 'assistant: Red.', 'video a.mp4', 'audio a.wav']
+
+
+def test_dataset_info_of_the_hub():
+    entry = DatasetEntry({'hf_hub_url': 'owner/name', 'subset': 'small', 'split': ['test']}, Path('data'))
+    assert entry.path == 'hf://datasets/owner/name/small'
+    assert entry.split == "['test']"  # no table has such a split, so it is refused by name
 
 
 @pytest.mark.parametrize(
