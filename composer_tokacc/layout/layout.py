@@ -606,13 +606,10 @@ class BatchLayout:
         return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
-        (
-            """Returns the number of items of each row of a batch.
+        """Returns the number of items of each row of a batch.
 
         They are counted if registered tensors have one entry per item, or if the batch carries no numbers.
         """
-            ''
-        )
         carried = carried_counts(batch, modality)
         if carried is None or self.tensors_of(batch, modality):
             return self.units_per_row(batch, modality)

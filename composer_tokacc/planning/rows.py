@@ -34,8 +34,7 @@ class OrderedRows:
     vision: np.ndarray
     """Running sum: the cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
-    """Latest end of a microbatch that starts at the row, int64 (n,): the position in this order after its last row. Never
-    decreases."""
+    """Latest end of a microbatch that starts at the row, int64 (n,): the index after its last row. Never decreases."""
 
     def __len__(self) -> int:
         """Returns the number of rows."""
@@ -101,7 +100,7 @@ class Rows:
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The lengths, then the sizes that the other caps limit, int64 (number of caps, n). In the order of :attr:`caps`.
+        """The lengths, then the sizes that the other caps limit, in the order of the caps, int64 (number of caps, n).
 
         The first cap limits the lengths with padding, or their sum if rows are packed.
         """
