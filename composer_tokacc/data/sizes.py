@@ -38,8 +38,8 @@ DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 32
 """Samples whose texts go through the tokenizer together."""
-MOST_WITHOUT_WORKERS = 128
-"""Up to this number of items, no processes are started, because starting them takes longer than most work."""
+ITEMS_PER_WORKER = 256
+"""Fewest items for each process, because starting it takes as long as the work on a few hundred items."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
 
@@ -75,13 +75,11 @@ def map_samples(
         shows_bar: Whether to show a progress bar if the output is a terminal.
         batch_size: Most items of a list.
     """
-    if len(items) <= MOST_WITHOUT_WORKERS:
-        num_workers = 0
-    # The workers of a DataLoader run `collate_fn` on the items that they read.
+    # The workers of a DataLoader run `collate_fn` on the items that they read. Without workers, this process does.
     loader: Any = DataLoader(
         items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
         batch_size=batch_size,
-        num_workers=num_workers,
+        num_workers=min(num_workers, len(items) // ITEMS_PER_WORKER),
         generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
         collate_fn=function,  # pyright: ignore[reportArgumentType]
     )
