@@ -286,7 +286,7 @@ class TokenAccumulation(Algorithm):
             )
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. A run of a number of batches would never end."""
+        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
