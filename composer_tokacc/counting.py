@@ -109,9 +109,10 @@ def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Te
 
     Args:
         batch: A batch with ``labels``, and for ``'causal_attended'`` a 2-D ``attention_mask``.
-        loss_tokens: ``'causal'``: the position before it predicts a label, so column 0 never counts (most decoders).
-            ``'causal_attended'``: in addition, only labels at attended positions count (LLaVA up to transformers 4.51,
-            Gemma3 up to 4.57). ``'unshifted'``: every label counts (encoder-decoder, pre-shifted labels).
+        loss_tokens: ``'causal'``: each position predicts the label of the next one, so a label in column 0 never counts
+            (most decoders). ``'causal_attended'``: in addition, only labels at attended positions count (LLaVA up to
+            transformers 4.51, Gemma3 up to 4.57). ``'unshifted'``: every label counts (encoder-decoder, pre-shifted
+            labels).
 
     Raises:
         ValueError: If there is no such rule, or the batch has no labels.

@@ -28,8 +28,8 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 DENSE = 0.9
-"""Share of positions with a label from which on all logits are computed. To select hidden states copies them, and saves
-little."""
+"""If at least this share of the positions has a label, all logits are computed. The selection would copy nearly all
+hidden states, and save little."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -366,6 +366,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             vocabulary = vocabulary or getattr(model.model.get_output_embeddings(), 'out_features', None)
             embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
+        # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
         check_vocabulary(microbatch, 'labels', vocabulary)
         # Of a class derived from Embedding the number of ids is not known. Models replace the ids of placeholders, so

@@ -64,7 +64,7 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
 
-Action = Callable[[State], dict[str, float] | None]
+Action = Callable[['TokenAccumulation', State], dict[str, float] | None]
 """What the algorithm does at an event. It may return metrics to log."""
 
 
@@ -152,19 +152,20 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
+        # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
-            Event.FIT_START: self._start_fit,
-            Event.BATCH_START: self._begin_step,
-            Event.BEFORE_TRAIN_BATCH: self._start_attempt,
-            Event.BEFORE_FORWARD: self._begin_forward,
-            Event.AFTER_LOSS: self._replace_loss,
-            Event.BEFORE_BACKWARD: self._scale,
-            Event.AFTER_BACKWARD: self._end_microbatch,
-            Event.AFTER_TRAIN_BATCH: self._finish,
-            Event.BATCH_END: self._end_step,
-            Event.EPOCH_END: self._end_epoch,
-            Event.EVAL_START: self._give_rule_to_eval_split,
-            Event.FIT_END: self._end_fit,
+            Event.FIT_START: TokenAccumulation._start_fit,
+            Event.BATCH_START: TokenAccumulation._begin_step,
+            Event.BEFORE_TRAIN_BATCH: TokenAccumulation._start_attempt,
+            Event.BEFORE_FORWARD: TokenAccumulation._begin_forward,
+            Event.AFTER_LOSS: TokenAccumulation._replace_loss,
+            Event.BEFORE_BACKWARD: TokenAccumulation._scale,
+            Event.AFTER_BACKWARD: TokenAccumulation._end_microbatch,
+            Event.AFTER_TRAIN_BATCH: TokenAccumulation._finish,
+            Event.BATCH_END: TokenAccumulation._end_step,
+            Event.EPOCH_END: TokenAccumulation._end_epoch,
+            Event.EVAL_START: TokenAccumulation._give_rule_to_eval_split,
+            Event.FIT_END: TokenAccumulation._end_fit,
         }
 
     def __repr__(self) -> str:
@@ -247,7 +248,7 @@ class TokenAccumulation(Algorithm):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Calls the method for the event, and logs the metrics that it returns."""
         action = self._actions[event]
-        metrics = action(state)
+        metrics = action(self, state)
         if metrics:
             logger.log_metrics(metrics)
 
@@ -285,7 +286,7 @@ class TokenAccumulation(Algorithm):
             )
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. A run of a number of batches would never end."""
+        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'

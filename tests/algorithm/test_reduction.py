@@ -140,6 +140,16 @@ def test_backward_reaches_only_ignored_parameters():
     assert inner.second.weight.grad.tolist() == [[1.0, 1.0]]
 
 
+def test_ignored_parameters_get_no_zeros():
+    """The model reduces them itself. A gradient of zero would let the optimizer decay unused experts."""
+    inner = TwoHeads()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
+    watch, model = watch_of(inner)
+    backward(watch, model, ())
+    assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
+    assert inner.second.weight.grad is None
+
+
 def test_fsdp_shards_all_or_nothing():
     model = TwoHeads()
     check_sharding(model)

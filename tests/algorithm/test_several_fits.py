@@ -78,7 +78,7 @@ def test_every_fit_measures_every_label_once():
         fit(WithoutOneToken(token), batch, algorithms=[algorithm], microbatch_size=1)
 
 
-@pytest.mark.parametrize('copied', [copy.deepcopy, lambda algorithm: pickle.loads(pickle.dumps(algorithm))])
+@pytest.mark.parametrize('copied', [copy.copy, copy.deepcopy, lambda algorithm: pickle.loads(pickle.dumps(algorithm))])
 def test_copy_after_a_fit(copied):
     batch = ragged_batch(SPARSE)
     expected, _ = reference_gradients(one_layer_model(), batch)
@@ -86,8 +86,10 @@ def test_copy_after_a_fit(copied):
     fit(one_layer_model(), batch, algorithms=[algorithm])
     copy_of_algorithm = copied(algorithm)
     assert repr(copy_of_algorithm) == repr(algorithm)
+    assert copy_of_algorithm.rule is None
     recorder = fit(one_layer_model(), batch, algorithms=[copy_of_algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert copy_of_algorithm.rule == 'causal'
 
 
 def test_packing_spec_without_algorithm():
