@@ -254,6 +254,23 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts).view(targets.shape)
 
 
+def token_losses_at(logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross-entropy at some positions, float32 ``(positions,)``. The time depends only on their number.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        positions: Indices of the positions in the flattened batch, int64 ``(positions,)``.
+        targets: The token that each of them should predict, ``(positions,)``.
+    """
+    flat_logits = whole_vocabulary(logits.detach()).flatten(0, 1)
+    size = max(CHUNK // flat_logits.shape[-1], 1)
+    parts = []
+    for part_positions, part_targets in zip(positions.split(size), targets.split(size), strict=True):
+        part_logits = flat_logits.index_select(0, part_positions).float()
+        parts.append(F.cross_entropy(part_logits, part_targets, reduction='none'))
+    return torch.cat(parts)
+
+
 # Hooks in the graph.
 
 

@@ -22,7 +22,7 @@ from composer.devices import Device
 from composer.utils import dist
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.checks.logits import at_predictions, logits_of, token_losses
+from composer_tokacc.checks.logits import at_predictions, logits_of, token_losses_at
 from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
 from composer_tokacc.monitor.step_counts import rows_with_positions, rule_of
@@ -207,10 +207,10 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
         # would wait for the device.
         is_counted = loss_mask(labelled, rule)
     labels = labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX)
-    targets = at_predictions(labels, rule)
-    losses = token_losses(logits, targets).flatten()
-    ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)  # each token has a number, from 1
-    return losses[places_of(ordinals, range(1, num_tokens + 1))]
+    targets = at_predictions(labels, rule).flatten()
+    ordinals = (targets != IGNORE_INDEX).cumsum(dim=0)  # each token has a number, from 1
+    positions = places_of(ordinals, range(1, num_tokens + 1))
+    return token_losses_at(logits, positions, targets[positions])
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import torch
 
 from composer_tokacc import TokenMonitor
 from composer_tokacc.checks import logits
-from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS
+from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS, _token_losses
 from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
 from tests.support.launch import launch_json
@@ -76,6 +76,24 @@ def test_losses_do_not_depend_on_chunks(chunk, monkeypatch):
     recorder = fit(text_model(), batch_of(), slot_tokens=14, callbacks=[TokenMonitor()])
     for source in TOKENS:
         assert field(recorder, 'loss', source) == pytest.approx([loss_of(source)], rel=1e-6)
+
+
+def test_losses_are_computed_only_at_labels(monkeypatch):
+    """With a large vocabulary and few labels, losses at all positions would take most of the step."""
+    sizes = []
+    cross_entropy = torch.nn.functional.cross_entropy
+
+    def recorded(logits, targets, **options):
+        sizes.append(len(logits))
+        return cross_entropy(logits, targets, **options)
+
+    monkeypatch.setattr(torch.nn.functional, 'cross_entropy', recorded)
+    batch = batch_of()
+    all_logits = torch.randn(*batch['labels'].shape, 64)
+    losses = _token_losses(batch, {'logits': all_logits}, 'causal', NUM_TOKENS)
+    assert sizes == [NUM_TOKENS]
+    expected = next_token_loss(all_logits, batch['labels'], reduction='sum')
+    assert float(losses.sum()) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize(('token_weights', 'power'), [('sqrt', 0.5), ('sample', 1.0)])
