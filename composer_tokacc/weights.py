@@ -103,7 +103,13 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             'such a column, or take other weights.'
         )
     if isinstance(column, (list, tuple)):
-        weights_of_rows = [value if isinstance(value, (int, float)) else math.nan for value in column]
+        weights_of_rows = []
+        for row, value in enumerate(column):
+            if value is not None and not isinstance(value, (int, float)):
+                raise InvalidInputError(
+                    f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'
+                )
+            weights_of_rows.append(math.nan if value is None else value)
         column = torch.tensor(weights_of_rows, device=counted.device)
     if not isinstance(column, Tensor) or column.is_complex():
         raise InvalidInputError(

@@ -238,6 +238,7 @@ def test_padded_packed_documents_are_samples(key, values, first_weight, second_w
         ([1.0, 1.0, 1.0, float('nan'), 1.0, 1.0], "got: nan for sample 'sample-3'"),
         ([1.0, float('inf'), 1.0, 1.0, 1.0, 1.0], "got: inf for sample 'sample-1'"),
         ([1.0, 1.0, None, 1.0, 1.0, 1.0], "got: nan for sample 'sample-2' \\(nan: the sample has no weight\\)"),
+        ([1.0, '1.0', 1.0, 1.0, 1.0, 1.0], "must be a number for every sample, got: '1.0' for sample 'sample-1'"),
         ([0.0] * 6, "must not all be 0, got: 0 for each of its 26 loss-generating tokens, sample 'sample-0'"),
         (torch.ones(6, 3), r"must be of shape \(6,\) or \(6, 14\), as the labels, got: \(6, 3\), .* 'sample-0'"),
         (None, "needs `loss_weights` in every batch, .* beginning with sample 'sample-0'"),
