@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_global_rank, get_world_size
+from composer_tokacc.collectives import (
+    Gather,
+    all_gather_object,
+    are_equal_on_ranks,
+    get_global_rank,
+    get_world_size,
+)
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.repeated_samples import has_torchs_order, sampler_of
 
@@ -132,9 +138,14 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
         compare_plans(record)
 
 
-def compare_plans(record: PlanRecord | None) -> None:
-    """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
-    difference = find_difference(all_gather_object(record or PlanRecord()))
+def compare_plans(record: PlanRecord | None, gather: Gather = all_gather_object) -> None:
+    """Raises RuntimeError about the difference between the ranks if there is one; a collective.
+
+    Args:
+        record: The record of this rank.
+        gather: Returns the records of all ranks.
+    """
+    difference = find_difference(gather(record or PlanRecord()))
     if difference is not None:
         raise NotExactError(difference)
 

@@ -125,7 +125,9 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        compare_plans(self._arguments())
+        # In the group of this loader, because a thread that reads ahead may begin at any time of a step. In the default
+        # group its collectives could meet those of the training on another rank.
+        compare_plans(self._arguments(), self._exchange.gather)
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. Then they go on without samples until the last one does.

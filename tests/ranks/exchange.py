@@ -109,6 +109,28 @@ def errors_of_ranks(error: Callable[[str], Exception]) -> list[str]:
     raise AssertionError('nothing was raised')
 
 
+def first_names_amid_training() -> list[list[int]]:
+    """Reads the first batch before a collective of the training on rank 0, and during it on the others.
+
+    So it may be with a thread that reads ahead.
+    """
+    begins_training = dist.get_global_rank() != 0
+    loader = build(SamplesOfRank())
+    dist.barrier()
+    value = torch.ones(1)
+    work = None
+    if begins_training:
+        work = torch.distributed.all_reduce(value, async_op=True)
+    batch = next(iter(loader))
+    names = [int(name) for name in batch['sample_ids']]
+    if work is None:
+        work = torch.distributed.all_reduce(value, async_op=True)
+    assert work is not None
+    work.wait()
+    assert int(value) == dist.get_world_size()
+    return dist.all_gather_object(names)
+
+
 def measure_steps(objective: str) -> list[dict[str, float]]:
     """Compares each step with one forward over the samples of all ranks. Returns the errors on rank 0."""
     steps = rows_of_steps(build(SamplesOfRank(), objective=objective))
@@ -148,4 +170,5 @@ def main() -> dict[str, Any]:
         # Not forked, because a child of a process with gloo's threads may wait forever for a lock of one of them.
         results['workers'] = epochs_of_sampler(num_workers=2, multiprocessing_context='forkserver')
         results['drop_last'] = epochs_of_sampler(drop_last=True)
+        results['amid training'] = first_names_amid_training()
     return results

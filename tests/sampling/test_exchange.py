@@ -138,6 +138,10 @@ def test_ranks_exchange_what_they_read(ranks, epochs):
     assert len(read_in_epoch[-1]) < BATCH * ranks, 'the last batch should be a smaller one'
     assert sum(len(step) for step in read_in_epoch) == EPOCH
 
+    if ranks == 2:
+        names_of_first_step = [rank['names'] for rank in results['uneven'][0]]
+        assert results['amid training'] == names_of_first_step
+
     message = f'sample "{BATCH}" is broken'
     on_other_ranks = [f'InvalidInputError: {message}'] * (ranks - 1)
     assert results['bad sample'] == [f'BadSampleError: {message}', *on_other_ranks]
