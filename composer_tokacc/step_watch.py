@@ -205,7 +205,7 @@ class StepWatch:
         difference, written = _difference_of_forwards(module, args, kwargs)
         # Not written with `>`: the difference may be NaN.
         if not difference <= tolerance_of(logits.dtype):
-            names = _listed(written) if written else 'something outside of the model'
+            names = _listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
                 f'{difference:.1e}. Freeze this state, or update it once a step.'

@@ -334,6 +334,18 @@ class ScaledByMean(RunningMean):
         return torch.addcmul(states, states, self.running)
 
 
+class MeanInList(torch.nn.Module):
+    """Keeps its state in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = []
+
+    def forward(self, states):
+        self.means.append(states.detach().mean())
+        return states + sum(self.means)
+
+
 @pytest.mark.parametrize(
     ('make_layer', 'written'),
     [
@@ -344,6 +356,7 @@ class ScaledByMean(RunningMean):
         (RunningMean, r'`\S+running`'),
         (ReplacedMean, r'`\S+running`'),
         (WarmUp, r'`\S+count`'),
+        (MeanInList, 'state that is no tensor or number of a module'),
     ],
 )
 def test_state_that_forwards_write(make_layer, written):
