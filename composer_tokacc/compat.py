@@ -180,7 +180,7 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def buffer_versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns a pair of numbers for each buffer of a module, without its parts. It changes if a buffer is written."""
+    """Returns a pair of numbers for each buffer of a module itself. It changes if the buffer is replaced or written."""
     versions = {}
     for name, buffer in module.named_buffers(recurse=False):
         versions[name] = (id(buffer), buffer._version)
