@@ -254,6 +254,12 @@ def test_bad_weights_name_the_sample(model, weights, message):
     assert '\n' not in str(caught.value)
 
 
+def test_row_without_tokens_needs_no_weight():
+    batch = collate(text_rows([(4, 2), (5, 0)]))
+    weights = token_weights_of({**batch, 'loss_weights': [0.5, None]}, 'column')
+    assert weights.sum(dim=1).tolist() == [1.0, 0.0]
+
+
 def test_single_weight_for_batch_is_refused():
     with pytest.raises(ValueError, match='must be a real tensor, or a list of a float per row'):
         token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
