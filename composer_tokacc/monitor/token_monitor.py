@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ PROGRESS_BAR = {
 """Metrics in Composer's progress bar: short name and format of each."""
 
 
+@runtime_checkable
 class Flops(Protocol):
     """Predicts the floating point operations of a microbatch, forward and backward."""
 
@@ -132,6 +133,8 @@ class TokenMonitor(Callback):
             if not is_number or not 0 < device_tflops < math.inf:
                 raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
+        if flops is not None and not isinstance(flops, Flops):
+            raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()

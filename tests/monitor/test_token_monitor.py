@@ -47,6 +47,7 @@ def batch():
     [
         ({'loss_tokens': 'shifted'}, r"`loss_tokens` must be .*, got: 'shifted'"),
         ({'device_tflops': -1}, '`device_tflops` must be a positive number, got: -1'),
+        ({'flops': len}, '`flops` must have the methods `text` and `media`'),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
