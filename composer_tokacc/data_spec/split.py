@@ -286,7 +286,7 @@ class MicrobatchSplit:
         The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
         """
         if isinstance(batch, PreSplitBatch):
-            batch = batch.joined(layout)
+            batch = batch.with_complete_lists().joined(layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()

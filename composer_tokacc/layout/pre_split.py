@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, map_tensors, padding_side, text_of
+from composer_tokacc.batch import MODALITIES, Batch, map_tensors, padding_side, text_of
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -82,6 +82,24 @@ class PreSplitBatch(Mapping[str, Any]):
         pad_token_id = _pad_token_id(self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 
+    def with_complete_lists(self) -> PreSplitBatch:
+        """Returns the batch with each list in all microbatches, so that :meth:`joined` accepts lists that some lack.
+
+        Lists such as ``num_images`` stay as they are, because :meth:`joined` counts the items itself.
+        """
+        counted = {f'num_{modality}s' for modality in MODALITIES}
+        keys_of_lists: dict[str, None] = {}  # a dict keeps their order
+        for microbatch in self.microbatches:
+            for key, value in microbatch.items():
+                if isinstance(value, (list, tuple)) and key not in counted:
+                    keys_of_lists[key] = None
+
+        def completed(microbatch: dict[str, Any]) -> dict[str, Any]:
+            lists = {key: _completed_list(microbatch, key) for key in keys_of_lists}
+            return {**microbatch, **lists}
+
+        return self.map(completed)
+
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would turn the mapping into a plain dict."""
         return self.map(lambda microbatch: map_tensors(microbatch, torch.Tensor.pin_memory))
@@ -117,16 +135,9 @@ class PreSplitBatch(Mapping[str, Any]):
             return self._joined_tensor(key, with_key[0])
         if not isinstance(value, (list, tuple)):
             return value
-        # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
-        # In a list of anything else they have None.
-        missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
-            values_of_rows = microbatch.get(key)
-            if values_of_rows is None:
-                num_rows = len(text_of(microbatch))
-                values_of_rows = [missing] * num_rows
-            values += values_of_rows
+            values += _completed_list(microbatch, key)
         return values
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
@@ -178,6 +189,19 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     if isinstance(batch, PreSplitBatch):
         return batch.microbatches
     return [batch]
+
+
+def _completed_list(microbatch: Batch, key: str) -> Any:
+    """Returns the value of each row in a list of a microbatch. The microbatch may lack the list.
+
+    For example, it may lack `num_images` if it has no images. Its rows then have the count 0. In a list of anything
+    else they have None.
+    """
+    values = microbatch.get(key)
+    if values is not None:
+        return values
+    missing = 0 if key.startswith('num_') else None
+    return [missing] * len(text_of(microbatch))
 
 
 def widened(

@@ -185,6 +185,15 @@ def test_evaluation_keeps_rows_in_order():
     assert names(microbatches) == [['0.0', '0.1', '1.0'], ['1.1', '1.2', '1.3'], ['2.0']]
 
 
+def test_evaluation_completes_lists():
+    """Microbatches without images lack lists about images."""
+    with_images = text_batch([4, 3], num_boxes=[2, 1], paths=['a.png', 'b.png'])
+    with torch.no_grad():
+        parts = spec_for().split_batch(PreSplitBatch([with_images, text_batch([5])], max_tokens=CAP), 2)
+    assert [part['paths'] for part in parts] == [['a.png', 'b.png'], [None]]
+    assert [part['num_boxes'] for part in parts] == [[2, 1], [0]]
+
+
 @pytest.mark.parametrize('size', [3, 1])
 def test_evaluation_joins_media_by_the_layout(size):
     """Only the layout of the model tells that MiniCPM-V puts the patches of all images side by side."""
