@@ -597,9 +597,17 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 
 
 def inferred_layout(batch: Batch) -> BatchLayout:
-    """Returns the layout that a batch implies, or the microbatch with the most keys, which has media if any has."""
-    with_most_keys = max(microbatches_of(batch), key=len)
-    return BatchLayout.infer(with_most_keys)
+    """Returns the layout that a batch implies, or all microbatches of a pre-split one together."""
+    if not isinstance(batch, PreSplitBatch):
+        return BatchLayout.infer(batch)
+    # Only keys and numbers of dimensions tell the layout, so no tensor need be joined. A microbatch without images may
+    # lack their keys, or have None there.
+    values: dict[str, Any] = {}
+    for microbatch in batch.microbatches:
+        for key, value in microbatch.items():
+            if values.get(key) is None:
+                values[key] = value
+    return BatchLayout.infer(values)
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:

@@ -17,7 +17,7 @@ from composer.core import Event
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.split import inferred_layout, split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
@@ -192,6 +192,23 @@ def test_evaluation_completes_lists():
         parts = spec_for().split_batch(PreSplitBatch([with_images, text_batch([5])], max_tokens=CAP), 2)
     assert [part['paths'] for part in parts] == [['a.png', 'b.png'], [None]]
     assert [part['num_boxes'] for part in parts] == [[2, 1], [0]]
+
+
+@pytest.mark.parametrize(
+    ('first', 'second', 'family'),
+    [
+        ({'pixel_values': None}, {'pixel_values': torch.zeros(1, 3, 4, 4)}, 'LLaVA'),
+        (
+            {'pixel_values_videos': torch.zeros(1, 8, 3, 4, 4)},
+            {'pixel_values_images': torch.zeros(1, 3, 4, 4)},
+            'Video-LLaVA',
+        ),
+    ],
+)
+def test_layout_of_all_microbatches(first, second, family):
+    """No microbatch by itself need tell the layout. The first one has as many keys as the other."""
+    batch = PreSplitBatch([text_batch([4], **first), text_batch([5], **second)], max_tokens=CAP)
+    assert inferred_layout(batch).family.name == family
 
 
 @pytest.mark.parametrize('size', [3, 1])
