@@ -483,7 +483,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         if mask is not None:
             attended = mask
         is_attended = attended[0, 1:] != 0
-        positions = _without_placeholders(layout, rows, is_attended.nonzero().flatten() + 1)
+        positions = is_attended.nonzero().flatten() + 1
+        positions = _without_placeholders(layout, rows, positions)
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
@@ -768,9 +769,12 @@ def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tens
     ids = _ids_at_labels(rows)
     if layout is None or ids is None:
         return columns
-    is_placeholder = has_any_id(ids[-1, columns], all_placeholders(layout.config))
-    text_columns = columns[~is_placeholder]
-    return text_columns if len(text_columns) >= 2 else columns
+    placeholders = all_placeholders(layout.config)
+    is_placeholder = has_any_id(ids[-1], placeholders)
+    text_columns = columns[~is_placeholder[columns]]
+    if len(text_columns) < 2:
+        return columns
+    return text_columns
 
 
 def with_unequal_row(
@@ -802,7 +806,8 @@ def with_unequal_row(
         # ids may be placeholders. Only the last tokens get it, because without a config nothing tells the placeholders,
         # which most rows have before their text.
         is_real = real_positions(extended)[-1]
-        columns = _without_placeholders(layout, extended, is_real.nonzero().flatten()[1:])
+        columns = is_real.nonzero().flatten()[1:]
+        columns = _without_placeholders(layout, extended, columns)
         labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
     return extended
 

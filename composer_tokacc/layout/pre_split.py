@@ -82,24 +82,6 @@ class PreSplitBatch(Mapping[str, Any]):
         pad_token_id = _pad_token_id(self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 
-    def with_complete_lists(self) -> PreSplitBatch:
-        """Returns the batch with each list in all microbatches, so that :meth:`joined` accepts lists that some lack.
-
-        Lists such as ``num_images`` stay as they are, because :meth:`joined` counts the items itself.
-        """
-        counted = {f'num_{modality}s' for modality in MODALITIES}
-        keys_of_lists: dict[str, None] = {}  # a dict keeps their order
-        for microbatch in self.microbatches:
-            for key, value in microbatch.items():
-                if isinstance(value, (list, tuple)) and key not in counted:
-                    keys_of_lists[key] = None
-
-        def completed(microbatch: dict[str, Any]) -> dict[str, Any]:
-            lists = {key: _completed_list(microbatch, key) for key in keys_of_lists}
-            return {**microbatch, **lists}
-
-        return self.map(completed)
-
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would turn the mapping into a plain dict."""
         return self.map(lambda microbatch: map_tensors(microbatch, torch.Tensor.pin_memory))
@@ -191,6 +173,27 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
+def with_complete_lists(batch: PreSplitBatch) -> PreSplitBatch:
+    """Returns the batch with each list in all microbatches. :meth:`.PreSplitBatch.joined` refuses lists that some lack.
+
+    Lists such as ``num_images`` stay as they are, because the items are counted when microbatches are joined.
+    """
+    counted_keys = [f'num_{modality}s' for modality in MODALITIES]
+    keys_of_lists: dict[str, None] = {}  # a dict keeps their order
+    for microbatch in batch.microbatches:
+        for key, value in microbatch.items():
+            if isinstance(value, (list, tuple)) and key not in counted_keys:
+                keys_of_lists[key] = None
+
+    def completed(microbatch: dict[str, Any]) -> Batch:
+        complete = dict(microbatch)
+        for key in keys_of_lists:
+            complete[key] = _completed_list(microbatch, key)
+        return complete
+
+    return batch.map(completed)
+
+
 def _completed_list(microbatch: Batch, key: str) -> Any:
     """Returns the value of each row in a list of a microbatch. The microbatch may lack the list.
 
@@ -201,7 +204,8 @@ def _completed_list(microbatch: Batch, key: str) -> Any:
     if values is not None:
         return values
     missing = 0 if key.startswith('num_') else None
-    return [missing] * len(text_of(microbatch))
+    num_rows = len(text_of(microbatch))
+    return [missing] * num_rows
 
 
 def widened(
