@@ -37,7 +37,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.layout.pre_split import with_complete_lists
+from composer_tokacc.layout.pre_split import joined_with_lists
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -287,7 +287,7 @@ class MicrobatchSplit:
         The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
         """
         if isinstance(batch, PreSplitBatch):
-            batch = with_complete_lists(batch).joined(layout)
+            batch = joined_with_lists(batch, layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, map_tensors, padding_side, text_of
+from composer_tokacc.batch import Batch, map_tensors, padding_side, text_of
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -117,9 +117,16 @@ class PreSplitBatch(Mapping[str, Any]):
             return self._joined_tensor(key, with_key[0])
         if not isinstance(value, (list, tuple)):
             return value
+        # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
+        # In a list of anything else they have None.
+        missing = 0 if key.startswith('num_') else None
         values: list[Any] = []
         for microbatch in self.microbatches:
-            values += _completed_list(microbatch, key)
+            values_of_rows = microbatch.get(key)
+            if values_of_rows is None:
+                num_rows = len(text_of(microbatch))
+                values_of_rows = [missing] * num_rows
+            values += values_of_rows
         return values
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
@@ -173,39 +180,24 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
-def with_complete_lists(batch: PreSplitBatch) -> PreSplitBatch:
-    """Returns the batch with each list in all microbatches. :meth:`.PreSplitBatch.joined` refuses lists that some lack.
+def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, Any]:
+    """Returns one plain batch of all rows, with the lists that are read from the pre-split batch.
 
-    Lists such as ``num_images`` stay as they are, because the items are counted when microbatches are joined.
+    :meth:`.PreSplitBatch.joined` refuses a list that some microbatches lack. It also counts images again, which fails
+    if ``num_images`` does not count tiles, and the layout has no config. An evaluation need not know these numbers.
     """
-    counted_keys = [f'num_{modality}s' for modality in MODALITIES]
-    keys_of_lists: dict[str, None] = {}  # a dict keeps their order
-    for microbatch in batch.microbatches:
-        for key, value in microbatch.items():
-            if isinstance(value, (list, tuple)) and key not in counted_keys:
-                keys_of_lists[key] = None
+    lists: dict[str, Any] = {}
+    for key in batch:
+        values = [microbatch.get(key) for microbatch in batch.microbatches]
+        present = [value for value in values if value is not None]
+        if present and all(isinstance(value, (list, tuple)) for value in present):
+            lists[key] = batch[key]
 
-    def completed(microbatch: dict[str, Any]) -> Batch:
-        complete = dict(microbatch)
-        for key in keys_of_lists:
-            complete[key] = _completed_list(microbatch, key)
-        return complete
+    def without_lists(microbatch: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in microbatch.items() if key not in lists}
 
-    return batch.map(completed)
-
-
-def _completed_list(microbatch: Batch, key: str) -> Any:
-    """Returns the value of each row in a list of a microbatch. The microbatch may lack the list.
-
-    For example, it may lack `num_images` if it has no images. Its rows then have the count 0. In a list of anything
-    else they have None.
-    """
-    values = microbatch.get(key)
-    if values is not None:
-        return values
-    missing = 0 if key.startswith('num_') else None
-    num_rows = len(text_of(microbatch))
-    return [missing] * num_rows
+    joined = batch.map(without_lists).joined(layout)
+    return {**joined, **lists}
 
 
 def widened(

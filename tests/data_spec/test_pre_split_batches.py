@@ -194,6 +194,18 @@ def test_evaluation_completes_lists():
     assert [part['num_boxes'] for part in parts] == [[2, 1], [0]]
 
 
+def test_evaluation_of_tiles():
+    """A batch that is not cut need not tell which tiles belong to which row. The images of two rows have four tiles."""
+    with_tiles = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.rand(4, 3, 4, 4))
+    batch = PreSplitBatch([with_tiles, text_batch([5], num_images=[0])], max_tokens=CAP)
+    with torch.no_grad():
+        (part,) = spec_for(family=LLAVA).split_batch(batch, 3)
+        with pytest.raises(ValueError, match=r'which of 4 images belong to which of 3 rows'):
+            spec_for(family=LLAVA).split_batch(batch, 2)
+    assert part['num_images'] == [1, 1, 0]
+    assert torch.equal(part['pixel_values'], with_tiles['pixel_values'])
+
+
 @pytest.mark.parametrize(
     ('first', 'second', 'family'),
     [
