@@ -188,16 +188,28 @@ def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, An
     """
     lists: dict[str, Any] = {}
     for key in batch:
-        values = [microbatch.get(key) for microbatch in batch.microbatches]
-        present = [value for value in values if value is not None]
-        if present and all(isinstance(value, (list, tuple)) for value in present):
+        if _is_list(batch, key):
             lists[key] = batch[key]
 
     def without_lists(microbatch: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in microbatch.items() if key not in lists}
+        others = {}
+        for key, value in microbatch.items():
+            if key not in lists:
+                others[key] = value
+        return others
 
     joined = batch.map(without_lists).joined(layout)
-    return {**joined, **lists}
+    joined.update(lists)
+    return joined
+
+
+def _is_list(batch: PreSplitBatch, key: str) -> bool:
+    """Returns whether an entry is a list in all microbatches that have it."""
+    for microbatch in batch.microbatches:
+        value = microbatch.get(key)
+        if value is not None and not isinstance(value, (list, tuple)):
+            return False
+    return True
 
 
 def widened(
