@@ -49,6 +49,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.facts import PACKED_ROWS, PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import num_rows, without_rows
 
@@ -477,12 +478,13 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     has_label = labels[0, 1:] != IGNORE_INDEX
     positions = has_label.nonzero().flatten() + 1
     if len(positions) < 2:
-        # Too few labels: any attended positions will do.
+        # Too few labels: any attended positions of text will do.
         attended = torch.ones_like(labels)
         if mask is not None:
             attended = mask
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
+        positions = _without_placeholders(layout, rows, positions)
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
@@ -759,6 +761,22 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     return {**batch, 'labels': labels}
 
 
+def _without_placeholders(layout: BatchLayout | None, rows: Batch, columns: Tensor) -> Tensor:
+    """Returns columns of the last row without those of placeholders, because a model may not count labels there.
+
+    If fewer than two are left, returns all of them, because one label shows little.
+    """
+    ids = _ids_at_labels(rows)
+    if layout is None or ids is None:
+        return columns
+    placeholders = all_placeholders(layout.config)
+    is_placeholder = has_any_id(ids[-1], placeholders)
+    text_columns = columns[~is_placeholder[columns]]
+    if len(text_columns) < 2:
+        return columns
+    return text_columns
+
+
 def with_unequal_row(
     layout: BatchLayout,
     rows: BatchDict,
@@ -785,10 +803,11 @@ def with_unequal_row(
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif counted_columns and _ids_at_labels(extended) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
-        # ids may be placeholders. Only the last tokens get it, because a model may not count labels at placeholders,
+        # ids may be placeholders. Only the last tokens get it, because without a config nothing tells the placeholders,
         # which most rows have before their text.
         is_real = real_positions(extended)[-1]
         columns = is_real.nonzero().flatten()[1:]
+        columns = _without_placeholders(layout, extended, columns)
         labels[-1, columns[-NUM_LABELS:]] = int(labels[-1, counted_columns[0]])
     return extended
 

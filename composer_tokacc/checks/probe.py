@@ -52,8 +52,11 @@ DROPOUTS = {
     'dropout2d',
     'dropout3d',
     'alpha_dropout',
+    'alpha_dropout_',
     'feature_dropout',
+    'feature_dropout_',
     'feature_alpha_dropout',
+    'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
 
@@ -644,7 +647,8 @@ class _ProbeMode(TorchFunctionMode):
         """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
-        if name in DROPOUTS:
+        # A model of torch.export calls operators by their full names, such as `dropout.default`.
+        if name.removesuffix('.default') in DROPOUTS:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
             # The arguments after query, key, value and mask.

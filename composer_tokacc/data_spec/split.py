@@ -37,6 +37,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
+from composer_tokacc.layout.pre_split import joined_with_lists
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -286,7 +287,7 @@ class MicrobatchSplit:
         The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
         """
         if isinstance(batch, PreSplitBatch):
-            batch = batch.joined(layout)
+            batch = joined_with_lists(batch, layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
@@ -597,9 +598,17 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 
 
 def inferred_layout(batch: Batch) -> BatchLayout:
-    """Returns the layout that a batch implies, or the microbatch with the most keys, which has media if any has."""
-    with_most_keys = max(microbatches_of(batch), key=len)
-    return BatchLayout.infer(with_most_keys)
+    """Returns the layout that a batch implies, or all microbatches of a pre-split one together."""
+    if not isinstance(batch, PreSplitBatch):
+        return BatchLayout.infer(batch)
+    # Only keys and numbers of dimensions tell the layout, so no tensor need be joined. A microbatch without images may
+    # lack their keys, or have None there.
+    values: dict[str, Any] = {}
+    for microbatch in batch.microbatches:
+        for key, value in microbatch.items():
+            if values.get(key) is None:
+                values[key] = value
+    return BatchLayout.infer(values)
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:

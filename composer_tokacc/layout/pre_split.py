@@ -180,6 +180,38 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
+def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, Any]:
+    """Returns one plain batch of all rows, with the lists that are read from the pre-split batch.
+
+    :meth:`.PreSplitBatch.joined` refuses a list that some microbatches lack. It also counts images again, which fails
+    if ``num_images`` does not count tiles, and the layout has no config. An evaluation need not know these numbers.
+    """
+    lists: dict[str, Any] = {}
+    for key in batch:
+        if _is_list(batch, key):
+            lists[key] = batch[key]
+
+    def without_lists(microbatch: dict[str, Any]) -> dict[str, Any]:
+        others = {}
+        for key, value in microbatch.items():
+            if key not in lists:
+                others[key] = value
+        return others
+
+    joined = batch.map(without_lists).joined(layout)
+    joined.update(lists)
+    return joined
+
+
+def _is_list(batch: PreSplitBatch, key: str) -> bool:
+    """Returns whether an entry is a list in all microbatches that have it."""
+    for microbatch in batch.microbatches:
+        value = microbatch.get(key)
+        if value is not None and not isinstance(value, (list, tuple)):
+            return False
+    return True
+
+
 def widened(
     batch: Batch,
     width_multiple: int,

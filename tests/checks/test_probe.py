@@ -226,11 +226,19 @@ def test_kernel_with_dropout_in_its_name():
     assert probe.run(row, varies_weights=False).losses['tokens'] == pytest.approx(expected.item())
 
 
-def test_dropout_is_switched_off():
+@pytest.mark.parametrize(
+    'dropout',
+    [
+        pytest.param(F.dropout, id='function'),
+        pytest.param(lambda states, p, train: torch.feature_dropout_(states.clone(), p, train), id='in place'),
+        pytest.param(torch.ops.aten.dropout.default, id='exported'),
+    ],
+)
+def test_dropout_is_switched_off(dropout):
     """The dropout of attention is an argument of a kernel. Other dropout is a function that is called."""
 
     def loss(logits, batch):
-        return causal(F.dropout(logits, 0.5, training=True), batch)
+        return causal(dropout(logits, 0.5, True), batch)
 
     model = one_layer_model(attention_dropout=0.5).train()
     probe = probe_of(loss, model=model)

@@ -206,9 +206,12 @@ class PadsToLargestImage(AddsMemory):
         return is_placeholder.any(dim=1, keepdim=True) * 0.1 * longest_run * torch.linspace(-1, 1, 32)
 
 
+LAYOUT_WITH_CONFIG = replace(LAYOUT_OF_IMAGES, config=SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID))
+"""The config tells the placeholders."""
+
+
 def test_unequal_images_with_equal_means():
     """All rows have images of four placeholders on average. The second batch has rows without a large image."""
-    layout = replace(LAYOUT_OF_IMAGES, config=SimpleNamespace(model_type='of images', image_token_id=IMAGE_ID))
     row_of_unequal_images = '12ii34iiiiii56'
     row_of_equal_images = '12iiii34iiii56'
     batches = []
@@ -219,7 +222,7 @@ def test_unequal_images_with_equal_means():
         batch['input_ids'][is_placeholder] = IMAGE_ID
         batch['labels'][is_placeholder] = -100
         batches.append(batch)
-    assert kinds_of_steps(PadsToLargestImage(), batches, layout=layout) == ['exact', 'refused']
+    assert kinds_of_steps(PadsToLargestImage(), batches, layout=LAYOUT_WITH_CONFIG) == ['exact', 'refused']
 
 
 class IgnoresLabelsOfImages(AddsImages):
@@ -230,15 +233,21 @@ class IgnoresLabelsOfImages(AddsImages):
         return super().forward({**batch, 'labels': labels})
 
 
-def test_one_label_behind_each_image():
-    """The check adds a row with several labels. None of them may be at a placeholder."""
-    rows = ('12iiii345', '1ii2345', '123iiiiii2345', 'iii12345')
+@pytest.mark.parametrize(
+    ('rows', 'layout'),
+    [
+        pytest.param(('12iiii345', '1ii2345', '123iiiiii2345', 'iii12345'), LAYOUT_OF_IMAGES, id='in the text'),
+        pytest.param(('12iiii3', '1ii2', '123iiiiii5', 'iii7'), LAYOUT_WITH_CONFIG, id='directly behind'),
+    ],
+)
+def test_one_label_behind_each_image(rows, layout):
+    """The check puts labels on a row. None of them may be at a placeholder."""
     images = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(0))
     batch = drawn_batch(*rows, pixel_values=images, num_images=[1] * len(rows))
     batch['input_ids'][batch['input_ids'] == IMAGE] = IMAGE_ID
     for row, drawing in enumerate(rows):
         batch['labels'][row, : len(drawing) - 1] = -100
-    assert kinds_of_steps(IgnoresLabelsOfImages(), [batch, batch], layout=LAYOUT_OF_IMAGES) == ['exact', 'exact']
+    assert kinds_of_steps(IgnoresLabelsOfImages(), [batch, batch], layout=layout) == ['exact', 'exact']
 
 
 # Ranges of widths and lengths. Rows within them need no new check.

@@ -17,7 +17,7 @@ from composer.core import Event
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.data_spec.split import inferred_layout, split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
@@ -183,6 +183,44 @@ def test_evaluation_keeps_rows_in_order():
     with torch.no_grad():
         microbatches = spec_for().split_batch(batch, 3)
     assert names(microbatches) == [['0.0', '0.1', '1.0'], ['1.1', '1.2', '1.3'], ['2.0']]
+
+
+def test_evaluation_completes_lists():
+    """Microbatches without images lack lists about images."""
+    with_images = text_batch([4, 3], num_boxes=[2, 1], paths=['a.png', 'b.png'])
+    with torch.no_grad():
+        parts = spec_for().split_batch(PreSplitBatch([with_images, text_batch([5])], max_tokens=CAP), 2)
+    assert [part['paths'] for part in parts] == [['a.png', 'b.png'], [None]]
+    assert [part['num_boxes'] for part in parts] == [[2, 1], [0]]
+
+
+def test_evaluation_of_tiles():
+    """A batch that is not cut need not tell which tiles belong to which row. The images of two rows have four tiles."""
+    with_tiles = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.rand(4, 3, 4, 4))
+    batch = PreSplitBatch([with_tiles, text_batch([5], num_images=[0])], max_tokens=CAP)
+    with torch.no_grad():
+        (part,) = spec_for(family=LLAVA).split_batch(batch, 3)
+        with pytest.raises(ValueError, match=r'which of 4 images belong to which of 3 rows'):
+            spec_for(family=LLAVA).split_batch(batch, 2)
+    assert part['num_images'] == [1, 1, 0]
+    assert torch.equal(part['pixel_values'], with_tiles['pixel_values'])
+
+
+@pytest.mark.parametrize(
+    ('first', 'second', 'family'),
+    [
+        ({'pixel_values': None}, {'pixel_values': torch.zeros(1, 3, 4, 4)}, 'LLaVA'),
+        (
+            {'pixel_values_videos': torch.zeros(1, 8, 3, 4, 4)},
+            {'pixel_values_images': torch.zeros(1, 3, 4, 4)},
+            'Video-LLaVA',
+        ),
+    ],
+)
+def test_layout_of_all_microbatches(first, second, family):
+    """No microbatch by itself need tell the layout. The first one has as many keys as the other."""
+    batch = PreSplitBatch([text_batch([4], **first), text_batch([5], **second)], max_tokens=CAP)
+    assert inferred_layout(batch).family.name == family
 
 
 @pytest.mark.parametrize('size', [3, 1])
