@@ -125,9 +125,10 @@ def read_lengths(path: str) -> LengthTable:
             f'must have the columns {allowed_names}, or only some with tokens, got: {shorten(", ".join(names), 300)} '
             f'in {path}',
         )
-    if not columns.size or len(columns) != len(names):
-        message = f'must have a line of {len(names)} numbers for each sample, got: {columns.T.shape} in {path}'
-        raise ConfigError('lengths', message)
+    if not columns.size:
+        raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
+    if len(columns) != len(names):
+        raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
     tokens = columns[names.index('tokens')]
     unknown = np.zeros(len(tokens), dtype=np.int32)
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)

@@ -191,11 +191,14 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            # A head that is tied to the embeddings has no parameters of its own, so it is not among these.
+            # The two outer levels, such as `model` and `model.layers`. A head that is tied to the embeddings has no
+            # parameters of its own, so it is not among these.
             outer_parts = set()
             for full_name, _ in model.named_parameters():
-                levels = full_name.split('.')
+                levels = full_name.split('.')[:-1]  # the last one is the parameter itself
+                outer_parts.add('.'.join(levels[:1]))
                 outer_parts.add('.'.join(levels[:2]))
+            outer_parts.discard('')  # of a parameter that is in no part
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -203,14 +206,14 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
 
 def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
     """Refuses a model without any trained parameter."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        # Without an adapter only `freeze` can have frozen everything.
-        key = 'model.freeze'
-        value = freeze
-        if lora is not None:
-            key = 'model.lora.target_modules'
-            value = lora.get('target_modules')
-        raise ConfigError(key, f'must leave something to train that a loss reaches, got: {value}')
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if lora is not None:
+        targets = lora.get('target_modules')
+        message = f'must name layers that a loss reaches, got: {targets}. No parameter would be trained'
+        raise ConfigError('model.lora.target_modules', message)
+    # Without an adapter only `freeze` can have frozen everything.
+    raise ConfigError('model.freeze', f'must leave something to train, got: {list(freeze)}, which is the whole model')
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:

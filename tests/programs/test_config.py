@@ -78,7 +78,7 @@ def test_algorithms_keep_their_order(tmp_path):
         ('algorithms.token_accumulaton={}', 'token_accumulaton. Did you mean token_accumulation?'),
         ('algorithms.token_accumulation.loss_token=auto', 'loss_token. Did you mean loss_tokens?'),
         ('callbacks.speed_monitr={}', 'speed_monitr. Did you mean speed_monitor?'),
-        ('trainer.loggers.tensorbord={}', 'tensorbord. Did you mean tensorboard?'),
+        ('trainer.loggers.tensorbord={}', '`trainer.loggers` has no class tensorbord. Did you mean tensorboard?'),
         ('optimizer.name=adam_v', 'adam_v. Did you mean adam?'),
         ('optimizer.lrr=1', 'lrr. Did you mean lr?'),
         ('optimizer.parts={vision_tower: {lrr: 1}}', 'lrr. Did you mean lr?'),

@@ -84,7 +84,7 @@ MISTAKES = [
     # An encoder would read the answers.
     ({'config': BLIP2}, 'must have only a decoder, got: blip-2'),
     ({'config': LLAVA, 'freeze': ['vision']}, r'has no part vision. Known: .*(model\.)?multi_modal_projector'),
-    ({'config': LLAVA, 'freeze': EVERY_PART}, 'must leave something to train'),
+    ({'config': LLAVA, 'freeze': EVERY_PART}, '`model.freeze` must leave something .*, which is the whole model'),
 ]
 
 
@@ -97,9 +97,12 @@ def test_mistakes_are_refused_by_name(processor, settings, expected):
 def test_parts_to_freeze_have_parameters():
     """A tied head has none of its own, so it cannot be frozen without the embeddings, and is not listed."""
     config = {**TEXT, 'vocab_size': VOCABULARY, 'tie_word_embeddings': True}
-    parts = r'has no part lm_head\. Known: model\.embed_tokens, model\.layers, model\.norm$'
+    parts = r'has no part lm_head\. Known: model, model\.embed_tokens, model\.layers, model\.norm$'
     with pytest.raises(ValueError, match=parts):
         build_transformers_model(config=config, freeze=['lm_head'])
+    config['tie_word_embeddings'] = False
+    with pytest.raises(ValueError, match=r'has no part lm_heads\. Did you mean lm_head\?$'):
+        build_transformers_model(config=config, freeze=['lm_heads'])
 
 
 def test_same_seed_gives_same_weights(processor):
