@@ -112,7 +112,7 @@ may be anywhere."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
-_WEIGHT_OF_SAMPLE = 'because turns have a key of this name. Call the weight of a whole sample `loss_weights`'
+_WEIGHT_OF_SAMPLE = 'because turns have a weight of their own. Call the weight of a whole sample `loss_weights`'
 REFUSED_KEYS = {
     'tools': _NO_TOOLS,
     'functions': _NO_TOOLS,
@@ -214,7 +214,9 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and _is_given(value):
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    slots: list[Medium] = []  # parsing a turn appends a medium for each of its placeholders
+    # Parsing a turn appends a medium for each of its placeholders. It has no files if the text does not name them: then
+    # `_fill_slots` puts a listed medium in its place.
+    slots: list[Medium] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     media_read = [slot for slot in slots if slot.files]
@@ -251,7 +253,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and (value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT):
+    if is_number and (value == 0 or MIN_LOSS_WEIGHT <= value <= MAX_LOSS_WEIGHT):
         return float(value)
     raise InvalidInputError(
         f'`loss_weights` must be 0, or a number from {MIN_LOSS_WEIGHT} to {MAX_LOSS_WEIGHT}, got: {short_repr(value)}'
@@ -623,15 +625,18 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
 
 
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
-    """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``. The name is its part before ``;``."""
+    """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``.
+
+    The name is its part before ``;base64``, for messages.
+    """
     header, _, payload = uri.partition(',')
-    media_type, _, _ = header.rpartition(';')
+    name, _, _ = header.rpartition(';')
     try:
         payload_on_one_line = ''.join(payload.split())  # `validate` refuses line breaks
         content = base64.b64decode(payload_on_one_line, validate=True)
     except ValueError as error:
         raise InvalidInputError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
-    return EmbeddedFile.from_bytes(media_type[:60], content)
+    return EmbeddedFile.from_bytes(name[:60], content)
 
 
 # Checks of a whole record.
@@ -673,16 +678,19 @@ def _check_characters(text: str) -> None:
         ) from error
 
 
-def _check_keys(values: JsonObject, keys_read: Container[str], place: str) -> None:
-    """Raises ValueError if an object has a value under a key that is not read. ``place`` names it in the message."""
+def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) -> None:
+    """Raises ValueError if an object has a value under a key that is not allowed. ``place`` names it in the message."""
     for key, value in values.items():
-        if key not in keys_read and _is_given(value):
+        if key not in allowed_keys and _is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
             raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
-    """Returns the value of the only key that has one. None if no key has one. Raises ValueError if several have one."""
+    """Returns the only value that is not null, None if all are. Raises ValueError if several are not.
+
+    An empty value counts, too.
+    """
     keys_given = [key for key in keys if values.get(key) is not None]
     if len(keys_given) > 1:
         names = ' and '.join(f'`{key}`' for key in keys_given)

@@ -36,8 +36,8 @@ MONITOR_LINES = (
     ('microbatches', 'microbatches a step, over all ranks', '{:.1f}'),
     ('real_tokens_per_second', 'real tokens a second', '{:,.0f}'),
     ('mfu', 'use of what the devices can do (MFU)', '{:.1%}'),
-    ('seconds_p50', 'seconds of a step, median', '{:.3f}'),
-    ('loader_seconds', 'of it waiting for data', '{:.3f}'),
+    ('seconds_p50', 'seconds of a step, running median', '{:.3f}'),
+    ('loader_seconds', 'seconds of a step that a rank waits for data', '{:.3f}'),
 )
 """Lines of the summary: name of the metric in TokenMonitor, words for it, format. "Of it" means of the line before."""
 

@@ -30,9 +30,10 @@ def run_program(
 ) -> int:
     """Runs a program on a YAML file and returns its exit status.
 
-    For a mistake of the user, a fault of the machine and an error of a host it is 2, after one line on the screen. A
-    bug of this package and an error of the user's own code are raised. At the log level debug the traceback of every
-    error is printed.
+    For a mistake of the user, a fault of the machine and an error of a host (Composer, torch, see ``errors.HOSTS``) it
+    is 2, after one line on the screen. Of a mistake that all ranks raise, only the first rank of each node prints the
+    line and returns 2; the others return 0. A bug of this package and an error of the user's own code are raised. At
+    the log level debug the traceback of every error is printed.
 
     Args:
         program: Takes the config and returns the status, None for 0.
@@ -41,7 +42,7 @@ def run_program(
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
     """
-    keep_what_is_loaded()
+    keep_what_is_loaded()  # switches garbage collection on again
     is_checked = False
     try:
         config = load_config(path, overrides)
@@ -55,12 +56,13 @@ def run_program(
         is_checked = True
         return program(config) or 0
     except Exception as error:
-        let_children_die()  # torch's signal handler could raise in the lines below
+        let_children_die()  # removes torch's handler of SIGCHLD, which could raise in the lines below
         message = _message_of(error)
         if not message:
             raise
         if has_lost_rank(error):
-            # The rank that failed first has printed its line. The launcher ends this rank before it prints another one.
+            # Usually the rank that failed first has printed its line, and the launcher ends this one now. If a rank
+            # only did not answer, this rank prints its own line.
             time.sleep(SECONDS_FOR_LAUNCHER)
         # A mistake that the checks of the config find is raised on all ranks.
         on_all_ranks = isinstance(error, ConfigError) and not is_checked

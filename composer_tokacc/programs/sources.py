@@ -131,7 +131,9 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set or the eval set. The eval set is None if the config has no ``dataset.eval``."""
+        """Returns the training set or the eval set. The eval set is None if ``dataset.eval`` is missing or
+        empty.
+        """
 
     @abstractmethod
     def open_loader(
@@ -288,9 +290,10 @@ def token_data_spec_of(
 class FileSource(Source):
     """Datasets that are read by index: ``llava``, or classes of the user.
 
-    A class of the user gets ``processor`` and the other keys of the section as arguments. If the model is fresh, the
-    class must also have one of two static methods: ``build_processor``, whose arguments are the keys of
-    ``dataset.processor``, or ``texts(path)``, whose texts train a tokenizer.
+    A class of the user gets ``processor`` and the other keys of the section as arguments. If the model is fresh,
+    one class must also have a static method ``build_processor``, or all of them ``texts(path)``, whose texts train a
+    tokenizer. The arguments of ``build_processor`` are the keys of ``dataset.processor``, and ``image_size`` and
+    ``patch_size`` if ``model.config.vision_config`` has them.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -369,7 +372,7 @@ class FileSource(Source):
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
-        """Returns the settings of the eval set, completed by those of the training set."""
+        """Returns the settings of the eval set, completed by the keys of the section that stand beside ``parts``."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
     def processor_maker(self) -> Callable[..., Any]:
@@ -417,8 +420,8 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         arguments = without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # The dataset then measures all samples, and the sampler takes over this length table. So both must be
-            # measured in the same way.
+            # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
+            # of the loader, so the dataset gets this size.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
@@ -447,7 +450,7 @@ class FileSource(Source):
         *,
         is_eval: bool,
     ) -> OpenedLoader:
-        """Opens the regrouping loader, or torch's if rows must keep their order."""
+        """Opens the regrouping loader for training with ``regroup_ranks``, otherwise torch's."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
         config = self.config
@@ -549,6 +552,7 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
+    """Tells whether a dataset class is LlavaDataset, or a subclass that takes its arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
@@ -592,7 +596,8 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set in the places of the training set if any of its shards are those of the training set.
 
-        They are if ``dataset.eval.split`` is missing or the same, and in a stream that has a split of its own.
+        The eval set reads the same streams then. ``dataset.eval.split`` must be another split, and it does not change
+        a stream that has a split of its own.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -718,7 +723,8 @@ class ShardSource(Source):
         """Returns the section's arguments of the training set, or of the eval set.
 
         The eval set has those of the training set, with the changes in ``dataset.eval``. If it names a place of shards,
-        all places of the training set are left out, because ``local`` and ``streams`` exclude each other.
+        all places of the training set are left out, because ``local`` and ``streams`` exclude each other, and so is its
+        ``split``.
         """
         arguments = without(self.section, 'name', 'processor', 'eval')
         if not is_eval:
@@ -740,7 +746,7 @@ class ShardSource(Source):
         return slot_tokens
 
     def texts(self) -> Iterator[str]:
-        """Yields the text of every turn in the shards, which must lie in a folder of this machine."""
+        """Yields the text of every turn. Of ``local`` and ``remote``, it reads the first folder with all shards."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         for places, split in self._shards(is_eval=False):

@@ -36,14 +36,16 @@ NUM_BATCHES = 24
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
-"""Terms that shrink with the microbatch. From the short name in the report to the name in ``MemoryModel.terms``."""
+"""Terms that may limit the microbatch: from the short name in the report to the name in ``MemoryModel.terms``. The
+inputs shrink with it, too, but never limit it."""
 
 
 @dataclass(frozen=True)
 class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
-    A sample that is over a cap of a microbatch by itself is computed alone. The capacity does not count it.
+    A sample that is over a cap of a microbatch by itself is computed alone. That microbatch may need more memory than
+    fits here, see :func:`_heaviest_shape`. Its length and shares count all the same.
     """
 
     memory: MemoryModel
@@ -95,8 +97,8 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # All logits are computed if `labels >= DENSE * positions`. Then there are at most `labels / DENSE` of them.
-            # Otherwise there are `labels + 1`: one more for a model that shifts labels.
+            # With L labels, all logits are computed if L >= DENSE * positions, so there are at most L / DENSE of them.
+            # Otherwise there are L + 1, see `logit_positions`. The sum is an upper bound of both.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -125,12 +127,14 @@ class Capacity:
 
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
-        terms = self.terms(int(self.table.tokens.min()))
+        shortest = int(self.table.tokens.min())
+        terms = self.terms(shortest)
         parts = ', '.join(f'{name} {num_bytes / GIB:.2f}' for name, num_bytes in terms.items())
         return (
-            f'`device_memory_gib` must hold the model and its shortest sample. They need '
-            f'{sum(terms.values()) / GIB:.2f} GiB ({parts}), and {self.limit / GIB:.2f} GiB may be used. What would '
-            'help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a shorter context.'
+            f'`device_memory_gib` must hold the model and a microbatch as short as the shortest sample. They need '
+            f'{self.peak(shortest) / GIB:.2f} GiB (for the microbatch: {parts}), and {self.limit / GIB:.2f} GiB may be '
+            'used. What would help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a '
+            'shorter context.'
         )
 
 
@@ -173,8 +177,8 @@ def suggest_microbatching(
             seconds.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
             communication, and fragmentation.
-        slot_tokens: Width of a slot. Default: the longest sample. This and the next six arguments are those of
-            :func:`.token_data_spec`.
+        slot_tokens: Width of a slot. A slot that would not fit gets narrower. Default: the longest sample, rounded up
+            to `width_multiple`. This and the next six arguments mean the same in :func:`.token_data_spec`.
         max_image_tokens: Most image tokens of a microbatch. Default: no cap.
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
@@ -399,7 +403,8 @@ def _size_row(
         padding={method: step.padding_ratio for method, step in figures.items()},
         cost={method: step.cost for method, step in figures.items()},
         peak_gib=peak / GIB,
-        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},  # the parts add up to the peak
+        # 'model' is the rest of the peak, so it has also what the optimizer's step takes beyond the microbatch.
+        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
         fits=peak <= capacity.limit,
     )
 

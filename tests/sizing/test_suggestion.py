@@ -463,7 +463,7 @@ def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, cap: dict
         ({'lengths': [5, 0], 'sample_ids': ['a', 'b']}, r'`lengths` must be .* got: 0 at sample 1 \("b"\)'),
         ({'num_ranks': 0}, '`num_ranks` must be a positive integer, got: 0'),
         ({'global_batch_size': 30}, 'multiple of the number of ranks, got: 30 on 4 ranks. Set it to 32'),
-        ({'device_memory_gib': 2.0}, r'must hold the model and its shortest sample.*sharding with FSDP or over'),
+        ({'device_memory_gib': 2.0}, r'must hold the model and a microbatch.*sharding with FSDP or over'),
         ({'device_memory_gib': 0.0}, '`device_memory_gib` must hold the model'),
         ({'safety': 1.2}, '`safety` must be over 0 and at most 1'),
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer'),
