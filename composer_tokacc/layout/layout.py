@@ -556,13 +556,13 @@ class BatchLayout:
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
-                and no batch has an ``attention_mask``, one is added: see :func:`with_masks`.
+                and no batch has an ``attention_mask``, one is added: see ``with_masks``.
             padding_side: ``'left'`` or ``'right'``.
             pad_token_id: Id to pad ``input_ids`` with. It must not be an image placeholder.
 
         Raises:
             ValueError: If the layout does not know an entry. Or if only some batches have a tensor or a list, which is
-                not media and has no value for rows without it (:attr:`Entry.absent`).
+                not media and has no value for rows without it (``Entry.absent``).
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:

@@ -45,7 +45,7 @@ class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
     A sample that is over a cap of a microbatch by itself is computed alone. That microbatch may need more memory than
-    fits here, see :func:`_heaviest_shape`. Its length and shares count all the same.
+    fits here, see ``_heaviest_shape``. Its length and shares count all the same.
     """
 
     memory: MemoryModel
