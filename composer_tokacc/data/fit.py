@@ -151,8 +151,8 @@ class FittingEncoder(ConversationEncoder):
             files: The same.
             shapes_only: The same.
             steps: The number of steps, if it is known, as in training. Then it is not searched for, and the sample has
-                no ``shrink_steps``. A batch may also hold samples of datasets without ``fit``, and all samples of a batch
-                need the same entries.
+                no ``shrink_steps``. A batch may also hold samples of datasets without ``fit``, and all its samples need
+                the same entries.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:
