@@ -22,8 +22,8 @@ from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
-"""Stands for a text. ``{}`` is the number of the text. The two characters around it are private-use ones of Unicode,
-which no text has and no template strips."""
+"""Stands for a text of a message. ``{}`` takes the numbers of the message and of its part, such as ``2.0``. The two
+characters around them are private-use ones of Unicode, which no text has and no template strips."""
 
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
 """Finds the beginning of a content part of :func:`example_conversation`, as Python or JSON prints it.
@@ -177,7 +177,7 @@ class ChatTemplate:
         """Finds out what the template can write in the turns of a role, if media may come and it was not tried yet."""
         if not self._takes_media or role in self._tried_roles:
             return
-        self._tried_roles.add(role)
+        self._tried_roles.add(role)  # before the trial, which calls this method again
         self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.

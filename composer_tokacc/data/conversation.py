@@ -70,8 +70,9 @@ class ConversationEncoder:
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
         video: The frames to take of a video. ``None``: two frames a second. A processor that joins frames into patches
             gets at least the frames of one patch.
-        control_tokens: Handling of control tokens in the texts of a sample, such as ``<|im_end|>``: ``'warn'`` of the
-            first one, encode them as ``'text'``, or ``'refuse'`` the sample.
+        control_tokens: Handling of control tokens in the texts of a sample, such as ``<|im_end|>``. ``'warn'``: encode
+            them as control tokens, and warn of the first. ``'text'``: encode their characters. ``'refuse'``: refuse the
+            sample.
         train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
             models drop the thoughts of earlier answers. With them, only the last answer can be trained.
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
@@ -163,6 +164,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
+        # With control_tokens=text, `render` writes a stand-in for each control token of the messages. `unhide` and
+        # `spell` replace the stand-ins again.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -174,7 +177,6 @@ class ConversationEncoder:
             encoded = self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
-        # With control_tokens=text, `render` has hidden the control tokens. `spell` writes their characters as tokens.
         sample: EncodedSample = {
             **self.control.spell(encoded),
             'sample_ids': [sample_id],
@@ -278,7 +280,7 @@ class ConversationEncoder:
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            with suppress(InvalidInputError):  # an answer has no tokens: raised again, too
+            with suppress(InvalidInputError):  # an answer has no tokens; this error is raised again, too
                 spans = _spans_of(encoding, rendered.answers)
                 sample = {
                     'input_ids': input_ids,
@@ -291,7 +293,7 @@ class ConversationEncoder:
         """Returns the tokens of rendered texts. Placeholders are not expanded."""
         encodings: list[Encoding] = []
         # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
-        # the texts in a row that need the same value. Nearly always, these are all texts.
+        # consecutive texts that need the same value. Nearly always, these are all texts.
         for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
             tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
             encodings.extend(tokens.encodings)
@@ -337,7 +339,8 @@ class ConversationEncoder:
         prepared = []
         for message in messages:
             if message['role'] == 'assistant':
-                # Templates treat white space around an answer in different ways, so it is removed.
+                # Templates treat white space around an answer in different ways, so it is removed. No media are lost:
+                # answers hold only text.
                 message = {
                     **message,
                     **text_message('assistant', text_of(message).strip()),
@@ -423,7 +426,7 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # `_check_query_tokens` checks the media of the others
+        if not self._has_query_tokens:  # with query tokens, `_check_query_tokens` checks the media instead
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
@@ -437,7 +440,8 @@ class ConversationEncoder:
                 arguments['images'] = images
             return
         if media['image']:
-            # One list, because there is one text: OneVision cuts an image into tiles only if it is alone in its text.
+            # A list for each text, and there is one text. OneVision cuts an image into tiles only if it is alone in the
+            # list of its text.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []

@@ -60,7 +60,7 @@ def read_records(
         image_dir: Folder to which names of media are relative. None: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
-    real_path = cache(Path.resolve)
+    real_path = cache(Path.resolve)  # many files are in the same folder, which takes long to resolve
     for path in _list_paths(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
         for raw_record in read_raw_records(path):
@@ -97,7 +97,7 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """
     file, name = _split_name(path)
     entry = None
-    if name is not None and not _is_table(file):
+    if name is not None and not _is_table(file):  # the file is a `dataset_info.json`, whose entry names the real file
         entry = _find_entry(file, name)
         file = entry.path
         name = entry.split
@@ -136,6 +136,7 @@ def _is_table(file: str) -> bool:
             signature = opened.read(len(PARQUET_SIGNATURE))
     except (OSError, ValueError):  # `_read_json` reports why the file cannot be read
         return False
+    # `datasets` reports what is wrong with a `.parquet` file that does not have the signature.
     return file.endswith('.parquet') or signature == PARQUET_SIGNATURE
 
 
@@ -264,7 +265,8 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     table = _open_table(path, split)
     columns = _without_decoding(dict(table.features))
     features = type(table.features)(columns)
-    # Arrow's values, because `datasets` would decode every image, and all rows are read at the start.
+    # Arrow's values, which `_read_value` decodes by `features`. The table itself would decode every image, and all rows
+    # are read at the start.
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
         read_value = partial(_read_value, arrow_table, features, index)
@@ -305,7 +307,7 @@ def _load_table(path: str) -> Any:
     import datasets
 
     if path.startswith(HUB):
-        parts = path.removeprefix(HUB).split('/')
+        parts = path.removeprefix(HUB).split('/')  # owner, name, and perhaps the subset
         name = '/'.join(parts[:2])
         subset = '/'.join(parts[2:])
         ask_hub(name, 'dataset')

@@ -45,15 +45,17 @@ If a processor has a ``size`` with a ``longest_edge``, that is its only budget, 
 """
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
-"""Side of the image, and frames of the video, that show whether a budget changes the number of tokens."""
+"""Side of the image, and frames of the video, that show whether a budget changes the number of tokens. The side of the
+video is half as long."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 DIMENSIONS_OF_CLIPS = 5
 """Dimensions of the pixels if the processor stacks clips. Then all videos must have the same number of frames."""
 
 _NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
-# A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2), and Qwen2.5-VL's points.
+# A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2).
 _BOX = re.compile(rf'[\[(]{_NUMBER},{_NUMBER}[\])]*\s*,\s*[\[(]*{_NUMBER},{_NUMBER}[\])]')
+# A point of Qwen2.5-VL.
 _POINT = re.compile(rf'point_2d\W+{_NUMBER},{_NUMBER}\]')
 
 
@@ -80,6 +82,7 @@ class ThinnedSampling(VideoSampling):
     """Takes a share of the frames that :class:`.VideoSampling` takes."""
 
     share: float = 1.0
+    """Share of the frames. It never leaves fewer than ``min_frames``."""
 
     def __post_init__(self) -> None:
         """Checks nothing: the values are those of a :class:`.VideoSampling` that was checked."""
@@ -148,8 +151,8 @@ class FittingEncoder(ConversationEncoder):
             files: The same.
             shapes_only: The same.
             steps: The number of steps, if it is known, as in training. Then it is not searched for, and the sample has
-                no ``shrink_steps``: all samples of a batch need the same entries, and those of other datasets of a
-                mixture have none.
+                no ``shrink_steps``. A batch may also hold samples of datasets without ``fit``, and all its samples need
+                the same entries.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:
@@ -181,7 +184,10 @@ class FittingEncoder(ConversationEncoder):
         return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
-        """Returns the fewest steps with which a sample fits, or MOST_STEPS if none do. Does not decode whole media."""
+        """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
+
+        Decodes only as much of the media as the shapes need.
+        """
         # Bisection: more steps never make a sample longer, so if some number of steps fits, every larger number fits.
         low, high = 1, MOST_STEPS
         while low < high:
@@ -263,7 +269,7 @@ class FittingEncoder(ConversationEncoder):
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
-        """Returns why a sample is refused that is over a cap even with its smallest media."""
+        """Returns the reason to refuse a sample whose media are as small as possible and which is still over a cap."""
         length = sample['input_ids'].shape[1]
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
         name = type(self.processor).__name__

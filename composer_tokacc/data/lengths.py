@@ -96,7 +96,7 @@ class LengthTable:
         return len(self.lengths)
 
     def select(self, indices: Sequence[int]) -> LengthTable:
-        """Returns the table of some samples, in the order of ``indices``. It has no errors, so none may be bad."""
+        """Returns the table of some good samples, in the order of ``indices``. It has no ``errors``."""
         rows = list(indices)
         columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
         return LengthTable(**columns)
@@ -199,8 +199,8 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # The dataset already makes its samples fit, so `shrink_steps` of this table are 0. The table is not kept in a
-        # file, because a later run with this patch size would then make no sample fit.
+        # The dataset already makes its samples fit, so a table that is measured now has only 0 in `shrink_steps`. It is
+        # not kept in a file: a later run with this patch size would read it, and not make its samples fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)
@@ -303,8 +303,8 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measurer: SampleMeasurer) -> list[MeasuredRow]:
     """Reads some random samples and compares their rows with those from headers.
 
-    Returns the rows, with those that were read in their place. If one differs on any rank, returns None for all samples
-    on all ranks, so that all are read.
+    Returns the rows. A sample that was read has its new row, or the reason why it is bad. If a row differs on any rank,
+    returns None for all samples on all ranks, so that all are read.
 
     Args:
         rows: Rows from headers of this rank's samples. None for a sample that must be read.

@@ -60,8 +60,8 @@ HEAD_BYTES = 4096
 MAX_OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file: a header, a size for each of 255 segments, and 255 bytes in each."""
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
-"""From this value on, the size in the header of a WAV or AIFF file means that the size is unknown. Programs that write
-to a pipe write such a size, near 2**31 or 2**32 bytes."""
+"""From this value on, the size in the header of a WAV or AIFF file means that the size is unknown. So does 0. Programs
+that write to a pipe write 0, or a size near 2**31 or 2**32 bytes."""
 MAX_SAMPLE = 2**20
 """Limit for the absolute values of audio samples. Full scale is 1, or 2**15 if a program did not scale 16-bit integers.
 Values far above that are damage, and a model's audio features would overflow."""
@@ -108,6 +108,7 @@ class VideoSampling:
                 )
         if self.num_frames is not None and self.fps is not None:
             raise InvalidInputError(f'`fps` must be left out if `num_frames` is given, got: {self.fps}. Remove one')
+        # Without `num_frames`, only the two limits are compared.
         num_frames = self.num_frames or self.min_frames
         if not self.min_frames <= num_frames <= self.max_frames:
             raise InvalidInputError(
@@ -140,7 +141,7 @@ class VideoSampling:
         chosen = []
         for number in range(count):
             moment = number * duration / count + 1e-6  # the small number is for rounding here, too
-            frame_on_screen = bisect_right(times, moment) - 1  # the last frame that begins before the moment
+            frame_on_screen = bisect_right(times, moment) - 1  # the last frame that begins at this moment or before
             chosen.append(frame_on_screen)
         return chosen
 
@@ -390,9 +391,10 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
 
 
 def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[AudioFrame]:
-    """Yields the frames of the audio. After the last one, refuses a file that is cut, or lacks a part of the audio.
+    """Yields the frames of the audio. Refuses a file that is cut, or lacks a part of the audio.
 
-    This must be checked, because the decoder leaves out damaged frames without an error. All times are in seconds.
+    This must be checked, because the decoder leaves out damaged frames without an error. A gap is refused when it is
+    met, all else after the last frame. All times are in seconds.
     """
     is_steady = container.format.name in STEADY_CONTAINERS
     end_of_file = 0.0  # end of the last packet of any stream: the pictures of a video may be longer than its audio
@@ -439,7 +441,8 @@ def _audio_frames(container: InputContainer, stream: AudioStream) -> Iterator[Au
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
-    Image files have no times, so they are taken as a video with the ``fps`` of the sampling.
+    Image files have no times, so they are taken as a video with the ``fps`` of the sampling. Therefore ``fps`` leaves
+    out none of them. Only ``num_frames`` and ``max_frames`` do.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -449,7 +452,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     first_size = None
     for number in sorted(set(chosen)):
         image = _read_frame_image(files, number)
-        # Both are checked before the next image is decoded, because all images together may fill the memory.
+        # Pixels and size are checked before the next image is decoded, because all images may fill the memory.
         if first_size is None:
             first_size = image.size
             _check_pixels(len(chosen), *first_size)
@@ -514,7 +517,7 @@ def _even_step(times: Sequence[float], mean_step: float) -> float:
         mean_step: Mean of the seconds between two frames.
     """
     steps = [later - earlier for earlier, later in pairwise(times) if later > earlier]
-    # Rounded timestamps make no step half as long again as the mean.
+    # A step longer than 1.5 times the mean is uneven. Rounding of timestamps makes no such step.
     if steps and max(steps) > 1.5 * mean_step:
         return min(steps)
     return mean_step
@@ -567,13 +570,13 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # Without key frames, everything is decoded.
+    # Without key frames, the first timestamp takes the place of the only key frame: nothing is jumped over.
     start_timestamps = key_timestamps or timestamps[:1]
     frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps)
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
-        # A jump went past a frame, because the container has no index or a wrong one. So everything is decoded, and no
-        # frame may be damaged from the first chosen one on.
+        # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
+        # everything is decoded without a jump, and no frame may be damaged from the first chosen one on.
         frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
@@ -599,7 +602,8 @@ def _decode_after_jumps(
 ) -> dict[int, VideoFrame]:
     """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
 
-    Arguments as for :func:`_decode_frames`. If there is only one key frame, nothing is jumped over.
+    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. If it has only one, nothing is
+    jumped over.
     """
     timestamps_after_key: dict[int, list[int]] = {}
     for timestamp in timestamps:
@@ -653,8 +657,9 @@ def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
 
     Args:
         frame: ``(height, width, 3)``.
-        matrix: FFmpeg's display matrix, the numbers a, b, u, c, d, v, x, y, w as int32, or None: the frame is upright.
-            A pixel at (x, y) is shown at (a x + c y, b x + d y). Frames are turned by 90, 180 or 270 degrees only.
+        matrix: FFmpeg's display matrix, the numbers a, b, u, c, d, v, and three more, as int32. A pixel at (x, y) is
+            shown at (a x + c y, b x + d y), apart from a shift. Frames are turned by 90, 180 or 270 degrees only. None:
+            the frame is upright.
     """
     if matrix is None:
         return frame
