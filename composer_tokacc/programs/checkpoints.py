@@ -51,7 +51,7 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 def latest_checkpoint(trainer: Section) -> Path | None:
     """Returns the path of Composer's link to this rank's latest checkpoint; None if the run does not look for one.
 
-    Nothing may be at the path yet.
+    There may be no link yet.
     """
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
@@ -174,6 +174,8 @@ def _find_damage_in_folder(path: Path) -> str:
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that is not a checkpoint, such as a folder of checkpoints, a text file or a pipe.
 
+    Also refuses the damaged folder of a sharded checkpoint. Whether a file is damaged is only found when it is read.
+
     Args:
         key: The key of the config, or the argument, that the user gave the path under.
         path: A file, or the folder of a sharded checkpoint.
@@ -184,9 +186,9 @@ def check_checkpoint(key: str, path: Path) -> None:
         if damage:
             reason = f'damaged ({damage})'
     elif not os.path.isfile(path):
-        reason = 'which is not there, or may not be read'
-    elif not zipfile.is_zipfile(path):
-        reason = 'which is compressed, incomplete or not written by Composer'
+        reason = 'which is not a file, or may not be read'
+    elif not zipfile.is_zipfile(path):  # also if the file may not be read
+        reason = 'which is compressed, incomplete, unreadable or not written by Composer'
     if reason:
         raise ConfigError(
             key,
@@ -245,8 +247,8 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. A weight of integers has ``'not of floats'`` as last entry. So it differs from a weight of floats,
-which torch would load into it, or from it, without an error."""
+"""Sizes of a weight. A weight of integers has ``'not of floats'`` as last entry, so that it differs from every weight
+of floats. Torch would load integers into floats, or floats into integers, without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -417,7 +419,8 @@ class SameData(Callback):
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one.
+            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one. The
+            # frozen base of an adapter is not in `shapes` if checkpoints leave it out.
             required = [name for name, _ in self.model.named_parameters() if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__

@@ -70,7 +70,7 @@ class LoraSection:
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
     """Refuses settings that are wrong for every model. Called before a model is loaded.
 
-    :func:`with_adapter` refuses those that only its model shows to be wrong.
+    :func:`with_adapter` refuses those that are wrong for the loaded model.
     """
     check_arguments('model.lora', LoraSection, lora)
     if lora.get('bits') is not None and pretrained is None:
@@ -91,7 +91,7 @@ def with_adapter(
     Args:
         model: The base.
         lora: The settings, see :class:`LoraSection`.
-        base: Folder or hub name of the frozen weights, which the exported adapter names. None: they are random.
+        base: Folder or hub name of the frozen weights. An exported adapter has it in its config. None: they are random.
         never_trained: Names in the base of parameters that no loss reaches. Adapters on them are not trained either.
     """
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
@@ -150,7 +150,10 @@ def with_saved_adapter(
 
 
 def _attach(model: Any, config: Any, base: str | None) -> Any:
-    """Returns a model with an adapter of a ``LoraConfig``, which names the base afterwards. None: random weights."""
+    """Returns a model with an adapter of a ``LoraConfig``, and writes the name of the base into this config.
+
+    The name is None if the base has random weights.
+    """
     import peft
 
     model.name_or_path = base or ''  # peft compares it with the name in the config, and warns if they differ

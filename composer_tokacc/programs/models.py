@@ -359,8 +359,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # A model that is only in the sequence-to-sequence list gets that class. This includes Qwen2-Audio, which has only a
-    # decoder. A model in both lists, such as BART, gets the class of its decoder alone.
+    # The causal class comes first: for BART, which is in both lists, it is the decoder alone. The other class is for
+    # models that are only in the sequence-to-sequence list. Qwen2-Audio is one of them, although it has no encoder.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM

@@ -60,8 +60,8 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """What is read to run it: a list of samples for each planned microbatch. Usually one list, equal to ``samples``. If
-    rows are packed, all planned microbatches of the rank in this step, because the split packs their rows together."""
+    """The samples that are read to run it, as one list for each planned microbatch. Usually this is only ``samples``.
+    With packing these are all microbatches of the rank in this step, because the split packs their rows together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -100,7 +100,7 @@ class RehearsalReport:
     """The outcome of a rehearsal."""
 
     num_batches: int
-    """Global batches of which the heaviest microbatches were searched."""
+    """Number of global batches that were searched for the heaviest microbatches."""
     microbatch_size: int
     """The size that was rehearsed last. At the end it is a size that fits."""
     lines: list[str] = field(default_factory=list)
@@ -165,8 +165,8 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
         table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
         if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
             labels_per_sample = table.loss_tokens
-        # The memory model of a suggested size is in the cache by now. For another size it would have to be traced,
-        # which takes long.
+        # With `suggest` the memory model of the run is in the cache by now. Without it the model would have to be
+        # traced, which takes long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
             memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
@@ -343,9 +343,9 @@ def _cut_again(
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
-    """Yields step, microbatches of each rank, and samples of each global batch that is left of a run.
+    """Goes through the global batches that are left of a run. Yields step, microbatches of each rank, and samples.
 
-    Yields at most ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
+    Stops after ``MOST_BATCHES``. If the run ends after a number of tokens or seconds, its number of batches is not
     known ahead, and as many batches are yielded as an epoch has.
     """
     state = run.state
@@ -392,7 +392,7 @@ def _run_all(
     without the others would leave them waiting in a collective.
     """
     if len(candidates) == 1:
-        # In a step a microbatch finds the gradients and logits of an earlier one in memory. So does the second run.
+        # In a step the gradients of an earlier microbatch are in memory. In the second run they are, too.
         candidates = candidates * 2
     for candidate in candidates:
         peak = _peak(run, candidate, report.microbatch_size)
@@ -433,8 +433,8 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             # DDP learns the order of gradients in its first reduction. That one must be in a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
-            # Candidates are chosen by their labels only if these are counted. Else all logits are computed, because
-            # another microbatch may have more labels.
+            # Without the labels of all samples, no candidate was chosen for having the most labels. Then all logits are
+            # computed, because a microbatch with more labels may come later.
             if run.accumulation is not None and run.labels_per_sample is not None:
                 run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
             outputs = model(batch)
@@ -458,7 +458,7 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[B
         weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        # With the sampler's `loss_shares` the loader adds this column, but only in a whole step.
+        # A sampler with `loss_shares` makes these weights, but only for a whole step.
         weights = 'token'
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)

@@ -124,8 +124,8 @@ class LoaderConfig:
     lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
-    """A run resumed with other data, another processor or vocabulary than its checkpoint's: ``raise``, or ``warn`` and
-    go on."""
+    """A run resumed with other data, processor, vocabulary, adapter or optimizer settings than its checkpoint's:
+    ``raise``, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:
@@ -188,7 +188,7 @@ class MicrobatchingConfig:
     """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
     rehearse: Literal['heaviest', 'none'] | None = None
     """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
-    backward once, so that memory fails then or not at all; null: on GPUs."""
+    backward once, so that the run fails for memory then or not at all; null: on GPUs."""
 
 
 @dataclass(kw_only=True)
@@ -196,7 +196,7 @@ class TrainConfig:
     """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
 
     dry_run: bool = False
-    """Do everything but train: config, data, model, first-batch check and rehearsal. Nothing is written."""
+    """Do everything but train: config, data, model, first-batch check and rehearsal. Only caches are written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -375,8 +375,8 @@ def check_arguments(
 
     Args:
         path: The section that they come from.
-        target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. The
-            section must not have them, unless they are ``extra_keys``.
+        target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. They
+            are refused in the section, unless ``extra_keys`` has them.
         arguments: The values of the section. Anything but a mapping is refused.
         hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
@@ -433,7 +433,7 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError, SyntaxError):
         # An annotation cannot be evaluated, because it is no Python or names something that is only imported for type
-        # checkers. Then no value is checked.
+        # checkers. Then no value is checked. If the arguments of a partial are wrong, this raises TypeError again.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 

@@ -165,8 +165,9 @@ def memory_of_run(
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
-    # All settings of FSDP share a trace. With `fsdp` the forward has a copy of the weights in half precision. If FSDP
-    # gathers them in float32, autocast casts them as under DDP.
+    # A trace has no ranks, so of FSDP it only shows the type of the gathered weights. With the strategy `fsdp` the
+    # model computes with a copy of the weights in half precision. If FSDP gathers them in float32, autocast casts them
+    # as under DDP. _as_sharded() adds all else that FSDP changes.
     sharding = _sharding(config)
     gathered_dtype = None
     if sharding is not None:
@@ -186,7 +187,7 @@ def memory_of_run(
         'device': 'gpu' if _is_for_gpu(config) else 'cpu',
         'logits': _logits_of_run(config),
         'width': width,
-        # The sizes of the traced samples, because pixels per token differ between images and videos.
+        # The same model needs another trace for other samples: videos have other pixels per token than images.
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 
@@ -328,7 +329,8 @@ def watch_flops(
     if not has_speed:
         return
     table = source_of(config).measure(dataset, processor)
-    coefficients = None  # of the FlopModel. Only these are sent, because its layout belongs to the model of each rank
+    # Of the FlopModel. Rank 0 sends nothing else, because each rank makes the layout from its own model.
+    coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
@@ -395,9 +397,9 @@ def device_memory_gib(config: TrainConfig) -> float:
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
-    """Returns the indices of the samples to trace: the shortest without images, and those with fewest and most images.
+    """Returns the indices of at most three samples to trace.
 
-    Few and many are counted in image tokens.
+    These are the shortest one without images, and of the others those with the fewest and the most image tokens.
     """
     indices = []
     without_images = np.flatnonzero(table.image_tokens == 0)
