@@ -50,6 +50,9 @@ def cut_rows(
     ``max_image_tokens``, their loss tokens never ``max_loss_tokens``. A row that breaks a cap by itself is placed
     alone.
 
+    With ``packing=True`` rows are packed as by :func:`.pack_lengths`, and ``regroup`` does not matter. ``'auto'``
+    counts as False here: the split has replaced it by True or False before it cuts.
+
     Returns:
         Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
         the order of the rows. If rows are packed, see :func:`.pack_lengths`.
@@ -94,8 +97,8 @@ def pack_lengths(
     placed alone.
 
     Returns:
-        Row indices of each group, longest row first. So rows of one length are next to each other, which attention then
-        computes together. Groups come in the order of their longest row.
+        Row indices of each group, longest row first. So rows of equal length are neighbours, and one call of the
+        attention function can compute them as a batch. Groups come in the order of their longest row.
 
     Example:
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
@@ -262,7 +265,8 @@ class LeastPaddedCuts:
         """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``.
 
         The least cost lies between the costs of the corners on both sides. If these differ by less than the tolerance,
-        it returns a splice, which costs no more than the costlier corner.
+        it returns a splice, which costs no more than the costlier corner. If no corner lies between them, it returns a
+        splice, too, which then has the least cost.
         """
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
@@ -352,8 +356,8 @@ def equal_cost_cut(
 
     ``count`` is at least the number of microbatches that the caps demand.
     """
-    # `low` and `high` are the costs of some microbatches. They are computed with the same operations as in `fill`, so
-    # that they are equal there, and rounding does not put these microbatches above the limit.
+    # `low` is the cost of the costliest row alone, `high` that of the costliest microbatch under the caps. Both are
+    # computed with the operations of `fill`. Otherwise rounding could put these microbatches above their own limit.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     most_rows = reach - np.arange(len(reach))
@@ -396,7 +400,7 @@ def split_largest(
     # The costliest that can be split is at the top. If a single row is there, nothing is left to split.
     while len(heap) < count and heap[0][0] < 0.0:
         start, end = heap[0][1], heap[0][2]
-        middle = (start + end) // 2  # of an odd number of rows the half of longer ones gets fewer
+        middle = (start + end) // 2  # if the number of rows is odd, the first half has fewer: its rows are longer
         heapq.heapreplace(heap, _heap_entry(row_costs, start, middle))
         heapq.heappush(heap, _heap_entry(row_costs, middle, end))
     new_bounds = [0]

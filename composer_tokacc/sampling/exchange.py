@@ -56,7 +56,7 @@ class ExchangingDataLoader(DataLoader):
         collate_fn: Returns a mapping, the batch of a list of samples. Called once a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the image placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``,
-            and if `cost` has a price of an image token.
+            and if `cost` has a price of an image token. Without them no sample has image tokens in the plan.
         max_image_tokens, max_loss_tokens, objective, cost: As for :func:`.plan_microbatches`. For `max_loss_tokens`
             each sample needs ``labels``.
         patches: Function that returns how many patches of a sample the vision encoder computes, for the prices of
@@ -125,8 +125,9 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        # In the group of this loader, because a thread that reads ahead may begin at any time of a step. In the default
-        # group its collectives could meet those of the training on another rank.
+        # The ranks compare in the process group of this loader, not in the default one. A thread that reads ahead may
+        # begin at any time of a step. In the default group its collectives could meet those of the training on another
+        # rank.
         compare_plans(self._arguments(), self._exchange.gather)
         reading = super().__iter__()
         rank = get_global_rank()
@@ -143,7 +144,8 @@ class ExchangingDataLoader(DataLoader):
             to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            batch.indices = None  # not indices in the dataset, but these numbers, which tell a user nothing
+            # They are numbers of the samples in this step, not indices in the dataset. They would tell a user nothing.
+            batch.indices = None
             if self._pin:
                 batch = batch.pin_memory()
             yield batch
@@ -153,6 +155,7 @@ class ExchangingDataLoader(DataLoader):
         dataset: Any = self.dataset
         if not hasattr(dataset, 'state_dict'):
             return None
+        # Samples are counted from the place at which the iterator began, not from the beginning of the epoch.
         return dataset.state_dict(self._num_samples, from_beginning=False)
 
     def load_state_dict(
@@ -322,7 +325,7 @@ class SampleExchange:
 
 def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
-    # Copies, because torch saves the whole storage of a tensor, which may be a part of a larger one.
+    # Copies, because torch.save writes the whole storage of a tensor, even if the tensor is only a small view of it.
     samples = tree_map_only(torch.Tensor, torch.clone, samples)
     buffer = io.BytesIO()
     torch.save(samples, buffer)

@@ -3,8 +3,8 @@
 
 """Which samples make each global batch: the order of an epoch, cut by samples, by a schedule, or by tokens.
 
-No function here depends on the number of ranks, so a run makes the same steps on any number of them. (Only
-:func:`check_global_batch` compares the two numbers.)
+Nothing here depends on the number of ranks, so a run makes the same steps on any number of them. (Only
+:func:`check_global_batch` takes that number, to refuse a global batch that is no multiple of it.)
 """
 
 from __future__ import annotations
@@ -132,12 +132,14 @@ class GlobalBatches:
         samples: Samples of a global batch, or their schedule.
         tokens: Instead of `samples`, tokens of a global batch; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
-        drop_last: Whether samples that do not fill the last global batch of an epoch are left out.
+        drop_last: Whether samples that do not fill the last global batch of an epoch are left out. With a mixture and
+            one size of the global batch they begin the next epoch.
         mixture: Shares of several datasets.
-        media: Modality of each sample, int64 (n,), for global batches of one modality each.
+        media: Modality of each sample, int64 (n,), for global batches of one modality each. Only used with a mixture.
 
     Raises:
-        ValueError: If an epoch cannot fill a global batch, or two arguments exclude each other.
+        ValueError: If an epoch cannot fill a global batch with `drop_last`, a sample has more than `tokens` tokens, or
+            two arguments exclude each other.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class GlobalBatches:
 
     @property
     def is_same_every_epoch(self) -> bool:
-        """Whether every epoch has equally many global batches."""
+        """Whether every epoch has equally many global batches. Their samples may differ."""
         if self._schedule is not None:
             return len(self.sizes) == 1
         # By tokens, the number depends on the tokens of an epoch. They are the same if the samples are.
@@ -319,7 +321,10 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
 ) -> None:
-    """Raises ValueError if a single sample is larger than a cap on the sum over several samples."""
+    """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
+
+    `sizes` may be lengths, image tokens or loss tokens. The message calls the sample of the largest size the longest.
+    """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
         raise InvalidInputError(

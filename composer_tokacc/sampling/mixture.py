@@ -49,8 +49,8 @@ class Mixture:
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        # The order of an epoch is held in memory, so it must not become huge. The limit of `weights` is only far above
-        # any use of them.
+        # The order of an epoch is held in memory, so `epochs` must not become huge. `weights` do not make it longer.
+        # Their limit only lies far above any useful value.
         _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
         _check_rates('weights', self.weights, len(sizes), highest=1e9)
 
@@ -65,8 +65,8 @@ class Mixture:
 
         The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
         exact over as many epochs as read every dataset a whole number of times. In a single global batch the number of
-        samples of each dataset is right to within one or two. The number of tokens is less exact, because samples
-        differ in length.
+        samples of each dataset is right to within a few, see :func:`mixed_orders`. The number of tokens is less exact,
+        because samples differ in length.
 
         Args:
             sizes: Samples of each dataset.
@@ -171,7 +171,7 @@ class LossShares:
             self._has_warned = True
             log.warning(
                 'A global batch has no loss tokens of dataset %d: the others have its share of that step. A larger '
-                '`global_batch_size`, or more `epochs` of it, keeps it in every step.',
+                '`global_batch_size`, or more `epochs` of this dataset, keeps it in every step.',
                 int(is_absent.argmax()),
             )
         shares = np.where(is_absent, 0, self.shares)
@@ -232,9 +232,10 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    Each dataset is an endless sequence. They are merged evenly into one endless sequence, so that every stretch of it
-    has each dataset's share to within one or two samples. The epochs of the run are stretches of it, one after the
-    other. So a dataset that is smaller than a global batch keeps its share, too.
+    Each dataset is an endless sequence. They are merged evenly into one endless sequence. For n datasets every stretch
+    of it has each dataset's share to within ``1 + share * (n - 2)`` samples. That is less than two if the shares are
+    equal, but more if one dataset of many has a large share. The epochs of the run are stretches of the sequence, one
+    after the other. So a dataset that is smaller than a global batch keeps its share, too.
 
     Args:
         mixture: Shares of the datasets.
@@ -245,7 +246,8 @@ def mixed_orders(
             the next epoch.
 
     Raises:
-        ValueError: If an epoch would have no sample of some modality, so that none of them is ever trained.
+        ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
+            numbers of each modality, so its samples would never be trained.
     """
     groups = _groups_of_streams(mixture, media)
     # Exact fractions, because rounding errors would add up over the epochs and move samples.
@@ -333,8 +335,10 @@ def _merged(
 
 
 # The even merge of endless sequences (Sainte-Laguë's divisor method). Item j of a sequence with quota q has the mark
-# (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first. So
-# after any number of items each sequence has had its share, to within one item.
+# (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first.
+#
+# Up to any mark t each sequence has had q * t items, to within 1/2. So after any number of items each of n sequences
+# has had its share, to within (1 + share * (n - 2)) / 2 items. The share is q divided by the sum of all quotas.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:

@@ -92,12 +92,13 @@ class RegroupingBatchSampler(DistributedSampler):
             :func:`.plan_microbatches`.
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
         mixture: Shares of several datasets, which `dataset` joins as a ``ConcatDataset``. Every global batch has each
-            dataset's share.
+            dataset's share to within a few samples; more if one dataset of many has a large share.
         modality: ``'mixed'``, or ``'per_step'`` for global batches of samples of one modality each.
         media: Number of the modality of each sample for ``'per_step'``, (n,) ints. Default: 1 for samples with
             `image_tokens`, 0 for all others.
-        loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches then have an
-            entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
+        loss_shares: Weights of tokens that give each dataset its share of the loss of every step. Batches of a
+            RegroupingDataLoader then have an entry ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
+            A plain DataLoader does not add it.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to fix it.
@@ -233,7 +234,10 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(self._windows())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on."""
+        """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on.
+
+        For the iterator of a RegroupingDataLoader it begins at `start_of_loader` instead.
+        """
         if self._epoch_of_comparison is None:
             self._epoch_of_comparison = self.epoch
         if self.start_of_loader is not None:
@@ -248,8 +252,8 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_comparison
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The first and the last sample. They do not depend on the epoch: a rank that has looked at a batch of
-                # another epoch before the run compares in that epoch.
+                # The first and the last sample of the dataset, in every epoch. So the digest is the same on a rank that
+                # has looked at a batch of another epoch before the run, and has read its witnesses with that batch.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
@@ -367,7 +371,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     @cached_property
     def _checksum(self) -> int:
-        """Checksum of these arguments."""
+        """Checksum of `_facts`."""
         return checksum_of(self._facts)
 
     def _identity(self) -> dict[str, Any]:
@@ -434,9 +438,9 @@ def prefetch(
 ) -> Iterator[Result]:
     """Yields ``map(function, items)``. A background thread computes up to `depth` further results in advance.
 
-    With a depth of 2 the thread has an item to work on while a result waits. It takes no more than `depth` items in
-    advance. It starts with the first item, and is joined when the iterator ends, is closed or is garbage collected. An
-    error of `function` is raised where its result would have been yielded.
+    With a depth of 2 the thread has an item to work on while a result waits. No more than `depth` items are taken in
+    advance. The thread starts when the first result is requested. It is joined when the iterator ends, is closed or is
+    garbage collected. An error of `function` is raised where its result would have been yielded.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
