@@ -33,8 +33,8 @@ class SizeRow:
     """Padding, time and memory with one microbatch size."""
 
     size: int
-    """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own rows,
-    even if they do not fit into memory."""
+    """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own
+    rows, even if they do not fit into memory."""
     padding: dict[str, float]
     """Padding ratio by method: ``stock``, ``split``, ``planned``."""
     cost: dict[str, float]

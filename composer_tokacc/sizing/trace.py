@@ -136,8 +136,8 @@ class TracedStep:
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
 
-        Returns None if the loss needs no gradient, for example the loss of text if only the projector is trained. Such a
-        microbatch has no backward pass, so nothing can be fitted to it.
+        Returns None if the loss needs no gradient, for example the loss of text if only the projector is trained. Such
+        a microbatch has no backward pass, so nothing can be fitted to it.
         """
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
