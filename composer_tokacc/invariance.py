@@ -59,13 +59,14 @@ class InvarianceCase:
     """One way to cut and pad the rows, and how far the gradient is off."""
 
     cut: str
-    """``'again'`` (all rows in one microbatch a second time), ``'in order'``, ``'by length'`` (trimmed if padded on the
-    right), ``'uneven'`` (one row, then all others). In the program: ``'stock Composer'``, ``'in order'`` or
-    ``'regrouped'``."""
+    """``'again'`` (the rows of all ranks in one microbatch, as for the reference), ``'in order'``, ``'by length'``
+    (trimmed if padded on the right), ``'uneven'`` (one row, then all others). In the program: ``'stock Composer'``,
+    ``'in order'`` or ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
-    """Rows of a microbatch on each rank."""
+    """Rows of a microbatch on each rank. For ``'again'`` it is the number of rows of one rank, and for ``'uneven'`` it
+    is 1."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
@@ -269,8 +270,9 @@ def verify_invariance(
         buffers of the model, a note names them.
 
     Raises:
-        ValueError: If the rows prove nothing: fewer than two, equally many labels in all, or different numbers of rows
-            on the ranks.
+        ValueError: If the rows prove nothing: fewer than two rows, the same number of labels in each, or different
+            numbers of rows on the ranks. Also if the reference is zero or not finite.
+        TypeError: If the gradients of the reference are not a mapping of tensors by name.
 
     Example:
         >>> import torch
@@ -321,7 +323,8 @@ def verify_invariance(
 
     def cuts(padding: str) -> Iterator[StepCut]:
         sizes = microbatch_sizes or DEFAULT_SIZES
-        # One microbatch of all rows on every rank, as for the reference. It shows whether a repeated step is the same.
+        # One microbatch with the rows of all ranks, the same on every rank. By default the reference is the same step,
+        # so this shows whether a repeated step has the same gradient.
         once_again = ('again', len(rows_of_rank), [all_rows(padding)])
         for name, size, microbatches in chain([once_again], _cuts(layout, rows_of_rank, padding, sizes)):
             yield StepCut(
@@ -338,7 +341,9 @@ def _cloned(gradients: Gradients) -> Gradients:
     """Returns copies, because the next step may write into the same tensors. Raises TypeError for anything else."""
     is_mapping = isinstance(gradients, Mapping)
     if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
-        raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.')
+        raise TypeError(
+            f'`gradients` and `reference` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.'
+        )
     return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
 
@@ -386,8 +391,9 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
     """Returns the rows, moved between ranks if all ranks have equally many labels.
 
-    With equal ranks the mean over the ranks is the mean over all tokens, so a trainer that averages over ranks would
-    not be found. With equal rows no trainer that averages means would be found: then it raises ValueError.
+    If they have, the mean over the ranks is the mean over all tokens. So the fault of a trainer that averages over the
+    ranks would not show. If all rows have equally many labels, the fault of a mean of means would not show in any cut.
+    Then it raises ValueError.
     """
     rows = _joined(rows_by_rank)
     num_labels = torch.tensor([_labels_by_rule(row) for row in rows])  # (rows of all ranks, rules)
@@ -425,7 +431,7 @@ def _cuts(
 ) -> Iterator[tuple[str, int, list[BatchDict]]]:
     """Yields cuts of the rows: the name, the size of a microbatch in rows, and the microbatches.
 
-    The last microbatch of a cut may be smaller.
+    The last microbatch of a cut may be smaller. In ``'uneven'`` it holds all rows but one.
     """
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)

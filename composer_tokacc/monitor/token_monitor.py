@@ -66,7 +66,8 @@ class _PreviousStep(NamedTuple):
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    It takes one small all-gather per step, and waits for the device only at the end of a step.
+    It takes one small all-gather per step, and two more collectives if a source is new. It waits for the device only at
+    the end of a step. But if nobody has counted the tokens of a batch with ``source``, it waits in each microbatch.
 
     The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
     that is not padding.
@@ -201,7 +202,7 @@ class TokenMonitor(Callback):
         total = StepCounts(*sums.tolist())
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
-        if not math.isnan(total.gradient_square):  # an overflow in half precision makes it NaN
+        if not math.isnan(total.gradient_square):  # an overflow in half precision may make it NaN
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
         assert state.timestamp.batch_wct is not None, 'Composer sets the wall-clock time of the step before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
@@ -403,7 +404,7 @@ class GradientNorm(Algorithm):
         """Returns this rank's share of the squared norm. Waits for the device.
 
         The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
-        takes an equal share of that part. A rank has no share if FSDP1 gives it only frozen parameters.
+        takes an equal share of that part. The share is 0 on a rank that FSDP1 gives only frozen parameters.
         """
         square = 0.0
         for num_copies, norm in self._norms.items():

@@ -3,8 +3,8 @@
 
 """The memory model of a run: the peak memory of a rank by term, for any microbatch and any number of ranks.
 
-:class:`StaticBytes` is the model itself. :class:`ActivationFit` is fitted to a few traced microbatches and predicts the
-activations of others. :class:`MemoryModel` adds the two up.
+:class:`StaticBytes` counts parameters, gradients and optimizer states. :class:`ActivationFit` is fitted to a few traced
+microbatches and predicts the activations of others. :class:`MemoryModel` adds the two up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# For each part of a microbatch (`TRACED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
+# For each part of a microbatch (`TRACKED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
 # They are `constant`, and attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are
 # copied.
 _FEATURES_OF = {
@@ -307,8 +307,9 @@ class MemoryModel:
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
         if 'forward' in self.phases:
-            # The Trainer holds the logits of a microbatch until those of the next one exist. So the last ones are in
-            # memory in the optimizer's step. The phase `forward` holds only such logits, so its fit predicts them.
+            # The Trainer holds the logits of a microbatch until those of the next one exist. So the logits of the last
+            # microbatch are in memory in the optimizer's step. The phase `forward` ends before new logits exist, so
+            # all logits in it are such old ones, and its fit predicts their bytes.
             at_optimizer += self.phases['forward'].predict(shape)['logits']
         return max(at_microbatch, at_optimizer)
 
@@ -333,8 +334,8 @@ def warning_of_residual(residual: float) -> str | None:
     if residual <= LARGE_RESIDUAL:
         return None
     return (
-        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations, which is more than '
-        f'{LARGE_RESIDUAL:.0%}. Its figures are rough, so leave room.'
+        f'The memory model is wrong by up to {residual:.1%} of the activations of the microbatches that it was fitted '
+        f'to, which is more than {LARGE_RESIDUAL:.0%}. Its figures are rough, so leave room.'
     )
 
 

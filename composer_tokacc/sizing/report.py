@@ -33,13 +33,14 @@ class SizeRow:
     """Padding, time and memory with one microbatch size."""
 
     size: int
-    """Microbatch size, in rows of ``SizingReport.slot_tokens``."""
+    """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own
+    rows, even if they do not fit into memory."""
     padding: dict[str, float]
     """Padding ratio by method: ``stock``, ``split``, ``planned``."""
     cost: dict[str, float]
     """Cost of a step by method, in units of the cost model."""
     peak_gib: float
-    """Highest memory of a rank in a step."""
+    """Highest memory of a rank in a step, by the split or by planned batches."""
     parts_gib: dict[str, float]
     """The peak by part: ``text``, ``logits``, ``vision``, ``inputs``, and ``model`` for all else (parameters,
     gradients, optimizer)."""
@@ -128,7 +129,7 @@ class SizingReport:
         return cost * self.seconds_per_unit + self.seconds_per_step
 
     def speedup(self, method: str = 'split') -> float:
-        """Returns how many times as fast as stock Composer a step of a method is."""
+        """Returns the time of a step of stock Composer, divided by the time of a step of a method."""
         stock_time = self.time_of(self.figures['stock'].cost)
         method_time = self.time_of(self.figures[method].cost)
         return stock_time / method_time
@@ -151,13 +152,17 @@ class SizingReport:
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file."""
+        """Returns the lines to paste into a run's YAML file.
+
+        They do not replace the whole section ``microbatching``: ``equal_counts`` and a cost model that was not measured
+        are not among them.
+        """
         section: dict[str, Any] = {
             'device_train_microbatch_size': self.device_train_microbatch_size,
             'slot_tokens': self.slot_tokens,
             'regroup': self.regroup,
         }
-        # Further options are left out if they have the default of the run.
+        # These options are left out if they have the default of the YAML file.
         defaults = {
             'width_multiple': 1,
             'max_image_tokens': None,
@@ -182,7 +187,8 @@ class SizingReport:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
             warnings.append(
-                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
+                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone. The longest is '
+                f'{self.oversize[0]}.'
             )
         fitting_sizes = [row for row in self.sizes if row.fits]
         if fitting_sizes:
@@ -259,7 +265,7 @@ def _answer(report: SizingReport) -> str:
     rows = [
         ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
         ('tokens a sample', length),
-        ('longest sample', f'{profile.longest} tokens (variation of all {profile.variation:.2f})'),
+        ('longest sample', f'{profile.longest} tokens (variation of all lengths {profile.variation:.2f})'),
         ('image tokens', f'{profile.image_share:.0%} of the tokens'),
         ('vision encoder', _vision(profile)),
         ('carry loss', loss_share),

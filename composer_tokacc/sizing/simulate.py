@@ -36,7 +36,7 @@ class StepFigures:
     in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
     ``planning.plan.time_in_slots``."""
     padding_ratio: float
-    """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
+    """Share of the computed positions that hold no token of the batch: padding and dummy rows."""
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float

@@ -56,8 +56,8 @@ TRACED_LOGITS = ('all', 'labels', 'auto')
 """Where logits are computed: see `calibrate_fake`."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 """For logits at labels, each traced microbatch has a label at every n-th position, with another n for each. So the
-number of labels does not grow in proportion to the number of positions. Text gives only four microbatches, so 1 is
-among the first four: a run may also need a label at every position."""
+number of labels does not grow in proportion to the number of positions. A run may have a label at every position, so
+1 is among the first four: without images only four microbatches are traced."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -67,7 +67,7 @@ class MicrobatchPeaks(NamedTuple):
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes at the peak of each phase, by part (``TRACED_PARTS``). The phases follow each other: ``forward`` ends
+    """Bytes at the peak of each phase, by part (``TRACKED_PARTS``). The phases follow each other: ``forward`` ends
     before the output embedding. ``head`` is the output embedding, the loss, and the backward pass of both. ``blocks``
     is the rest of the backward pass. Which phase has the highest peak depends on the shape."""
 
@@ -136,8 +136,8 @@ class TracedStep:
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
 
-        Returns None if the loss needs no gradient, for example that of text if only the projector is trained. Such a
-        microbatch has no backward pass, so a fit of the others must leave it out.
+        Returns None if the loss needs no gradient, for example the loss of text if only the projector is trained. Such
+        a microbatch has no backward pass, so nothing can be fitted to it.
         """
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
@@ -192,12 +192,12 @@ class TracedStep:
         """Runs forward and backward as the Trainer does. Returns whether the loss needs a gradient."""
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
         inputs = {key: value for key, value in batch_with_media.items() if key in self._argument_names}
-        num_logits = self._num_logits(batch)  # needs real tensors, so it comes before the modes
+        num_logits = self._num_logits(batch)  # before the modes, so that the memory of this count is not tracked
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
-            # Composer's `state.outputs` holds the logits of the last microbatch until the new ones exist. Here the last
-            # microbatch counts as equally large.
+            # Composer's `state.outputs` holds the logits of the previous microbatch until the new ones exist. Here the
+            # previous microbatch counts as equally large.
             last_logits = None
             if self._logits_dtype is not None:
                 with self._mode:
@@ -229,9 +229,9 @@ class TracedStep:
         except (DataDependentOutputException, RuntimeError) as error:
             first_line = str(error).partition('\n')[0]
             raise InvalidInputError(
-                f'{type(self.model).__name__} cannot be traced without a GPU: {type(error).__name__}, '
+                f'{type(self.model).__name__} cannot be traced with fake tensors: {type(error).__name__}, '
                 f'{first_line}. A common reason is control flow that depends on values of the weights. '
-                'Calibrate on a GPU.'
+                'Set the microbatch size yourself.'
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
@@ -403,7 +403,10 @@ class FlopModel:
     """Largest relative error among the traced microbatches."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns the operations of the language model for this many rows of this padded width."""
+        """Returns the operations of the language model for this many rows of this padded width.
+
+        Counts logits at every position, also if the run computes them only at labels.
+        """
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
