@@ -797,7 +797,8 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and to its total."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    changed_names = (means_over_tokens[0], 'total')  # Composer takes only the gradient of a total, if there is one
+    # Composer takes only the gradient of a total, if there is one. A dict with only a total has no terms.
+    changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:
         return term.value + added if term.name in changed_names else term.value
