@@ -60,7 +60,7 @@ class LossTerms:
 
     @property
     def coupled(self) -> list[str]:
-        """Names of the terms that depend on which rows share a microbatch."""
+        """Names of the terms in ``loss_units`` that depend on which rows share a microbatch."""
         coupling_units = ('coupled_samples', 'microbatches')
         return [name for name, unit in self.units.items() if unit in coupling_units]
 
@@ -131,7 +131,7 @@ class LossTerms:
 
         Composer adds the products up, and multiplies their sum, or the given total, by its own weight in place. So the
         products are new tensors, and the gradient of each is Composer's weight. The backward calls ``observe`` with the
-        gradient of one of them.
+        gradient of one of them, so that the step check can compare it with the weight that we assumed.
         """
 
         def times_scale(term: Term) -> Tensor:
@@ -197,10 +197,11 @@ class LossTerms:
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
-        """Returns the losses that the first-batch check compares: the sums of the terms over tokens and over samples.
+        """Returns the losses that the first-batch check compares between cuts of a batch.
 
-        The keys are ``'tokens'`` and ``'samples'``. These sums must not depend on how the batch is cut. Terms that
-        couple rows may depend on it, so they are left out. If all terms couple rows, ``'tokens'`` is the sum of all.
+        ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
+        samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If all
+        terms couple rows, ``'tokens'`` is the sum of all.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -238,8 +239,8 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
 def router_coefficient(model: torch.nn.Module) -> float | None:
     """Returns the factor of a model's load-balancing loss; None if the model names none.
 
-    The model may be a Hugging Face model, or Composer's wrapper of one. An attribute of the model counts before its
-    config, because the model copies values of the config when it is built.
+    ``model`` is a ComposerModel. It may wrap a Hugging Face model as its attribute ``model``. An attribute of the
+    Hugging Face model counts before its config, because the model copies values of the config when it is built.
     """
     model = getattr(model, 'model', model)
     config: Any = getattr(model, 'config', None)
@@ -298,7 +299,7 @@ def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
 
 
 def _sum(terms: Collection[Tensor]) -> Tensor:
-    """Returns the sum of the means of some terms in their least precise dtype, which shows its round-off."""
+    """Returns the sum of the means of some terms, in their least precise dtype. The check allows its round-off."""
     dtypes = [term.dtype for term in terms]
     least_precise = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return sum_of_means(terms).to(least_precise)

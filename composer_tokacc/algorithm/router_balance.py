@@ -128,7 +128,7 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # In training the model does not get the weights of tokens either.
+                # If tokens have weights, the model does not get them in training either, see ModelBatch.
                 batch.pop(LOSS_WEIGHTS, None)
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
@@ -279,8 +279,8 @@ def counted_positions(microbatch: Batch) -> Tensor:
 def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     """Returns which positions of a packed row are real tokens of a sample, ``(width,)`` bool.
 
-    The mask does not show them. It is also True in dummy rows, and at a padding position that was kept because it has a
-    label. Such a position comes after the real tokens of its document.
+    The mask does not show them. It is also True at tokens of dummy rows, and at a padding position that was kept
+    because it has a label. Such a position comes after the real tokens of its document.
 
     Args:
         packed: The packed row.
@@ -290,7 +290,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
-        # A sample without real tokens has no position in the packed row, so it is not a document.
+        # A sample without real tokens has no position in the packed row, so it is not a document. A dummy row is one.
+        # It has tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
     # If no row is a document, the packed row has one position of padding. It counts as document 0.

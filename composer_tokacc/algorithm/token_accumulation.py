@@ -110,9 +110,9 @@ class TokenAccumulation(Algorithm):
             check shows that loss and gradient stay the same. With logits at labels ``outputs.logits`` has one row, in
             the order of the labels. Default: ``'auto'``.
         check_loss (bool): Whether to check the model's loss. The first-batch check compares it with the rule, tokens
-            are measured in each step, and the run is refused if somebody adds a term to the loss, or if a BatchNorm is
-            in training mode. ``False`` needs an explicit ``loss_tokens``; the first two remain if tokens have weights.
-            Default: ``True``.
+            are measured in each step, and the run is refused if somebody adds a term to the loss before it is scaled,
+            or if a BatchNorm is in training mode. ``False`` needs an explicit ``loss_tokens``. If tokens have weights,
+            the first-batch check and the measuring remain. Default: ``True``.
 
     Raises:
         ValueError: If an argument is not one of the above.
@@ -127,7 +127,7 @@ class TokenAccumulation(Algorithm):
     """
 
     _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
-    _edges_of_loss: Collection[Edge]  # where the graph of the model's own loss ends; set at AFTER_LOSS
+    _edges_of_loss: Collection[Edge]  # outputs of the graph that make the model's own loss; set at AFTER_LOSS
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
-        self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
+        self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
             Event.FIT_START: TokenAccumulation._start_fit,
@@ -207,7 +207,10 @@ class TokenAccumulation(Algorithm):
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits."""
+        """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits.
+
+        True before the first batch.
+        """
         return self._context is None or self._context.check.has_logits
 
     @property
@@ -230,7 +233,7 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # A microbatch without labels gets one, see ModelBatch.
+            # A microbatch without labels gets one from ModelBatch: logits are selected only without `loss_units`.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -287,6 +290,7 @@ class TokenAccumulation(Algorithm):
 
     def _end_epoch(self, state: State) -> None:
         """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
+        # The timestamp itself is already that of the next epoch.
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
@@ -311,7 +315,7 @@ class TokenAccumulation(Algorithm):
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
-            # The value may come from a checkpoint or an earlier fit, whose ranks did not meet in every microbatch.
+            # A checkpoint or an earlier fit may say True, although ranks now wait for each other in every microbatch.
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
@@ -335,7 +339,7 @@ class TokenAccumulation(Algorithm):
         (num_ranks_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step, whose rows have just been proven.
+        # Not due in the first step: its rows have just been proven, so none are new.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -359,7 +363,8 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=rows_of(state.batch),
-            # Composer copies every microbatch, but only metrics of training read the copies.
+            # Composer deep-copies every microbatch, but only metrics of training read the copies. Without metrics
+            # CountingDataSpec saves the copy. A function, because metrics may be added late.
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
@@ -367,7 +372,7 @@ class TokenAccumulation(Algorithm):
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
-        """Marks the rows of a counted batch with a label that counts for the first time in the run."""
+        """Marks those rows of a counted batch that have a label which counts for the first time in the run."""
         has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
@@ -382,6 +387,7 @@ class TokenAccumulation(Algorithm):
         if self._run.world_size == 1:
             return numbers
         in_one_list = list(chain.from_iterable(numbers.values()))
+        # Without token weights all numbers are whole: the weights of tokens sum to their number.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(RankSum(on_device).read())
@@ -428,7 +434,10 @@ class TokenAccumulation(Algorithm):
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _replace_loss(self, state: State) -> None:
-        """AFTER_LOSS: gives a microbatch without tokens a loss of 0, and puts our entries back into the batch."""
+        """AFTER_LOSS: puts our entries back into the batch, and makes the loss ready to be scaled.
+
+        A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
+        """
         state.batch = self._model_batch.put_back(state.batch)
         self._split_router_loss(state)
         if self._run.step.microbatches[-1].is_empty:
@@ -474,7 +483,7 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Gives the loss of a microbatch without media a gradient if it has none, because the backward would raise.
 
-        Then only an encoder of media is trained, and it learns nothing from text.
+        It has none if only an encoder of media is trained.
         """
         has_gradient = any(term.requires_grad for term in tensors_in(state.loss))
         layout = self._run.check.layout
@@ -487,7 +496,7 @@ class TokenAccumulation(Algorithm):
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
     def _scale(self, state: State) -> None:
-        """BEFORE_BACKWARD: scales the loss. The backward comes next, so no other algorithm changes it afterwards."""
+        """BEFORE_BACKWARD: scales the loss. Users put this algorithm last, because later changes are not scaled."""
         run = self._run
         record = run.step.microbatches[-1]
         # Again, because algorithms may have taken entries out of the batch after the loss.
@@ -550,7 +559,7 @@ class TokenAccumulation(Algorithm):
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
         logits = logits_of(state.outputs)
-        # If tokens have weights, check_step() refuses the step after each of these two returns.
+        # If tokens have weights, check_step() refuses the step after either of the next two returns.
         if logits is None or logits.grad_fn is None:
             return
         selector = run.selector
@@ -561,6 +570,7 @@ class TokenAccumulation(Algorithm):
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
+        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
         edges = {node_of(logits)}
         router_loss = router_loss_of(state.outputs)
         if router_loss is not None:
@@ -572,8 +582,10 @@ class TokenAccumulation(Algorithm):
         # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
         units_of_terms = list(run.terms.units.values())
         is_one_mean = units_of_terms in ([], ['tokens'])
+        # The weight in the backward of a token whose relative weight is 1.
         plain_token_weight = None
         if is_one_mean and run.check.token_scale is not None:
+            # `token_scale` is 1 for a mean of cross-entropies. The first-batch check has measured it.
             plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
         measures_all = self._token_choice.draws_all()
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
@@ -615,9 +627,9 @@ class TokenAccumulation(Algorithm):
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _end_microbatch(self, state: State) -> None:
-        """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the model's own loss back.
+        """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the unscaled loss back.
 
-        The loss is put back for callbacks, which read it at the end of the batch.
+        Callbacks read the loss at the end of the batch.
         """
         run = self._run
         step = run.step
@@ -649,7 +661,8 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # Gradients are 0. With None instead, the optimizer does not decay weights or move by its momentum.
+            # Its gradients are 0. They become None, so that the optimizer neither decays weights nor moves by its
+            # momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
@@ -690,8 +703,8 @@ class ModelBatch:
 
     Args:
         batch: The microbatch.
-        hides_weights: Whether to take out the weights of tokens, because this package has written them. If not, they
-            may be a column of the batch that the model reads.
+        hides_weights: Whether to take out the weights of tokens, because this package has written them. If it has not,
+            a column of this name belongs to the user, and the model may read it.
         adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
             forward. Divided by zero labels this gradient is NaN, and a factor of zero does not remove it. Only for
             losses whose terms are all means over tokens, because a term over samples would see the label.
@@ -755,7 +768,7 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a term over samples has a loss in a dummy row or a repeated sample."""
+    """Raises RuntimeError if a term over samples has a gradient in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
     # If all rows are added ones, all terms are multiplied by 0.
@@ -797,7 +810,8 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and to its total."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    changed_names = (means_over_tokens[0], 'total')  # Composer takes only the gradient of a total, if there is one
+    # Composer takes only the gradient of a total, if there is one. A dict with only a total has no terms.
+    changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:
         return term.value + added if term.name in changed_names else term.value

@@ -327,20 +327,20 @@ def _call_layers_by_document(model: nn.Module) -> None:
         layer_classes = {type(layer) for layer in _layers_that_mix(model, states_name)}
         for layer_class in layer_classes:
             plain_forward = layer_class.forward
-            if not _is_by_document(plain_forward):  # another model may have changed the class before
+            if not _is_replacement(plain_forward):  # another model may have changed the class before
                 by_document = partial(_forward_by_document, plain_forward, states_name)
                 layer_class.forward = _marked(_in_plain_python(by_document), plain_forward)
 
 
-def _marked(by_document: HostFunction, plain: HostFunction) -> HostFunction:
+def _marked(function: HostFunction, plain: HostFunction) -> HostFunction:
     """Returns a function with the name and signature of the plain one that it replaces, and our mark."""
-    replacement: Any = wraps(plain)(by_document)
-    replacement.by_document = True
+    replacement: Any = wraps(plain)(function)
+    replacement.replaces_plain = True
     return replacement
 
 
-def _is_by_document(function: HostFunction) -> bool:
-    return hasattr(function, 'by_document')
+def _is_replacement(function: HostFunction) -> bool:
+    return hasattr(function, 'replaces_plain')
 
 
 def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
@@ -378,7 +378,7 @@ def _convolved_layers(module: nn.Module, *, by_document: bool) -> Iterator[nn.Mo
     for part in module.children():
         if isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1:
             yield module
-        is_split = by_document and _is_by_document(type(part).forward)
+        is_split = by_document and _is_replacement(type(part).forward)
         if not is_split and not isinstance(part, PreTrainedModel):
             yield from _convolved_layers(part, by_document=by_document)
 
@@ -423,7 +423,7 @@ def _balance_routers_without_mask(submodels: Sequence[nn.Module]) -> None:
         file = sys.modules[type(submodel).__module__]
         names = vars(file)
         plain_loss = names.get('load_balancing_loss_func')
-        if plain_loss is not None and not _is_by_document(plain_loss):
+        if plain_loss is not None and not _is_replacement(plain_loss):
             loss_of_packed_rows = partial(_balancing_loss, plain_loss)
             names['load_balancing_loss_func'] = _marked(loss_of_packed_rows, plain_loss)
 

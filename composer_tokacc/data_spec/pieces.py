@@ -126,8 +126,8 @@ class CutRules:
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        The check calls it for rules under which it has not trimmed any row on this side. A policy ``'keep'`` stays,
-        because the check tries it only after trimming has failed.
+        The check calls it if it has accepted these rules without trimming any row, so that they show nothing about
+        trimming. Only ``'keep'`` stays as it is, because the check tries it only after trimming has failed.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -391,6 +391,8 @@ class Piece:
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
+
+        Only for the piece of all rows of a batch, because the message numbers rows as the batch does.
 
         Columns that are only there because widths are rounded up do not count. A row that is over the cap only by them
         becomes a microbatch of its own.

@@ -86,7 +86,7 @@ class MicrobatchSplit:
         and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
         gradients for the parameters of an unused encoder."""
         self.loss_rule: str | None = None
-        """The loss rule of the model, for evaluation. The algorithm sets it if it has found one."""
+        """The loss rule of the model. The algorithm sets it for evaluation, and the DataSpec counts batches by it."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
         self._microbatch_transforms = microbatch_transforms
@@ -284,7 +284,8 @@ class MicrobatchSplit:
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
         """Returns microbatches of ``size`` rows, in order, trimmed but not packed.
 
-        The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
+        The order must stay, because in evaluation Composer drops a repeated sample, the last of ``n`` rows, by
+        ``split_batch(microbatch, n - 1)[0]``.
         """
         if isinstance(batch, PreSplitBatch):
             batch = joined_with_lists(batch, layout)
@@ -312,8 +313,9 @@ class MicrobatchSplit:
     def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether each microbatch of a loader is used as it is, or cut by itself.
 
-        Otherwise all are joined and cut again: without ``regroup``, with packing, and if padding on the right must be
-        kept. Also if rows are padded on the left, and their positions depend on the padding or a pad predicts a label.
+        Otherwise all are joined and cut again: without ``regroup``, with packing, if padding on the right must be kept,
+        and if rows are so wide that the rotary embedding depends on the width. Also if rows are padded on the left, and
+        their positions depend on the padding or a pad predicts a label.
         """
         if not self.options.regroup or self.packs_rows or self.rules.right != 'trim':
             return False
@@ -441,9 +443,9 @@ class MicrobatchSplit:
                 dummy_widths = [row.width for row in piece.dummies]
                 self._warn(
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
-                    'use. It has %d tokens and %d image tokens, and the dummy rows are %s tokens wide. Together they '
-                    'are over the caps of %d and %s image tokens (None: no cap). They are computed over the cap. Raise '
-                    'it by the difference.',
+                    'use. It has %d tokens and %d image tokens (counted only under a cap), and the dummy rows are %s '
+                    'tokens wide. Together they are over the caps of %d and %s image tokens (None: no cap). They are '
+                    'computed over the cap. Raise it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
                     sum(piece.sizes.get('image_tokens', [])),
