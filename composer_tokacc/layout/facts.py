@@ -416,8 +416,8 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         if facts.has_positions:
             suffix = ', with position_ids'
             joined_suffix = suffix
-        # Beyond the limit the rotary embedding depends on the width, so such rows keep their padding. But with
-        # `position_ids` it depends on the largest one, and so on which rows share a microbatch.
+        # Beyond the limit the rotary embedding depends on the width, so such rows keep their padding. With
+        # `position_ids` it depends on the largest position instead. Then it matters which rows share a microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
             rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
