@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compares every cut of some rows with the rows as the loader padded them.
+"""Compares cuts of some rows with the rows as the loader padded them.
 
 The package rests on one property of models and losses. Take the gradient of the loss of a microbatch by the logits of
 one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
@@ -36,7 +36,8 @@ from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""A unit of loss terms, and the number of one of the last layers: the gradient of these terms by the layer's output."""
+"""Stands for the gradient of some loss terms by the output of one of the last layers: their unit, and the number of the
+layer. The unit says what the terms are means over, ``'tokens'`` or ``'samples'``."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -114,7 +115,7 @@ class _Change:
 
 
 class RowComparison(Generic[RulesT]):
-    """Compares every cut of some rows with all of them together, as the loader padded them.
+    """Compares cuts of some rows with all rows together, as the loader padded them.
 
     Args:
         probe: The probe of the model.
@@ -149,10 +150,10 @@ class RowComparison(Generic[RulesT]):
         has_loss = loss_mask(rows, rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
-        # In a model with an encoder this is the width of the decoder's text, which is never trimmed.
+        # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
         self._width = rows['labels'].shape[1]
         self.has_shown_trimming = False
-        """Whether the text of any row was computed narrower than the loader made it."""
+        """Whether a row has kept its gradient in a microbatch that is narrower than the loader made it."""
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -264,16 +265,16 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. If no row has padding, or all have a label behind it, nothing was learnt about
-            # trimming. Then rows that are padded on this side keep their earlier rules. If trimming was tried and has
-            # failed, the candidate says to keep the padding, and with_side_of() leaves that as it is.
+            # No row was trimmed, for one of two reasons. If nothing could be trimmed, for example because no row has
+            # padding, nothing was learnt, and rows that are padded on this side keep their earlier rules. If trimming
+            # has failed, the candidate says to keep the padding, and with_side_of() leaves that as it is.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
-        """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
+        """Raises RuntimeError if a row by itself, not trimmed, has another gradient than with the others."""
         self._check_single_rows(partial(self._layout.select, self._rows))
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
@@ -313,6 +314,7 @@ class RowComparison(Generic[RulesT]):
             return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
+        # The only unit: a run whose `loss_units` names others computes all logits, and does not come here.
         gradients = list(result.gradients['tokens'])
         num_expected = len(self.reference.gradients['tokens'])
         # The last gradient is the one by the logits.
@@ -423,8 +425,8 @@ class RowComparison(Generic[RulesT]):
         A row may be narrower in its microbatch than in the uncut batch, or be one document of a packed row.
         """
         aligned: RowGradients = {}
-        for unit, points in result.gradients.items():
-            for index, gradient in enumerate(points):
+        for unit, unit_gradients in result.gradients.items():
+            for index, gradient in enumerate(unit_gradients):
                 row_gradients = self._in_uncut_columns(batch, gradient, rows)
                 aligned[unit, index] = row_gradients * self._denominator(unit, rows)
         return aligned
@@ -475,8 +477,8 @@ class RowComparison(Generic[RulesT]):
             name = sample_name(self._rows, change.row)
             if change.point[0] == 'samples':
                 raise CutFailure(
-                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
-                    'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
+                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take means over '
+                    'the tokens of each row, not over its columns, or name another unit (docs/errors.md#model-loss).'
                 )
             # If the change almost vanishes without the factor, the row only has another weight.
             if change.error_without_factor < LARGEST_FACTOR_ERROR * error:
@@ -595,8 +597,8 @@ class RowComparison(Generic[RulesT]):
 def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
-    ``failures`` has one entry for each way to pack. Attention by document is tried first. If the model does not accept
-    it, but computes another way with a wrong result, the message names both failures. Otherwise it names the first.
+    ``failures`` has one entry for each way to pack, attention by document first. If the model cannot compute the first
+    way, and computes a later one with a wrong result, the message names both failures. Otherwise it names the first.
     """
     first = failures[0]
     first_computed = next((failure for failure in failures if failure.reason is None), first)

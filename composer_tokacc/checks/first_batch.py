@@ -65,7 +65,7 @@ MIN_ROWS = 4
 NUM_TIED_TOKENS = 3
 """Number of distinct tokens in the row of :func:`row_with_ties`."""
 NUM_LABELS = 4
-"""Most labels that the check puts on a row: to find the loss rule, or to give rows unequal numbers of labels."""
+"""Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
 ENOUGH_TOKENS = 4
 """A row with as many tokens can have several labels that count."""
 LARGEST_ELSEWHERE = 0.1
@@ -107,14 +107,15 @@ class Criterion(NamedTuple):
     costs: Sequence[float]
     lacks: Sequence[bool]  # which rows lack the property. One of them is chosen only if all rows lack it.
     needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
-    needs_label: bool = True  # whether to choose a row without labels only if no row with labels has the property
+    needs_label: bool = True  # whether a row with labels comes before one without, whatever their costs are
 
 
 @dataclass(eq=False)
 class FirstBatchCheck(Generic[RulesT]):
     """Probes the model with rows of a batch, the same ones on all ranks.
 
-    Without a layout rows cannot be told apart. Then it finds the loss rule, and looks for state that forwards write.
+    Without a layout rows cannot be told apart, and are not compared. In that case the check only finds the loss rule,
+    and looks for state that forwards write.
     """
 
     probe: Probe
@@ -189,7 +190,8 @@ class FirstBatchCheck(Generic[RulesT]):
             The rules by which rows may be cut from now on; None without a cutter.
 
         Raises:
-            RuntimeError: On all ranks, if no cut keeps the gradients of the rows.
+            RuntimeError: On all ranks, if no loss rule fits, if a forward changes the next one, or if no cut keeps the
+                gradients of the rows.
         """
         rules = None
         if self.cutter is not None:
@@ -320,7 +322,7 @@ class FirstBatchCheck(Generic[RulesT]):
         result = (comparison.token_scale(), failure)
         results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
-        # A loss that was a plain mean in an earlier check must stay one. Each step is compared with that mean.
+        # A scale that is known stays. If the loss is no plain mean any more, the check of a step refuses it.
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
@@ -411,8 +413,9 @@ def find_loss_rule(
 ) -> str:
     """Finds the rule by which the model counts labels, or confirms the rule ``loss_tokens``.
 
-    The gradient by the logits shows it: it is not zero at the positions that predict the counted labels. The rule
-    depends on the model class and the version of transformers. Nothing else shows a wrong rule.
+    The gradient by the logits shows it: it is not zero at the positions that predict the counted labels. The rule is
+    measured, because it depends on the model class and the version of transformers, and a run with a wrong rule would
+    look right.
 
     Args:
         probe: The probe of the model. It examines the model with the row.
@@ -425,10 +428,10 @@ def find_loss_rule(
     result = probe.examine(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    # The first unit is 'tokens', if the loss has terms in this unit.
+    # Terms that are means over tokens come first, and terms over samples after them. Most losses have only the former.
     gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
-    # The last gradient counts, because its layer is nearest to the loss.
+    # The last gradient that exists is taken: the one by the logits, or else by the output before them.
     for gradient in gradients_of_unit:
         if gradient is not None:
             norms = gradient.norm(dim=-1)
@@ -463,9 +466,10 @@ def find_loss_rule(
 
 
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
-    """Returns one of the rows, with labels that tell the rules apart: on its first position, and on an unattended one.
+    """Returns one of the rows, with new labels on a few positions.
 
-    All labels are the same token, so most of them do not fit the text. At a label that the model is sure of there is no
+    Labels on the first position and on an unattended one tell the rules apart, because only some rules count them. All
+    labels are the same token, so most of them do not fit the text. At a label that the model is sure of there is no
     gradient. It may be sure of the row's real labels, but hardly of one token at several positions. If the layout is
     unknown, the other rows stay in the batch, without labels.
     """
@@ -595,8 +599,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     lengths = facts.lengths
     lacks_nothing = [False] * len(lengths)
     longest_first = [-length for length in lengths]
-    # The longest row has the least padding to trim, and the shortest row has the most. A truncated row often has no
-    # label, but the others may depend on its length.
+    # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
+    # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
     longest = Criterion(longest_first, lacks_nothing, needs_label=False)
     criteria = [longest, Criterion(lengths, lacks_nothing)]
     for modality in _new_modalities(missing):

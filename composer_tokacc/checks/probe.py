@@ -44,7 +44,8 @@ STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
 """The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
-columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much."""
+columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much.
+See :class:`_VariedWeights`."""
 DROPOUTS = {
     'dropout',
     'dropout_',
@@ -81,7 +82,8 @@ class AtLabels:
 class ProbeResult:
     """The result of one forward of a few rows."""
 
-    # Sums of the loss terms that must not depend on the cut, by unit: ``'tokens'``, ``'samples'``.
+    # For each unit the sum of its loss terms. Only units whose terms must not depend on the cut: ``'tokens'`` and
+    # ``'samples'``.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
     # ``(rows, width, entries)``. The last one is by the logits. The one before is by the states before the logits. The
@@ -152,10 +154,12 @@ class _Forward(NamedTuple):
 class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
-    The layers run as in training, because a loss may be different in evaluation. Only dropout is off. If the forward is
-    random nevertheless, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
-    weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32, and not in
-    bfloat16.
+    The layers run as in training, because a loss may be different in evaluation. Only dropout is off, and BatchNorm
+    runs as in evaluation. If the forward is random nevertheless, no two forwards can be compared. Then all layers run
+    as in evaluation.
+
+    A model with float32 weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in
+    float32, and not in bfloat16.
     """
 
     def __init__(
@@ -249,7 +253,7 @@ class Probe:
                             batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
                         )
                         result = _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
-                    # The mode is over, because it would see each look at each state.
+                    # Not inside of the mode, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
                     return result
             except RuntimeError as error:
@@ -415,7 +419,7 @@ class Probe:
             _graph_from(self._layers, shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
-            loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may add up counts
+            loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         # Not every layer runs in every batch, such as a layer of another modality.
@@ -609,9 +613,9 @@ def _without_tf32() -> Iterator[None]:
     try:
         saved = [getattr(backend, name) for backend in backends]
     except RuntimeError:
-        # Someone has set the names that are new in torch 2.9. Torch refuses to read the names above if both have been
-        # set to different values. So the new names are only used here: otherwise a forward could not read the old ones,
-        # which `torch.backends.cudnn.flags()` does.
+        # Someone has set `fp32_precision`, which is new in torch 2.9. If it contradicts `allow_tf32`, torch refuses to
+        # read `allow_tf32`. So `fp32_precision` is set only in this case. Otherwise setting it would make `allow_tf32`
+        # unreadable in the forward, where `torch.backends.cudnn.flags()` reads it.
         backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
         name = 'fp32_precision'
         float32 = 'ieee'

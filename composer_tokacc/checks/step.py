@@ -53,9 +53,12 @@ GENERATOR = random.Random(0)
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
-    In the first step these are all tokens. In each later step they are in one microbatch: some of its tokens, or all of
-    them in one of 64 draws. Tokens are also measured in every microbatch with a label that counts for the first time.
-    If a loss treats some labels in another way, the first step with these labels shows it.
+    In the first step these are all tokens. In each later step they are some tokens of one microbatch, and of every
+    microbatch with a label that counts for the first time. In one of 64 draws they are all tokens of the microbatch.
+
+    A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
+    changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
+    measured tokens may miss it. But these weights do not depend on the cut, so the step is exact.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class TokenChoice:
             has_new_label += has_new_label_here
             if any(has_new_label_here):
                 new_labels.append(labels[is_new])
-        # All rows of the batch that have a new label are named, so it becomes known only now.
+        # Labels become known only after the loop, so that every row of the batch that has a new label is marked.
         for labels in new_labels:
             self._is_unknown[labels] = False
         return has_new_label
@@ -122,7 +125,7 @@ class MicrobatchRecord:
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
-    factor: Tensor | None = None  # the factor that was applied to its loss
+    factor: Tensor | None = None  # the factor that was applied to its loss, times the gradient scale
     token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
     # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
@@ -156,7 +159,8 @@ class MicrobatchRecord:
         """Adds a hook that measures tokens when the gradient by the logits comes.
 
         Args:
-            logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
+            logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``, see
+                :class:`.LabelledPositions`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             unit: The weight of a token whose relative weight is 1. None: tokens are not measured.
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
@@ -180,7 +184,10 @@ class MicrobatchRecord:
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
-        """A hook on the scaled loss. Notes its gradient: the weight of Composer, times the gradient scale."""
+        """A hook on the scaled loss. Notes its gradient: the weight of Composer, times the gradient scale.
+
+        Adds up, because a second backward would also add to the gradients of the model.
+        """
         factor = gradient.detach().sum(dtype=torch.float32)
         if self.factor is not None:
             factor = self.factor + factor
@@ -207,8 +214,8 @@ class MicrobatchRecord:
             if not measures_all:
                 self.measured_positions = places_of(ordinals, self._sampled_numbers())
         elif not measures_all:
-            # The logits are those of the tokens, in their order. Their number was an input, so it is not counted here:
-            # that would show nothing.
+            # Logits were computed only for the tokens, in their order. They are not counted: the number of selected
+            # positions came from the CPU, so a count would always agree with it.
             numbers = self._sampled_numbers()
             self.measured_positions = torch.arange(
                 numbers.start - 1,
@@ -271,11 +278,11 @@ class Step:
     # Whether metrics of training read a copy of each microbatch. A function, because a callback may add metrics late.
     copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
-    facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; none if rows cannot be told apart
+    facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; empty if rows cannot be told apart
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
-    # Microbatches that the split has made, on the CPU, in the order of their computation; none of a custom split.
+    # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
     planned: Sequence[Batch] = ()
     microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order
     counts: RowCounts = field(init=False)  # of all rows together

@@ -37,7 +37,7 @@ from composer_tokacc.refusals import InvalidInputError
 
 PACKED_ROWS = 'packed rows'
 PADDED_ROWS = 'rows padded'
-"""The beginning of the names of all limits of padded rows."""
+"""The beginning of the names of limits that are proven only by trimming rows, see :meth:`RowRanges.without_padding`."""
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
@@ -57,7 +57,7 @@ class RowFacts:
         layout: How its tensors belong to rows.
         side: The side on which rows are padded, ``'left'`` or ``'right'``. If none is padded, ``'right'``.
         width: Padded width of the rows.
-        is_padded: Whether some position is padding.
+        is_padded: Whether some position is not real: padding, or a hole between attended positions.
         real: Which positions are attended or labelled, ``(rows, width)`` bool.
     """
 
@@ -355,7 +355,7 @@ class RowRanges:
         return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
-        """Returns the ranges as if no row had padding, for rows on which trimming was not tried."""
+        """Returns the ranges without the limits of padded rows, for rows on which trimming was not tried."""
         limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
         return RowRanges(limits=limits, readings=self.readings)
 
@@ -366,7 +366,7 @@ def _larger(first: Limit, second: Limit) -> Limit:
 
 
 def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0) -> RowRanges:
-    """Returns the ranges of the rows of a device batch.
+    """Returns the ranges of the rows of one rank's batch.
 
     Args:
         facts_of_batches: Facts of the batch, or of each of its microbatches.
@@ -416,6 +416,8 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         if facts.has_positions:
             suffix = ', with position_ids'
             joined_suffix = suffix
+        # Beyond the limit the rotary embedding depends on the width, so such rows keep their padding. With
+        # `position_ids` it depends on the largest position instead. Then it matters which rows share a microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
             rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'

@@ -42,7 +42,7 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""The order of two readings that two batches rank in opposite orders."""
+"""The order of readings that have equal places in :func:`agreed_readings`, because two batches rank them oppositely."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -108,13 +108,13 @@ def possible_readings(
 def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
     """Returns the readings that two batches both allow, the most likely one first.
 
-    Both sequences are in the order of likelihood. If their orders differ, the lower place of a reading counts.
+    Both sequences begin with the most likely reading. If they give a reading different places, the worse one counts.
     """
     common = [reading for reading in earlier if reading in later]
 
     def place(reading: Reading) -> tuple[int, int]:
-        lower_place = max(earlier.index(reading), later.index(reading))
-        return lower_place, MOST_LIKELY_FIRST.index(reading)
+        worse_place = max(earlier.index(reading), later.index(reading))
+        return worse_place, MOST_LIKELY_FIRST.index(reading)
 
     return tuple(sorted(common, key=place))
 
