@@ -35,7 +35,7 @@ of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# For each part of a microbatch (`TRACED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
+# For each part of a microbatch (`TRACKED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
 # They are `constant`, and attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are
 # copied.
 _FEATURES_OF = {

@@ -67,7 +67,7 @@ class MicrobatchPeaks(NamedTuple):
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes at the peak of each phase, by part (``TRACED_PARTS``). The phases follow each other: ``forward`` ends
+    """Bytes at the peak of each phase, by part (``TRACKED_PARTS``). The phases follow each other: ``forward`` ends
     before the output embedding. ``head`` is the output embedding, the loss, and the backward pass of both. ``blocks``
     is the rest of the backward pass. Which phase has the highest peak depends on the shape."""
 
