@@ -127,7 +127,7 @@ class TokenAccumulation(Algorithm):
     """
 
     _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
-    _edges_of_loss: Collection[Edge]  # outputs of the graph that make the model's own loss; set at AFTER_LOSS
+    _edges_of_loss: Collection[Edge]  # outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD
 
     def __init__(
         self,
@@ -406,7 +406,9 @@ class TokenAccumulation(Algorithm):
         run.check_batch_norms()
         run.reductions.start_attempt()
         step.microbatches = []
-        self._raw_loss = None  # the graph of a microbatch that failed, which would stay in memory
+        # The graph of a microbatch that failed would stay in memory.
+        self._raw_loss = None
+        self._edges_of_loss = ()
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
@@ -443,7 +445,7 @@ class TokenAccumulation(Algorithm):
         if self._run.step.microbatches[-1].is_empty:
             self._zero_token_terms(state)
         self._attach_gradient(state)
-        self._edges_of_loss = {node_of(value) for value in tensors_in(state.loss)}
+        self._edges_of_loss = _edges_of(state.loss)
 
     def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
@@ -502,8 +504,8 @@ class TokenAccumulation(Algorithm):
         # Again, because algorithms may have taken entries out of the batch after the loss.
         state.batch = self._model_batch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
-        self._check_no_added_term(state)
-        del self._edges_of_loss  # they hold the graph
+        if not self.options.loss_units:  # they tell the unit of an added term
+            self._check_no_added_term(state)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
         record.composers_weight = sample_weight(
@@ -529,12 +531,11 @@ class TokenAccumulation(Algorithm):
             state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, weight_of_mean)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
+        self._edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added to the loss since AFTER_LOSS, because its unit is not known."""
-        if self.options.loss_units or not self.options.check_loss:
-            return
-        if has_bypass(tensors_in(state.loss), self._edges_of_loss):
+        """Raises RuntimeError if a term was added since the edges of the loss were noted: its unit is not known."""
+        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
                 'has added. It would weigh by tokens, whatever it is a mean over. Have the model return it as a term '
@@ -631,6 +632,7 @@ class TokenAccumulation(Algorithm):
 
         Callbacks read the loss at the end of the batch.
         """
+        self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
         run = self._run
         step = run.step
         run.reductions.complete_for_ddp()
@@ -643,6 +645,7 @@ class TokenAccumulation(Algorithm):
             run.reductions.complete_for_composer()
         state.loss = self._raw_loss
         self._raw_loss = None
+        self._edges_of_loss = ()
 
     # After the step.
 
@@ -788,6 +791,11 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
             f'such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds by '
             '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
         )
+
+
+def _edges_of(loss: Any) -> set[Edge]:
+    """Returns the outputs of the graph that make the terms of a loss. They keep the graph in memory."""
+    return {node_of(term) for term in tensors_in(loss)}
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Mixture:
 
         The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
         exact over as many epochs as read every dataset a whole number of times. In a single global batch the number of
-        samples of each dataset is right to within a few, see :func:`mixed_orders`. The number of tokens is less exact,
+        samples of each dataset is right to within a few, see ``mixed_orders``. The number of tokens is less exact,
         because samples differ in length.
 
         Args:

@@ -191,10 +191,8 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
         fit(model, loader(batch), algorithms=algorithms)
 
 
-@pytest.mark.parametrize('is_in_place', [False, True])
-@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
-def test_term_added_by_algorithm_is_refused(model, batch, event, is_in_place):
-    """A mean over all positions of a microbatch. Weighted by tokens, it would depend on the cut."""
+def adder_of_term(model, *, is_in_place):
+    """Returns a function that adds a term to the loss: a mean over all positions of a microbatch, with padding."""
     states = []
     model.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
 
@@ -205,8 +203,24 @@ def test_term_added_by_algorithm_is_refused(model, batch, event, is_in_place):
         else:
             state.loss = state.loss + term
 
+    return add_term
+
+
+@pytest.mark.parametrize('is_in_place', [False, True])
+@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
+def test_term_added_by_algorithm_is_refused(model, batch, event, is_in_place):
+    """Weighted by tokens, the term would depend on the cut."""
+    add_term = adder_of_term(model, is_in_place=is_in_place)
     with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm'):
         fit(model, loader(batch), algorithms=[AlgorithmOn(event, add_term), TokenAccumulation()])
+
+
+@pytest.mark.parametrize('is_in_place', [False, True])
+def test_term_added_before_the_backward_is_refused(model, batch, is_in_place):
+    """A callback comes after all algorithms, so the term would not be scaled."""
+    callback = On(Event.BEFORE_BACKWARD, adder_of_term(model, is_in_place=is_in_place))
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm or a callback'):
+        fit(model, loader(batch), callbacks=[callback])
 
 
 def test_images_leave_the_device_after_their_microbatch(model, batch):
