@@ -87,7 +87,7 @@ class _StopBeforeStep(Callback):
 
 
 def _dry_run(config: TrainConfig) -> None:
-    """Does everything but training, and writes nothing. Rehearses even if the config switches that off."""
+    """Does everything but training, and writes only caches. Rehearses even if the config switches that off."""
     # So the Trainer writes neither checkpoints nor logs.
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
