@@ -173,7 +173,7 @@ def without_model(arguments):
 
 
 def tiny_config(*, tied=False):
-    text = {**LLAVA['text_config'], 'tie_word_embeddings': tied}
+    text = {**LLAVA['text_config'], 'tie_word_embeddings': tied, 'attention_bias': True}
     config = {**LLAVA, 'text_config': text, 'tie_word_embeddings': tied, 'vision_feature_layer': -2}
     return {**config, 'vision_feature_select_strategy': 'default'}
 

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
+from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
@@ -197,9 +197,9 @@ def _merged_model(
     weights: Mapping[str, torch.Tensor],
 ) -> Any:
     """Returns the base of an adapter with the adapter merged into it. See :func:`_save_adapter` for the arguments."""
-    # A base that had random weights is in the checkpoint. Peft calls its layers `base_layer`.
-    if any('.base_layer.' in name for name in weights):
-        model = auto_class(config).from_config(config)  # its weights are replaced below
+    if contains_base(weights):
+        # The base had random weights. These are replaced below.
+        model = auto_class(config).from_config(config)
     else:
         base = adapter_config.get('base_model_name_or_path')
         with building('base_model_name_or_path'):

@@ -141,12 +141,19 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(saved_config))
     model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint holds the whole base or nothing of it. Peft calls the layer under an adapter `base_layer`, so this
-    # name shows that the base is there.
-    has_base = any('.base_layer.' in name for name in weights)
+    has_base = contains_base(weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)
     return model
+
+
+def contains_base(weights: Collection[str]) -> bool:
+    """Returns whether a checkpoint with an adapter, of which these are the names, has the matrices of its base, too.
+
+    It has all of them or none. Peft calls the layer under an adapter ``base_layer``. The biases of such layers show
+    nothing, because LoRA may train them (``bias``).
+    """
+    return any(name.endswith('.base_layer.weight') for name in weights)
 
 
 def _attach(model: Any, config: Any, base: str | None) -> Any:
