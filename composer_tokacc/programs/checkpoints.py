@@ -186,7 +186,7 @@ def check_checkpoint(key: str, path: Path) -> None:
         if damage:
             reason = f'damaged ({damage})'
     elif not os.path.isfile(path):
-        reason = 'which is not a file, or may not be read'
+        reason = 'which is not there, is no file, or may not be read'
     elif not zipfile.is_zipfile(path):  # also if the file may not be read
         reason = 'which is compressed, incomplete, unreadable or not written by Composer'
     if reason:
