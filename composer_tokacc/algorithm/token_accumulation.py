@@ -110,9 +110,9 @@ class TokenAccumulation(Algorithm):
             check shows that loss and gradient stay the same. With logits at labels ``outputs.logits`` has one row, in
             the order of the labels. Default: ``'auto'``.
         check_loss (bool): Whether to check the model's loss. The first-batch check compares it with the rule, tokens
-            are measured in each step, and the run is refused if somebody adds a term to the loss before it is scaled,
-            or if a BatchNorm is in training mode. ``False`` needs an explicit ``loss_tokens``. If tokens have weights,
-            the first-batch check and the measuring remain. Default: ``True``.
+            are measured in each step, and the run is refused if somebody adds a term to the loss, or if a BatchNorm is
+            in training mode. ``False`` needs an explicit ``loss_tokens``. If tokens have weights, the first-batch check
+            and the measuring remain. Default: ``True``.
 
     Raises:
         ValueError: If an argument is not one of the above.

@@ -342,25 +342,33 @@ def test_step_without_labels_moves_nothing(model, batch):
 # Other parts of a trainer.
 
 
+class OutOfMemory:
+    """Raises in one of its calls, as a GPU does. Then Composer halves the microbatch size, and tries again."""
+
+    def __init__(self, failing_call):
+        self.failing_call = failing_call
+        self.num_calls = 0
+
+    def __call__(self, state):
+        self.num_calls += 1
+        state.auto_microbatching = True
+        if self.num_calls == self.failing_call:
+            raise RuntimeError('CUDA out of memory')
+
+
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
 @pytest.mark.parametrize('has_data_spec', [False, True])
 def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
-    """As on a GPU, the second microbatch of the first attempt raises. Composer halves the size, and tries again."""
+    """The second microbatch of the first attempt raises."""
     batch['loss_weights'] = column(batch)
     expected, _, _ = weighted_reference(model, batch, token_weights)
-    num_microbatches = 0
-
-    def run_out_of_memory(state):
-        nonlocal num_microbatches
-        num_microbatches += 1
-        state.auto_microbatching = True
-        if num_microbatches == 2:
-            raise RuntimeError('CUDA out of memory')
-
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)
-    algorithms = [AlgorithmOn(Event.BEFORE_LOSS, run_out_of_memory), TokenAccumulation(token_weights=token_weights)]
+    algorithms = [
+        AlgorithmOn(Event.BEFORE_LOSS, OutOfMemory(failing_call=2)),
+        TokenAccumulation(token_weights=token_weights),
+    ]
     recorder = fit(model, data, algorithms=algorithms, microbatch_size=4)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
@@ -382,18 +390,11 @@ class Saving(torch.autograd.Function):
 
 def test_retry_frees_the_failed_graph(model, batch):
     """Memory runs out in the first backward. The next attempt needs the memory of its graph."""
-    num_backwards = 0
+    run_out_of_memory = OutOfMemory(failing_call=1)
     graphs_in_retry = []
 
-    def run_out_of_memory(state):
-        nonlocal num_backwards
-        num_backwards += 1
-        state.auto_microbatching = True
-        if num_backwards == 1:
-            raise RuntimeError('CUDA out of memory')
-
     def count_graphs(state):
-        if num_backwards == 1:
+        if run_out_of_memory.num_calls == 1:
             graphs_in_retry.append(sum(saved() is not None for saved in Saving.saved))
 
     Saving.saved = []
