@@ -25,6 +25,7 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_rows
@@ -365,11 +366,8 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     plain_batches = [with_copied_tensors(without_rows(batch)) for batch in batches]
     batches_by_rank = all_gather_object(plain_batches)
     if layout is None:
-        # A batch with media has the most keys. The layout of text alone would not know the keys of media. Perhaps only
-        # one rank has media, but all ranks need the same layout.
-        all_batches = chain.from_iterable(batches_by_rank)
-        most_keys = max(all_batches, key=len)
-        layout = BatchLayout.infer(most_keys)
+        # From the batches of all ranks: perhaps only one rank has media, but all ranks need the same layout.
+        layout = inferred_layout(chain.from_iterable(batches_by_rank))
     check_kind('layout', layout, BatchLayout)
     rows_by_rank = []
     for batches_of_rank in batches_by_rank:

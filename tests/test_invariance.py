@@ -125,6 +125,16 @@ def test_rows_keep_their_images(family):
     assert not report_of_means.is_exact
 
 
+def test_first_row_has_none_in_place_of_images():
+    """It has as many keys as the others, but does not tell the family."""
+    case = FAMILIES['idefics3']()
+    rows = sorted(case.rows, key=len)
+    assert 'pixel_values' not in rows[0]
+    rows[0] = {**dict.fromkeys(rows[-1]), **rows[0]}
+    report = verify_invariance(step_mean(case.model), rows, padding_sides=['right'])
+    assert report.is_exact, report
+
+
 def test_lost_or_nan_gradient_is_off():
     changed_name = 'lm_head.weight'
 

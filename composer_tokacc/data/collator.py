@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import MODALITIES, check_ids
+from composer_tokacc.batch import check_ids
 from composer_tokacc.data.records import EncodedSample
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError
 
 
@@ -52,8 +53,7 @@ class VisionLanguageCollator:
         _check_samples(samples)
         layout = self.layout
         if layout is None:
-            # The sample with the most media shows the most about the layout.
-            layout = BatchLayout.infer(max(samples, key=_count_media))
+            layout = inferred_layout(samples)
         batch = layout.concat(
             samples,
             padding_side=self.padding_side,
@@ -77,11 +77,3 @@ def _check_samples(samples: Sequence[EncodedSample]) -> None:
         )
     for sample in samples:
         check_ids(sample)
-
-
-def _count_media(sample: EncodedSample) -> int:
-    """Returns the number of images, videos and audios of a sample."""
-    count = 0
-    for modality in MODALITIES:
-        count += sample.get(f'num_{modality}s', [0])[0]
-    return count

@@ -20,8 +20,9 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import mask_document_starts, real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import MicrobatchSplit, inferred_layout, register_split
+from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
+from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
 
@@ -143,7 +144,7 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check, which no algorithm does, on a batch. It computes only rows of a new kind."""
         split = self._split
-        layout = split.users_layout or inferred_layout(batch)
+        layout = split.users_layout or inferred_layout(microbatches_of(batch))
         if self._first_batch is None:
             split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(

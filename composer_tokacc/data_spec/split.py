@@ -37,6 +37,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
+from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.layout.pre_split import joined_with_lists
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -256,7 +257,7 @@ class MicrobatchSplit:
             self.rules = RULES_WITHOUT_CHECK
         layout = self.layout
         if layout is None:
-            layout = inferred_layout(batch)
+            layout = inferred_layout(microbatches_of(batch))
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
@@ -599,20 +600,6 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
-def inferred_layout(batch: Batch) -> BatchLayout:
-    """Returns the layout that a batch implies, or all microbatches of a pre-split one together."""
-    if not isinstance(batch, PreSplitBatch):
-        return BatchLayout.infer(batch)
-    # Only keys and numbers of dimensions tell the layout, so no tensor need be joined. A microbatch without images may
-    # lack their keys, or have None there.
-    values: dict[str, Any] = {}
-    for microbatch in batch.microbatches:
-        for key, value in microbatch.items():
-            if values.get(key) is None:
-                values[key] = value
-    return BatchLayout.infer(values)
-
-
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
 
@@ -624,7 +611,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = BatchLayout.for_model(state.model)
     except TypeError:
         # The model has no config. A rank without media infers the layout of a text model, which has no entries.
-        layouts = all_gather_object(inferred_layout(state.batch))
+        layouts = all_gather_object(inferred_layout(microbatches_of(state.batch)))
         layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
     if split is None:
         # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries.

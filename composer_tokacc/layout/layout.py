@@ -695,6 +695,21 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
     return entry
 
 
+def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
+    """Returns the layout that some batches imply together.
+
+    Only keys and numbers of dimensions tell it, so no tensor is joined. A batch without images may lack their keys, or
+    have None there.
+    """
+    values: dict[str, Any] = {}
+    for batch in batches:
+        check_kind('batch', batch, Mapping)
+        for key, value in batch.items():
+            if values.get(key) is None:
+                values[key] = value
+    return BatchLayout.infer(values)
+
+
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """Returns the batches with an ``attention_mask`` of ones if all have ids and none has a mask or positions.
 

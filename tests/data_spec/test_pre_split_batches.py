@@ -17,8 +17,9 @@ from composer.core import Event
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import inferred_layout, split_of
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
 from tests.support.exactness import family_batch
@@ -220,7 +221,7 @@ def test_evaluation_of_tiles():
 def test_layout_of_all_microbatches(first, second, family):
     """No microbatch by itself need tell the layout. The first one has as many keys as the other."""
     batch = PreSplitBatch([text_batch([4], **first), text_batch([5], **second)], max_tokens=CAP)
-    assert inferred_layout(batch).family.name == family
+    assert inferred_layout(batch.microbatches).family.name == family
 
 
 @pytest.mark.parametrize('size', [3, 1])
