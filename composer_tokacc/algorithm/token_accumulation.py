@@ -127,7 +127,6 @@ class TokenAccumulation(Algorithm):
     """
 
     _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
-    _edges_of_loss: Collection[Edge]  # outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD
 
     def __init__(
         self,
@@ -152,6 +151,8 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
+        # Outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD.
+        self._edges_of_loss: Collection[Edge] = ()
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
             Event.FIT_START: TokenAccumulation._start_fit,
@@ -257,9 +258,8 @@ class TokenAccumulation(Algorithm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
-        attributes = {**vars(self), '_context': None, '_raw_loss': None}
-        for name in ('_model_batch', '_edges_of_loss'):
-            attributes.pop(name, None)
+        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_edges_of_loss': ()}
+        attributes.pop('_model_batch', None)
         return attributes
 
     def state_dict(self) -> dict[str, Any]:
@@ -572,10 +572,7 @@ class TokenAccumulation(Algorithm):
             return
         selected, record.positions_of_logits = at_logits
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = {node_of(logits)}
-        router_loss = router_loss_of(state.outputs)
-        if router_loss is not None:
-            edges.add(node_of(router_loss))
+        edges = _edges_of([logits, router_loss_of(state.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
@@ -793,9 +790,12 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
         )
 
 
-def _edges_of(loss: Any) -> set[Edge]:
-    """Returns the outputs of the graph that make the terms of a loss. They keep the graph in memory."""
-    return {node_of(term) for term in tensors_in(loss)}
+def _edges_of(value: Any) -> set[Edge]:
+    """Returns the outputs of the graph that make the tensors in a value, see :func:`.tensors_in`.
+
+    They keep the graph in memory.
+    """
+    return {node_of(tensor) for tensor in tensors_in(value)}
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
