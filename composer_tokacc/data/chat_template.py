@@ -183,12 +183,11 @@ class ChatTemplate:
         # A template for strings raises, or writes the list as Python or JSON prints it.
         if not text or PRINTED_PART.search(text):
             self._roles_with_parts.remove(role)
+            return  # strings have no media
         for modality in MODALITIES:
-            lengths = []
-            for count in range(3):
-                text = self._text_of_trial(role, [modality] * count)
-                lengths.append(len(text))
-            if 0 < lengths[0] < lengths[1] < lengths[2]:  # it writes something for each medium
+            text_of_one = self._text_of_trial(role, [modality])
+            text_of_two = self._text_of_trial(role, [modality] * 2)
+            if len(text) < len(text_of_one) < len(text_of_two):  # it writes something for each medium
                 self._roles_with_media.add((role, modality))
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
