@@ -210,9 +210,9 @@ def _is_list_of_parts(content: object, modalities: Sequence[str]) -> bool:
 
 def leaves_of(value: object) -> Iterator[object]:
     """Yields everything in a decoded value that is neither an object nor a list."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if not isinstance(value, list):
+    if isinstance(value, dict):  # not Mapping: that check takes longer than all else
+        value = value.values()
+    elif not isinstance(value, list):
         yield value
         return
     for item in value:
