@@ -38,8 +38,8 @@ DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 32
 """Samples whose texts go through the tokenizer together."""
-ITEMS_PER_WORKER = 256
-"""Fewest items for each process, because starting it takes as long as the work on a few hundred items."""
+FEWEST_FOR_WORKERS = 256
+"""From this number of items on, processes are started. With fewer, starting them may take longer than the work."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
 
@@ -79,7 +79,7 @@ def map_samples(
     loader: Any = DataLoader(
         items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
         batch_size=batch_size,
-        num_workers=min(num_workers, len(items) // ITEMS_PER_WORKER),
+        num_workers=num_workers if len(items) >= FEWEST_FOR_WORKERS else 0,
         generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
         collate_fn=function,  # pyright: ignore[reportArgumentType]
     )

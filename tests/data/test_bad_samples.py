@@ -55,7 +55,7 @@ def test_bad_samples_of_parts(tmp_path):
 
 
 def test_workers_name_the_same_samples(monkeypatch):
-    monkeypatch.setattr(sizes, 'ITEMS_PER_WORKER', 1)
+    monkeypatch.setattr(sizes, 'FEWEST_FOR_WORKERS', 1)
     dataset = DigitsWithBadSamples(109)
     table = build(dataset, on_error='skip', num_workers=0)
     table_of_workers = build(dataset, on_error='skip', num_workers=2)

@@ -59,7 +59,7 @@ class CountingDigits(DigitsDataset):
 
 
 def test_table_says_what_the_samples_say(monkeypatch):
-    monkeypatch.setattr(sizes, 'ITEMS_PER_WORKER', 1)
+    monkeypatch.setattr(sizes, 'FEWEST_FOR_WORKERS', 1)
     dataset = DigitsDataset(num_samples=40)
     random_state = torch.get_rng_state()
     table = build_length_table(dataset, dataset.processor, num_workers=2)
