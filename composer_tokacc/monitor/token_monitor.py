@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,14 +53,6 @@ class Flops(Protocol):
     def media(self, batch: Mapping[str, Any]) -> float:
         """Returns the operations of the encoders. The batch is still on the CPU, so its values can be read."""
         ...
-
-
-class _PreviousStep(NamedTuple):
-    """Counts of the previous step, for ``sample_weighting_error``: it needs sums that exist only after a step."""
-
-    microbatches: Sequence[BatchCounts]  # of this rank
-    samples: float  # sum over all ranks
-    loss_tokens: float  # sum over all ranks
 
 
 class TokenMonitor(Callback):
@@ -140,7 +132,7 @@ class TokenMonitor(Callback):
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
-        self._previous: _PreviousStep | None = None
+        self._weighting_distance: float | None = None  # of this rank in the previous step, see _weighting_distance()
         # Counts of the present step. The batch is counted when it starts.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
@@ -210,9 +202,10 @@ class TokenMonitor(Callback):
             self._seconds.append(seconds)
             metrics |= _speed_metrics(total, seconds)
             metrics |= self._time_metrics(state)
-        if self._previous is not None:
+        # It needs the sums over the ranks, so it is gathered with the counts of the next step.
+        if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
-        self._previous = _PreviousStep(self._microbatches, total.samples, total.loss_tokens)
+        self._weighting_distance = _weighting_distance(self._microbatches, total)
         metrics |= _source_metrics(sources, total.positions)
         named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
         logger.log_metrics(named_metrics)
@@ -242,7 +235,7 @@ class TokenMonitor(Callback):
             loader_seconds=self._loader_seconds,
             peak_memory=torch.cuda.max_memory_allocated(),  # 0 without a GPU
             gradient_square=self._norm.square_on_rank(),
-            weighting_distance=_weighting_distance(self._previous),
+            weighting_distance=self._weighting_distance or 0.0,
         )
 
     def _time_metrics(self, state: State) -> dict[str, float]:
@@ -328,18 +321,18 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
     return metrics
 
 
-def _weighting_distance(step: _PreviousStep | None) -> float:
+def _weighting_distance(microbatches: Sequence[BatchCounts], total: StepCounts) -> float:
     """Returns how far the sample weights of a step's microbatches are from their token weights, on this rank.
 
-    A weight of a microbatch is its share of the samples, or of the loss tokens, of all ranks. The distances of all
-    ranks add up to the total variation distance.
+    A weight of a microbatch is its share of the samples, or of the loss tokens, of all ranks, which ``total`` has. The
+    distances of all ranks add up to the total variation distance.
     """
-    if step is None or step.samples == 0 or step.loss_tokens == 0:
+    if total.samples == 0 or total.loss_tokens == 0:
         return 0.0
     distance = 0.0
-    for microbatch in step.microbatches:
-        sample_weight = microbatch.samples / step.samples
-        token_weight = int(microbatch.loss_tokens) / step.loss_tokens
+    for microbatch in microbatches:
+        sample_weight = microbatch.samples / total.samples
+        token_weight = int(microbatch.loss_tokens) / total.loss_tokens
         distance += abs(sample_weight - token_weight)
     return distance / 2
 
