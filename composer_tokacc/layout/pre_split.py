@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import (
     Callable,
+    Container,
     Iterator,
     Mapping,
     Sequence,
@@ -138,11 +139,7 @@ class PreSplitBatch(Mapping[str, Any]):
         entry = layout.entry_of(with_key, key)
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
-
-        def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in microbatch.items() if name in needed_keys}
-
-        return self.map(without_other_keys).joined(layout)[key]
+        return _with_keys(self, needed_keys).joined(layout)[key]
 
     # A worker process pickles the batch to send it.
 
@@ -190,17 +187,19 @@ def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, An
     for key in batch:
         if _is_list(batch, key):
             lists[key] = batch[key]
-
-    def without_lists(microbatch: dict[str, Any]) -> dict[str, Any]:
-        others = {}
-        for key, value in microbatch.items():
-            if key not in lists:
-                others[key] = value
-        return others
-
-    joined = batch.map(without_lists).joined(layout)
+    other_keys = batch.keys() - lists.keys()
+    joined = _with_keys(batch, other_keys).joined(layout)
     joined.update(lists)
     return joined
+
+
+def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:
+    """Returns the batch with only the entries of these keys."""
+
+    def chosen(microbatch: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in microbatch.items() if key in keys}
+
+    return batch.map(chosen)
 
 
 def _is_list(batch: PreSplitBatch, key: str) -> bool:
