@@ -37,6 +37,13 @@ def process_group(tmp_path):
         yield
 
 
+def with_ignored_head():
+    """Returns a model whose second head DDP ignores."""
+    model = TwoHeads()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ['second.weight', 'second.bias'])
+    return model
+
+
 def watch_of(model, **options):
     model = DistributedDataParallel(model, **options)
     state = SimpleNamespace(model=model, auto_microbatching=False)
@@ -122,9 +129,8 @@ def test_unfrozen_parameters_are_refused(options):
 
 
 def test_unfrozen_parameters_that_ddp_ignores():
-    inner = TwoHeads()
+    inner = with_ignored_head()
     inner.second.requires_grad_(False)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
     watch, model = watch_of(inner)
     inner.second.requires_grad_(True)
     backward(watch, model, ('first', 'second'))
@@ -132,8 +138,7 @@ def test_unfrozen_parameters_that_ddp_ignores():
 
 def test_backward_reaches_only_ignored_parameters():
     """DDP still waits for the others, and ranks that reach them would wait for this one."""
-    inner = TwoHeads()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
+    inner = with_ignored_head()
     watch, model = watch_of(inner)
     backward(watch, model, ('second',))
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
@@ -142,8 +147,7 @@ def test_backward_reaches_only_ignored_parameters():
 
 def test_ignored_parameters_get_no_zeros():
     """The model reduces them itself. A gradient of zero would let the optimizer decay unused experts."""
-    inner = TwoHeads()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ['second.weight', 'second.bias'])
+    inner = with_ignored_head()
     watch, model = watch_of(inner)
     backward(watch, model, ())
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]

@@ -18,7 +18,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from tests.checks.test_written_state import Cache, Statistic, with_layers
 from tests.support.text import next_token_loss, one_layer_model, text_row
-from tests.support.training import weights_unchanged
+from tests.support.training import num_hooks, weights_unchanged
 
 
 def causal(logits, batch):
@@ -323,9 +323,8 @@ def test_layer_of_torchscript():
 def traces_in(model):
     """Returns what a probe could leave behind: random numbers, modes, attributes, hooks and gradients."""
     traces = [torch.get_rng_state().tolist()]
+    assert num_hooks(model) == 0
     for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
         traces.append((module.training, sorted(vars(module))))
     for parameter in model.parameters():
         assert parameter.grad is None
