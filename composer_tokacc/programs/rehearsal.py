@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
+from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
@@ -36,7 +37,6 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
-from composer_tokacc.random_state import kept_random_state
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -467,19 +467,16 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[B
 
 @contextmanager
 def _undisturbed(state: State) -> Iterator[None]:
-    """Restores gradients, buffers and random numbers after this block, so that it changes nothing in the run."""
-    buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
+    """Restores gradients, state of the model and random numbers after this block, so that the run does not change."""
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with kept_random_state():
+        with undisturbed(inner_model(state.model)):
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
 
 @contextmanager

@@ -40,6 +40,7 @@ def train_seven_steps(callbacks):
     torch.manual_seed(3)
     model = hugging_face(text_model(attention_dropout=0.2))
     model.model.register_buffer('num_calls', torch.zeros(()))
+    model.model.register_buffer('num_tokens', torch.zeros(()))
     model.model.register_forward_pre_hook(count_call)
     dataset = LengthDataset(40, random_labels=True)
     _, memory, _ = train(
@@ -56,8 +57,9 @@ def train_seven_steps(callbacks):
 
 
 def count_call(module, arguments):
-    """A hook that changes a buffer of the model, as batch norm does."""
+    """A hook that changes a buffer of the model, as batch norm does, and replaces another one."""
     module.num_calls.add_(1)
+    module.num_tokens = module.num_tokens + 2
 
 
 def test_rehearsal_changes_no_bit_of_run():
