@@ -314,17 +314,17 @@ class MicrobatchSplit:
     def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether each microbatch of a loader is used as it is, or cut by itself.
 
-        Otherwise all are joined and cut again: without ``regroup``, with packing, if padding on the right must be kept,
-        and if rows are so wide that the rotary embedding depends on the width. Also if rows are padded on the left, and
-        their positions depend on the padding or a pad predicts a label.
+        Otherwise all are joined and cut again: without ``regroup``, which keeps the order of the rows, with packing, if
+        the check has not shown that padding on their side may be trimmed, and if rows are so wide that the rotary
+        embedding depends on the width. Also if a pad on the left predicts a label.
         """
-        if not self.options.regroup or self.packs_rows or self.rules.right != 'trim':
-            return False
-        if _width_matters(facts_of_batches):
+        if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
             return False
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
-            return True
+            return self.rules.right == 'trim'
+        if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
+            return False  # padded on both sides
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
         # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may

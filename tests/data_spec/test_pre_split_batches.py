@@ -308,6 +308,19 @@ def test_positions_that_cannot_be_kept_are_refused():
         fit(column_counter(), left_padded_loader(rows))
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_microbatches_stay_after_the_check(side):
+    """The check shows only what trimming does on the side on which the loader pads."""
+    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    dataloader = planned_loader(rows, partial(collate, side=side), max_tokens=24)
+    (planned,) = dataloader
+    planned_shapes = [microbatch['input_ids'].shape for microbatch in planned.microbatches]
+    shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
+    data = token_data_spec(dataloader)
+    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[shapes])
+    assert shapes.values == planned_shapes
+
+
 def test_label_preceded_by_pad_counts():
     """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
     lengths = [9, 8, 5, 4, 4, 3]
