@@ -188,8 +188,9 @@ def text_results() -> Results:
     yield 'text rank without labels', measure(model, collate(rows_without_first_labels), data)
     # One token has no loss in a causal model.
     rows_of_one_token = text_rows([(1, 1), (1, 1), (1, 1), (1, 1), (9, 4), (7, 2)])
-    data = token_data_spec(loader(collate(share_of(rows_of_one_token))))
-    yield 'text rank with rows of one token', measure(model, collate(rows_of_one_token), data)
+    for name, width in (('rows of one token', 0), ('rows of one token in fixed width', 16)):
+        data = token_data_spec(loader(collate(share_of(rows_of_one_token), width=width)))
+        yield f'text rank with {name}', measure(model, collate(rows_of_one_token), data)
     yield 'text plain loop', measure_plain_loop(rows)
     data = token_data_spec(loader(rank_batch), model=model)
     errors = measure(model, batch, data, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
