@@ -46,14 +46,14 @@ class ReductionWatch:
         self.start_attempt()
         modules = state.model.modules()
         has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
-        self.may_meet_once = (
+        self.waits_only_to_reduce = (
             self._ddp is not None
             and not state.auto_microbatching  # Composer asks all ranks after every forward whether memory ran out
             and not is_coupled
             and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether nothing before the last microbatch of a step makes ranks wait for each other, if DDP reduces only
-        there. Then one rank may have more microbatches than another."""
+        """Whether ranks wait for each other only where DDP reduces. If it reduces only in the last microbatch of a
+        step, one rank may then have more microbatches than another."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
@@ -146,7 +146,7 @@ class ReductionWatch:
         None: the step does not show it, because it has only one microbatch, or ranks wait for each other in all of
         them anyway.
         """
-        if len(self._reduces) < 2 or not self.may_meet_once:
+        if len(self._reduces) < 2 or not self.waits_only_to_reduce:
             return None
         return not any(self._reduces[:-1])
 

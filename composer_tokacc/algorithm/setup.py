@@ -164,7 +164,7 @@ class RunContext:
         """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
-        # None: the loader has no batch size, for example because it has a batch sampler.
+        # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)

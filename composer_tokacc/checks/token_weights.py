@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
+from composer_tokacc.checks.logits import edge_of, logits_of, measure, tolerance_of
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
@@ -229,7 +229,7 @@ class TokenWeightsReport:
             mask = getattr(outputs, 'label_mask', None)
         if logits is None:
             return
-        node, index = node_of(logits)
+        node, index = edge_of(logits)
         if node is None:  # they depend on no parameter that is trained
             return
         batch = kwargs

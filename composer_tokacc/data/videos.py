@@ -507,10 +507,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
 
 
 def _even_step(times: Sequence[float], mean_step: float) -> float:
-    """Returns a step such that the time of each frame is about a whole number of steps.
+    """Returns the step in which the times of frames are given, see :func:`make_video`.
 
     Usually it is the mean step between frames, so that the number of a frame is its index. If the steps between frames
-    are uneven, it is the smallest of them.
+    are uneven, it is the smallest of them. Then rounding moves a frame by at most half of this step.
 
     Args:
         times: Seconds from the first frame to each frame.
@@ -564,6 +564,8 @@ def _decode_frames(
     key_timestamps: Sequence[int],
 ) -> dict[int, np.ndarray]:
     """Returns the frames of some timestamps, by timestamp, uint8 ``(height, width, 3)`` each and upright.
+
+    If the decoder does not return the frame of a timestamp, the next frame that it returns is taken.
 
     Args:
         file: The file, which is opened here.

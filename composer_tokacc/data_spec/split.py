@@ -443,10 +443,10 @@ class MicrobatchSplit:
             if piece.dummies and not piece.fits:
                 dummy_widths = [row.width for row in piece.dummies]
                 self._warn(
-                    '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
-                    'use. It has %d tokens and %d image tokens (counted only under a cap), and the dummy rows are %s '
-                    'tokens wide. Together they are over the caps of %d and %s image tokens (None: no cap). They are '
-                    'computed over the cap. Raise it by the difference.',
+                    '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
+                    'or ranks of the step have some. It has %d tokens and %d image tokens (counted only under a cap), '
+                    'and the dummy rows are %s tokens wide. Together they are over the caps of %d and %s image tokens '
+                    '(None: no cap). They are computed over the cap. Raise it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
                     sum(piece.sizes.get('image_tokens', [])),
