@@ -94,7 +94,7 @@ class MicrobatchSplit:
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
         self._tries_packing = False  # whether the first-batch check should try to pack rows
-        self._warned: set[str] = set()
+        self._logged: set[str] = set()
 
     # Called by the algorithm.
 
@@ -152,9 +152,10 @@ class MicrobatchSplit:
         self._tries_packing = False
         self._set_attention(rules.packing)
         if rules.packing == 'positions':
-            self._warn(
+            self._log_once(
+                log.warning,
                 'Attention document by document does not work with this model, so packed rows keep a mask as wide as '
-                'all their documents.'
+                'all their documents.',
             )
 
     # Called by the first-batch check.
@@ -263,9 +264,12 @@ class MicrobatchSplit:
             return self._split_in_order(layout, batch, num_rows)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
-        if pre_split is not None and not self._may_stay_pre_split(facts_of_batches):
-            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-            pre_split = None
+        if pre_split is not None:
+            why_joined = self._why_joined(facts_of_batches)
+            if why_joined is not None:
+                self._log_once(log.info, 'The microbatches of the loader are joined and cut again: %s.', why_joined)
+                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+                pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
@@ -311,27 +315,30 @@ class MicrobatchSplit:
                 return describe_all(layout, batch)
         return self.step.facts
 
-    def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
-        """Returns whether each microbatch of a loader is used as it is, or cut by itself.
+    def _why_joined(self, facts_of_batches: Sequence[RowFacts]) -> str | None:
+        """Returns why the microbatches of a loader are joined and cut again.
 
-        Otherwise all are joined and cut again: without ``regroup``, which keeps the order of the rows, with packing, if
-        the check has not shown that padding on their side may be trimmed, and if rows are so wide that the rotary
-        embedding depends on the width. Also if a pad on the left predicts a label.
+        None: each of them is used as it is, or cut by itself.
         """
-        if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
-            return False
+        if not self.options.regroup:
+            return '`regroup=False` keeps the order of the rows'
+        if self.packs_rows:
+            return 'rows are packed'
+        if _width_matters(facts_of_batches):
+            return 'rows are so wide that the rotary embedding depends on the width'
+        padding_matters = 'the check has not shown that their padding may be trimmed'
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
-            return self.rules.right == 'trim'
+            return None if self.rules.right == 'trim' else padding_matters
         if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
-            return False  # padded on both sides
+            return 'rows are padded on both sides'
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
-            return False
+            return 'a pad predicts a label'
         # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may
         # have no padding, and then its side is 'right'.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
-        return self.rules.policy(as_padded_left) == 'trim'
+        return None if self.rules.policy(as_padded_left) == 'trim' else padding_matters
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
@@ -431,7 +438,8 @@ class MicrobatchSplit:
             if self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
-            self._warn(
+            self._log_once(
+                log.warning,
                 '%d rows have a label on their first token. They are padded on the left, so a pad predicts that '
                 'label, and they are computed untrimmed. Mask the label (-100), or pad on the right.',
                 num_kept,
@@ -442,7 +450,8 @@ class MicrobatchSplit:
         for piece in pieces:
             if piece.dummies and not piece.fits:
                 dummy_widths = [row.width for row in piece.dummies]
-                self._warn(
+                self._log_once(
+                    log.warning,
                     '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
                     'or ranks of the step have some. It has %d tokens and %d image tokens (counted only under a cap), '
                     'and the dummy rows are %s tokens wide. Together they are over the caps of %d and %s image tokens '
@@ -455,11 +464,11 @@ class MicrobatchSplit:
                     piece.options.max_image_tokens,
                 )
 
-    def _warn(self, message: str, *values: object) -> None:
-        """Warns, but only once for each message."""
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning(message, *values)
+    def _log_once(self, write: Callable[..., None], message: str, *values: object) -> None:
+        """Writes to the log, but only once for each message. ``write`` is a method of the log, such as ``log.info``."""
+        if message not in self._logged:
+            self._logged.add(message)
+            write(message, *values)
 
 
 def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
