@@ -46,7 +46,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. It is only
+            shown: the split compares with its own budget.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 

@@ -260,7 +260,7 @@ class Source(ABC):
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
-    def planning(self) -> dict[str, Any]:
+    def planner_options(self) -> dict[str, Any]:
         """Options that RegroupingBatchSampler and ExchangingDataLoader plan microbatches with."""
         return {
             'objective': 'fsdp' if self.config.is_sharded else 'ddp',
@@ -502,7 +502,7 @@ class FileSource(Source):
             drop_last=loader.drop_last,
             modality=loader.modality,
             **shares,
-            **self.planning,
+            **self.planner_options,
         )
         # The sampler makes the batches, so these two are not for the loader.
         loader_options = without(options, 'batch_size', 'drop_last')
@@ -710,7 +710,7 @@ class ShardSource(Source):
             image_token_ids=image_token_ids(processor),
             max_image_tokens=microbatching.max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
-            **self.planning,
+            **self.planner_options,
             **options,
         )
         return loader, slot_tokens
