@@ -126,12 +126,17 @@ class LossTerms:
                 values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
-    def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
+    def scaled(
+        self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None], excess: float = 1.0
+    ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
         Composer adds the products up, and multiplies their sum, or the given total, by its own weight in place. So the
         products are new tensors, and the gradient of each is Composer's weight. The backward calls ``observe`` with the
         gradient of one of them, so that the step check can compare it with the weight that we assumed.
+
+        The gradient of each product is divided by ``excess``, because the reduction over the ranks will make it too
+        large, see :func:`.excess_of_reduction`. The products themselves are not, because Composer logs them.
         """
 
         def times_scale(term: Term) -> Tensor:
@@ -146,13 +151,15 @@ class LossTerms:
                 names.append('total')
             zero = next(iter(scaled.values())).new_zeros(())
             scaled = {name: scaled.get(name, zero) for name in names}
-        observed = scaled
+        differentiated = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
-            observed = scaled['total']
-        for value in tensors_in(observed):
-            if value.requires_grad:
-                value.register_hook(observe)
-                break
+            differentiated = scaled['total']
+        with_gradient = [value for value in tensors_in(differentiated) if value.requires_grad]
+        for value in with_gradient[:1]:
+            value.register_hook(observe)
+        if excess != 1.0:
+            for value in with_gradient:
+                value.register_hook(lambda gradient: gradient / excess)
         return scaled
 
     def split(self, loss: Any, outputs: Any) -> Any:

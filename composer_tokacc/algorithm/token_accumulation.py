@@ -531,7 +531,7 @@ class TokenAccumulation(Algorithm):
             state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, weight_of_mean)
         # The backward tells the record which weight Composer has applied.
-        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
+        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
         self._edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
@@ -586,6 +586,7 @@ class TokenAccumulation(Algorithm):
         if is_one_mean and run.check.token_scale is not None:
             # `token_scale` is 1 for a mean of cross-entropies. The first-batch check has measured it.
             plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
+            plain_token_weight /= run.excess_of_reduction
         measures_all = self._token_choice.draws_all()
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 

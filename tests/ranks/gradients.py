@@ -27,7 +27,7 @@ from tests.algorithm.test_router_loss import subject_with_router as weighted_mix
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.families import FAMILIES
-from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.fsdp import FSDP, sharded
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
 from tests.support.text import collate, text_model, text_rows
@@ -290,7 +290,6 @@ def measure_weighted_router(rows: Sequence[Any]) -> dict[str, float]:
 
 def fsdp_results(name: str) -> Results:
     """Some microbatches, or all of a rank, have no images."""
-    repair_average()
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.config)
     for order, size, weights in (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt')):
@@ -308,7 +307,6 @@ def fsdp_results(name: str) -> Results:
 
 def router_results() -> Results:
     """Cases of ``router_balance='step'`` on two ranks. The second has one text row, so it makes fewer microbatches."""
-    repair_average()
     rows = text_rows(SHAPE)
     batch = collate(rows)
     rank_batch = collate(rank_share(rows, (5, 1)))
