@@ -63,7 +63,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class MicrobatchPeaks(NamedTuple):
-    """Bytes that one microbatch adds to parameters, gradients, optimizer states and inputs."""
+    """Bytes that one microbatch takes on top of parameters, gradients, optimizer states and inputs."""
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
@@ -126,7 +126,7 @@ class TracedStep:
             self._begin_to_track(first_batch)
 
     def _begin_to_track(self, first_batch: Batch) -> None:
-        """Sets the memory tracker, and runs a first microbatch.
+        """Makes a new memory tracker, and runs a first microbatch.
 
         The next microbatch then begins with gradients and logits in memory, like all but the first of a run.
         """
@@ -151,6 +151,7 @@ class TracedStep:
             phases[name] = peaks
             self._tracker.restart_peak()
 
+        # The forward phase ends when the output embedding is called. The head phase ends when its backward is complete.
         head = self.model.get_output_embeddings()
         handles = [
             head.register_forward_pre_hook(partial(end_phase, 'forward')),
@@ -171,8 +172,8 @@ class TracedStep:
     def _num_logits(self, batch: Batch) -> int:
         """Returns the number of positions of a batch at which logits are computed.
 
-        Labels are selected as for a causal model, whatever the model is. Fake logits have no values, so only their
-        number counts.
+        Labels are selected as for a causal model, also if the model has another loss rule. Fake logits have no values,
+        so only the number of labels matters.
         """
         if self._selector is None:
             return batch['input_ids'].numel()
