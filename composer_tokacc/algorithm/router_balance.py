@@ -128,7 +128,8 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # If tokens have weights, the model does not get them in training either, see ModelBatch.
+                # If tokens have weights, the model does not get them in training either, see `ModelBatch` of
+                # `token_accumulation.py`.
                 batch.pop(LOSS_WEIGHTS, None)
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
@@ -237,7 +238,8 @@ class StepBalance:
         """Raises RuntimeError if a deviation in the step was over its tolerance.
 
         Then either the model's own load-balancing loss is not the one computed here, or the choices in training are not
-        those of the count. Called only once a step, because it waits for the device.
+        those of the count. Called at the first comparison of the run, and then only at the end of each step, because it
+        waits for the device.
         """
         on_same_device = self._choice_deviation.to(self._loss_deviation)
         both_deviations = torch.stack([self._loss_deviation, on_same_device])
@@ -294,7 +296,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         # It has tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
-    # If no row is a document, the packed row has one position of padding. It counts as document 0.
+    # If no row is a document, the packed row has one position of padding, with the document number 0. It needs an
+    # entry. Otherwise no position has the number of this last entry.
     real_tokens_of_documents.append(0)
     num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
     # The first position of the document that each position belongs to. Document numbers are in ascending order.
