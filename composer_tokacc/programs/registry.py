@@ -124,8 +124,8 @@ AllOrSome = Literal[-1] | Count
 class HostArguments(TypedDict, total=False):
     """Ranges of arguments by name, for all classes that have such an argument.
 
-    The arguments are those of hosts, which themselves accept any value. A wrong one would show only in a step, or never.
-    In users' own classes, arguments of these names are checked, too.
+    The arguments are those of hosts, which themselves accept any value. A wrong one would show only in a step, or
+    never. In users' own classes, arguments of these names are checked, too.
     """
 
     alpha: Weight
