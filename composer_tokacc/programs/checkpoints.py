@@ -110,9 +110,12 @@ def repair_latest_link(trainer: Section) -> str:
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:
-    """Returns the other checkpoints of the same rank, newest first."""
+    """Returns what else in the folder may be a checkpoint of the same rank, newest first.
+
+    Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
+    """
     checkpoints = []
-    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt
+    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt, Composer's default name
     for path in latest.parent.iterdir():
         # A sharded checkpoint is one folder for all ranks.
         is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == rank_ending
@@ -162,7 +165,10 @@ def find_damage(path: Path) -> str:
 
 
 def _find_damage_in_folder(path: Path) -> str:
-    """Returns the first file that is shorter than the index of a sharded checkpoint says. Does not read the files."""
+    """Returns which file is shorter than the index of a sharded checkpoint says; empty if none is.
+
+    Does not read the files.
+    """
     index = FileSystemReader(path).read_metadata().storage_data or {}
     for entry in index.values():
         num_bytes = (path / entry.relative_path).stat().st_size
@@ -252,6 +258,7 @@ of floats. Torch would load integers into floats, or floats into integers, witho
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+    """Returns the shape of one weight, marked if it is a weight of integers, see ``Shape``."""
     if dtype.is_floating_point:
         return tuple(sizes)
     return (*sizes, 'not of floats')
@@ -412,8 +419,8 @@ class SameData(Callback):
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
         if self.model is None or load_arguments.get('load_ignore_keys'):
             return
-        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
-        # because algorithms may have changed the model since __init__().
+        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present shapes are
+        # compared, because algorithms may have changed the model since __init__().
         shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
