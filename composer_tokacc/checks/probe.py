@@ -677,6 +677,7 @@ class _ProbeMode(TorchFunctionMode):
         k: int,
         dim: int = -1,
         largest: bool = True,
+        sorted: bool = True,
         **options: object,
     ) -> None:
         # A top-k over anything but positions, such as over experts, does not depend on the width.
