@@ -718,8 +718,9 @@ def _graph_from(
     ) -> Tensor | None:
         if not _is_of_shape(output, shapes):
             return None
-        torch.set_grad_enabled(module is layers[-1])
         leaves[module] = output.detach().requires_grad_()
+        # Once the last layer has run, gradients stay on, also if an earlier layer runs again.
+        torch.set_grad_enabled(layers[-1] in leaves)
         return leaves[module]
 
     with _hooked(layers, start_graph), torch.no_grad():

@@ -288,6 +288,17 @@ def test_ties_of_every_form(top_k):
     assert probe_of(loss).run(text_row(12, 6)).has_broken_tie
 
 
+def test_norm_after_the_head():
+    """A layer before the head that runs again after it does not end the graph of the loss."""
+    model = one_layer_model()
+
+    def loss(logits, batch):
+        model.model.norm(torch.ones(1, logits.shape[1], 32))
+        return causal(logits, batch)
+
+    assert find_loss_rule(probe_of(loss, model=model), row_for_rule()) == 'causal'
+
+
 class Positions(torch.nn.Module):
     """Adds the number of its column to each state, times weights that begin at 0."""
 
