@@ -115,13 +115,20 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
     """
     checkpoints = []
-    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt, Composer's default name
     for path in latest.parent.iterdir():
         # A sharded checkpoint is one folder for all ranks.
-        is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == rank_ending
-        if path != latest and not path.is_symlink() and is_of_this_rank:
+        may_be_of_this_rank = path.is_dir() or _rank_in_name(path) == _rank_in_name(latest)
+        if path != latest and not path.is_symlink() and may_be_of_this_rank:
             checkpoints.append(path)
     return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _rank_in_name(path: Path) -> tuple[list[str], str]:
+    """Returns what the names of all checkpoint files of a rank have in common: the number of the rank, and the ending.
+
+    ``save_filename`` sets where the rank stands in the name, or leaves it out, as in ``ba{batch}.pt``.
+    """
+    return re.findall(r'rank\d+', path.name), path.suffix
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:

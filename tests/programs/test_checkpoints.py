@@ -60,6 +60,18 @@ def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path):
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
 
+@pytest.mark.parametrize('name', ['ba{}.pt', 'rank0-ba{}.pt', 'ep0-ba{}-rank0-run.pt'])
+def test_names_of_other_forms(name, tmp_path):
+    """`save_filename` may name the rank anywhere, or not at all. Files of other ranks or programs are left out."""
+    save_checkpoint(tmp_path / 'rank1-ba9.pt')
+    save_checkpoint(tmp_path / 'weights.zip')
+    older = save_checkpoint(tmp_path / name.format(4), age=20)
+    latest = save_checkpoint(tmp_path / name.format(6), age=10)
+    link_latest(latest)
+    truncate(latest)
+    assert resume_from(tmp_path).startswith(f'going on from {older}: ')
+
+
 def test_damaged_latest_file_is_replaced(tmp_path):
     """A copy of a folder may hold a file in place of the link."""
     older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
