@@ -39,7 +39,8 @@ LOST_RANK = MachineFault(
 # it, too. A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
-        r'No space left|Disk quota exceeded|unexpected pos',  # torch.save() says only the last one of a full disk
+        # The last one is all that torch.save() says of a full disk.
+        r'No space left|Disk quota exceeded|unexpected pos \d+ vs \d+',
         'the disk must have room for checkpoints and results, got: {text}',
     ),
     MachineFault(
@@ -95,7 +96,9 @@ def has_lost_rank(error: BaseException) -> bool:
 def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
     """Returns the first fault that the error or one of its causes matches, and the end of that error's text."""
     cause: BaseException | None = error
-    while cause is not None:
+    searched: list[BaseException] = []
+    while cause is not None and cause not in searched:  # an error may be its own cause, as in `raise error from error`
+        searched.append(cause)
         text = ' '.join(str(cause).split())
         classes = [cls.__name__ for cls in type(cause).__mro__]
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]

@@ -95,11 +95,21 @@ def test_faults_of_the_machine(error):
     'error',
     [
         RuntimeError('something else'),
+        RuntimeError('unexpected position of a token'),
         OSError(errno.ENOENT, 'No such file or directory'),
         ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)),  # of a hub, for example
     ],
 )
 def test_other_errors_are_no_fault(error):
+    assert fault_of_machine(error) == ''
+
+
+def test_error_that_causes_itself():
+    error = ValueError('a bug')
+    error.__cause__ = error
+    assert fault_of_machine(error) == ''
+    error.__cause__ = RuntimeError('another one')
+    error.__cause__.__context__ = error
     assert fault_of_machine(error) == ''
 
 
