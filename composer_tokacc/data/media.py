@@ -24,6 +24,7 @@ from composer_tokacc.data.records import (
     EmbeddedFile,
     MediaFile,
     Record,
+    is_from_file,
 )
 from composer_tokacc.data.videos import (
     VideoSampling,
@@ -54,8 +55,14 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
         if isinstance(file, EmbeddedFile):
             continue
         path = record.folder / file
-        if not os.path.exists(path):
-            raise record.error(f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?')
+        try:
+            os.stat(path)
+        except (ValueError, OSError) as error:
+            if not is_from_file(error):
+                raise
+            raise record.error(
+                f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
+            ) from error
         # Only a link must be resolved itself. For other files the folder is enough.
         if os.path.islink(path):
             real_folder = path.resolve().parent
@@ -70,7 +77,11 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
 
 
 def open_files(record: Record) -> list[Path | BinaryIO]:
-    """Returns what to read for each file of a record, in order: a path, or the open content of an embedded file."""
+    """Returns what to read for each file of a record, in order: a path, or the open content of an embedded file.
+
+    Raises BadSampleError if a file cannot be read. Errors that are no fault of the file stay as they are, see
+    :func:`.is_from_file`.
+    """
     opened: list[Path | BinaryIO] = []
     for modality, file in record.files:
         try:
@@ -79,6 +90,8 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
             else:
                 opened.append(regular_file(record.folder / file))
         except (ValueError, OSError) as error:
+            if not is_from_file(error):
+                raise
             name = file.name if isinstance(file, EmbeddedFile) else record.folder / file
             raise record.error(f'{modality} file {name} cannot be read: {error}') from error
     return opened
@@ -128,6 +141,10 @@ def decode_media(
         Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
         ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``: float32 ``(samples,)``, the mean of the
         channels.
+
+    Raises:
+        BadSampleError: If a file cannot be decoded.
+        Exception: Any error that is no fault of the file, see :func:`.is_from_file`.
     """
     check_decoder(record)
     sampling = video or VideoSampling()
@@ -148,6 +165,8 @@ def decode_media(
             else:
                 content = read_image(file)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+            if not is_from_file(error):
+                raise
             names = ', '.join(medium.names)
             raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error
         decoded.setdefault(medium.modality, []).append(content)

@@ -9,6 +9,7 @@ of them use the types of this file.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import zlib
@@ -42,11 +43,37 @@ MAX_REASON = 1000
 """Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
 
 
+MACHINE_ERRNOS = (
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+"""Numbers of system errors that are faults of the machine: its disk, network, memory or limit of open files."""
+
+
 class BadSampleError(InvalidInputError):
     """A sample that cannot be used. The message names its id, its file and its line.
 
     ``on_error=skip`` leaves out the samples that raise this error. Any other error ends the run.
     """
+
+
+def is_from_file(error: Exception) -> bool:
+    """Returns whether an error that was raised while a file was read may come from the file, so that its sample is bad.
+
+    If not, it is a fault of the machine or of the program. Such an error must stay as it is, because the sample is
+    good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so the others are
+    listed here.
+    """
+    if isinstance(error, MemoryError | ImportError | NameError):
+        return False
+    # FFmpeg reports an EIO of damaged files, too. Its errors have classes of PyAV.
+    if isinstance(error, OSError) and type(error).__module__ == 'builtins':
+        return error.errno not in MACHINE_ERRNOS
+    return True
 
 
 class RawRecord(NamedTuple):

@@ -30,6 +30,7 @@ from composer_tokacc.data.records import (
     Medium,
     Record,
     Turn,
+    is_from_file,
 )
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -213,6 +214,8 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
     except BadSampleError as error:
         return error
     except OSError as error:
+        if not is_from_file(error):
+            raise
         return record.error(f'file {error.filename} cannot be read: {error.strerror}')
     return _to_row(record, contents)
 

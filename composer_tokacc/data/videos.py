@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from composer_tokacc.data.images import read_image
-from composer_tokacc.data.records import MediaFile
+from composer_tokacc.data.records import MediaFile, is_from_file
 from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
@@ -471,6 +471,8 @@ def _read_frame_image(files: Sequence[MediaFile], number: int) -> Image.Image:
     try:
         return read_image(file)
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+        if not is_from_file(error):
+            raise
         name = f'image {number + 1} of {len(files)}'
         if isinstance(file, PathLike):
             name += f' ({os.fspath(file)})'

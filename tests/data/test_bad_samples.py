@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset
 
-from composer_tokacc.data import BadSampleError, LlavaDataset, sizes
+from composer_tokacc.data import BadSampleError, LlavaDataset, media, sizes, videos
 from composer_tokacc.data.lengths import build_length_table, length_table
+from composer_tokacc.data.media import check_files, decode_media, open_files
+from composer_tokacc.data.records import Medium, Record, Turn
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.chat_processors import small
 from tests.data.length_tables import CountingDataset, assert_same_table, lengths_of
@@ -73,6 +79,15 @@ def test_other_errors_are_no_bad_samples(monkeypatch):
     monkeypatch.setattr(DigitsDataset, '__getitem__', fail)
     with pytest.raises(KeyError, match='a programming error'):
         build(DigitsDataset(num_samples=3), num_workers=0, on_error='skip')
+
+
+def record_of(medium):
+    return Record(
+        sample_id='a',
+        source='data.json, line 3',
+        turns=(Turn('user', f'<{medium.modality}>?'), Turn('assistant', 'Yes.')),
+        media=(medium,),
+    )
 
 
 def write_records(folder, names):
@@ -139,3 +154,45 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     # Both ranks raise for a bad sample, though only one of them read it.
     assert 'sample "1"' in first['raised']
     assert first['raised'] == second['raised']
+
+
+@pytest.mark.parametrize(
+    'fault',
+    [
+        MemoryError(),
+        OSError(errno.ESTALE, 'Stale file handle'),
+        OSError(errno.EMFILE, 'Too many open files'),
+        NameError('a programming error'),
+    ],
+    ids=lambda fault: repr(fault),
+)
+@pytest.mark.parametrize('files', ['one image', 'frames'])
+def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, files):
+    def fail(file):
+        raise fault
+
+    if files == 'one image':
+        record = record_of(Medium('image', (str(tmp_path / 'good.png'),)))
+    else:
+        record = record_of(Medium('video', (str(tmp_path / 'good.png'),) * 2))
+    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
+    monkeypatch.setattr(media, 'read_image', fail)
+    monkeypatch.setattr(videos, 'read_image', fail)
+    with pytest.raises(type(fault)) as raised:
+        decode_media(record, open_files(record))
+    assert raised.value is fault
+
+
+def test_lost_network_keeps_its_error(monkeypatch, tmp_path):
+    """Nothing can be said about a file of a network that does not answer."""
+
+    def stat_without_network(path, **options):
+        raise OSError(errno.ESTALE, 'Stale file handle')
+
+    record = record_of(Medium('image', (str(tmp_path / 'good.png'),)))
+    monkeypatch.setattr(os, 'stat', stat_without_network)
+    with pytest.raises(OSError, match='Stale') as raised:
+        check_files(record, Path.resolve, allow_outside=True)
+    with pytest.raises(OSError, match='Stale'):
+        open_files(record)
+    assert not isinstance(raised.value, BadSampleError)
