@@ -122,10 +122,10 @@ AllOrSome = Literal[-1] | Count
 
 
 class HostArguments(TypedDict, total=False):
-    """Ranges of arguments by name, for all classes that have such an argument.
+    """Ranges of arguments by name, for all classes of hosts that have such an argument.
 
-    The arguments are those of hosts, which themselves accept any value. A wrong one would show only in a step, or
-    never. In users' own classes, arguments of these names are checked, too.
+    Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own
+    class may have the same name and another meaning, so its own annotation counts.
     """
 
     alpha: Weight
@@ -194,7 +194,10 @@ def build_part(
     if cls.__init__ is KINDS[kind].base.__init__:
         # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
-    checked = check_arguments(path, partial(cls, *positional), arguments, hints=HOST_HINTS)
+    hints: dict[str, Hint] = {}
+    if cls in _classes_of(kind).values():
+        hints = HOST_HINTS
+    checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
         return cls(*positional, **checked)
 

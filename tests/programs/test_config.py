@@ -12,13 +12,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from composer.core import Callback
 from composer.loggers import LoggerDestination
 
 from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
 from composer_tokacc.programs.config_checks import check_config
-from composer_tokacc.programs.registry import class_by_name, token_accumulation_options
+from composer_tokacc.programs.registry import (
+    build_all,
+    build_section,
+    class_by_name,
+    token_accumulation_options,
+)
 from composer_tokacc.programs.schema import check_arguments
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch_json
@@ -355,6 +361,25 @@ class AnnotatedWithUnknownPart:
     def __init__(self, tracker: list['OnlyForTypeCheckers'] = (), folder: str = '.') -> None:  # noqa: F821, UP037  # pyright: ignore
         self.tracker = tracker
         self.folder = folder
+
+
+class FocalLoss(Callback):
+    """Its arguments have names of hosts' arguments, with other ranges."""
+
+    def __init__(self, alpha: float = -0.5, window_size: int | None = 3) -> None:
+        self.arguments = (alpha, window_size)
+
+
+def test_ranges_of_hosts_are_theirs(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'callbacks_of_user', SimpleNamespace(FocalLoss=FocalLoss))
+    name = 'callbacks_of_user.FocalLoss'
+    (callback,) = build_all('callbacks', {name: {'alpha': -1, 'window_size': None}})
+    assert callback.arguments == (-1, None)
+    with pytest.raises(ConfigError, match='alpha` must be a valid number'):
+        build_all('callbacks', {name: {'alpha': 'much'}})
+    scheduler = {'name': 'composer.optim.CosineAnnealingScheduler', 'alpha_f': -1}
+    with pytest.raises(ConfigError, match='alpha_f` must be greater than or equal to 0'):
+        build_section('scheduler', scheduler)
 
 
 @pytest.mark.parametrize('name', ['token_accumulation', 'composer_tokacc.TokenAccumulation'])
