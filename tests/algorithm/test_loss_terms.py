@@ -165,6 +165,26 @@ def test_total_in_half_precision(dtype):
         terms.probed({'lm': lm, 'kl': kl, 'total': lm}, {})
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_terms_that_nearly_cancel(dtype):
+    """The round-off of their sum is as large as that of the terms. A missing term is still refused."""
+    values = torch.tensor([0.1, 2.3, -2.4], dtype=dtype)
+    lm, boxes, entropy = values
+    named = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
+    terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
+    total = entropy + boxes + lm
+    assert total != lm + boxes + entropy
+    assert set(terms.probed({**named, 'total': total}, None)) == {'tokens', 'samples'}
+    with pytest.raises(RuntimeError, match='must be the sum'):
+        terms.probed({**named, 'total': total - boxes}, None)
+
+
+def test_total_without_terms():
+    """A microbatch may lack all terms. Its total is scaled as a mean over tokens."""
+    total = torch.tensor(1.5)
+    assert LossTerms({'lm': 'tokens'}).probed({'total': total}, None) == {'tokens': total}
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_router_coefficient_in_half_precision(dtype):
     """The gradient by the router's loss is rounded. A coefficient that is 10 % off is still refused."""
