@@ -318,10 +318,12 @@ def _attended(batch: Batch) -> Tensor:
 def _router_logits(outputs: Any) -> Sequence[Tensor]:
     """Returns the router's logits of each layer with experts, ``(positions, experts)`` each.
 
-    A model without experts has none.
+    A model without experts has none. Some models stack the layers in one tensor.
     """
-    logits = entry_of(outputs, 'router_logits') or ()
-    return [layer.flatten(0, -2) for layer in logits if isinstance(layer, Tensor)]
+    logits = entry_of(outputs, 'router_logits')
+    if logits is None:
+        return []
+    return [layer.reshape(-1, layer.shape[-1]) for layer in logits if isinstance(layer, Tensor)]
 
 
 def _sums_over_positions(

@@ -18,6 +18,7 @@ from composer.core import Event
 from composer.devices import DeviceCPU
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm import router_balance
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.data_spec.packing import pack_rows
@@ -143,6 +144,16 @@ def test_other_router_losses_are_refused(router_loss, message):
 def test_model_without_router_loss_is_refused(make_model):
     with pytest.raises(RuntimeError, match=r'router_aux_loss_coef|output_router_logits=True'):
         fit(make_model(), ragged_batch(ONE_UNLABELLED), router_balance='step')
+
+
+def test_logits_of_stacked_layers():
+    """A model may return one tensor for all layers in place of a tuple."""
+    layers = torch.randn(3, 2, 5, 4)  # (layers, rows, width, experts)
+    for outputs in ({'router_logits': layers}, {'router_logits': tuple(layers)}):
+        logits = router_balance._router_logits(outputs)
+        assert [layer.shape for layer in logits] == [(10, 4)] * 3
+    assert router_balance._router_logits({'router_logits': ()}) == []
+    assert router_balance._router_logits({}) == []
 
 
 def test_stock_loader_is_refused():
