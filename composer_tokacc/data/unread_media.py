@@ -43,8 +43,9 @@ _BASE64 = re.compile(
     r'(?=/9j/|iVBORw0KGgo|R0lGOD|UklGR|SUkqA|TU0AK|AAAA..Z0eX|GkXfo|SUQz|ZkxhQ|T2dnUw)'
     r'[A-Za-z0-9+/\s]{40,}={0,2}\s*'
 )
-# The first group is the modality, as in `data:image/png;base64,`.
-_DATA_URI = re.compile(r'data:(\w*)(/[\w.+-]+)?(;[\w=-]+)*,', re.IGNORECASE)
+# The group is the modality, as in `data:image/png;base64,`. Other text may begin like a URI: `data:2020,2021`. So the
+# type of a medium, or the word base64, is required.
+_DATA_URI = re.compile(r'data:(?=(?:image|video|audio)/|[^,\s]*;base64,)(\w*)[^,\s]*,', re.IGNORECASE)
 URL_SCHEME = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 """The start of a URL, such as ``https://``, ``s3://`` or ``file://``."""
 

@@ -38,6 +38,9 @@ UNREAD = {
         {'image_b64': BASE64},
         {'screenshot': f'data:image/png;base64,{BASE64}'},
         {'screenshot': f'DATA:IMAGE/PNG;BASE64,{BASE64}'},
+        {'screenshot': f'data:;base64,{BASE64}'},
+        {'screenshot': f'data:binary/octet-stream;base64,{BASE64}'},
+        {'screenshot': 'data:image/svg+xml,%3Csvg%3E'},
         {'image_id': 139},  # COCO
         {'image': 'a.png', 'image2': 'b.png'},
         {'image': 'a.png', 'mask': 'masks/b.png'},
@@ -104,6 +107,7 @@ NOTES = {
     'nothing': {'image_path': None, 'video': '', 'jpg': [], 'frames': {}},
     'sentence': {'image_caption': 'A cat', 'media': 'on a mat, he said', 'credit': 'from https://x.com/a.jpg'},
     'code': {'language': 'a.py', 'text': 'data: 1, 2, 3'},
+    'data': {'years': 'data:2020,2021', 'topic': 'Data:science, ML', 'kind': 'data:images, labels'},
 }
 
 
