@@ -125,7 +125,7 @@ class TokenWeightsReport:
         The median is over the tokens of all backwards of this rank.
         """
         # Most tokens have about the median weight, so a few wrong tokens stand out.
-        median = torch.cat(self.weights).median().cpu()
+        median = torch.cat(self.weights).nanmedian().cpu()
         lines = []
         for number, weights in enumerate(self.weights, start=1):
             line = self._line_of_unequal(weights.cpu() / median)
@@ -139,7 +139,7 @@ class TokenWeightsReport:
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
         """
-        is_unequal = (ratios - 1).abs() > self.known_to
+        is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
         unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''

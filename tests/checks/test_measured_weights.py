@@ -341,6 +341,16 @@ def test_infinite_gradients_are_reported():
     assert 'do NOT weigh the same' in str(report)
 
 
+def test_tokens_without_a_number_are_named():
+    """They are compared with the median of the others."""
+    model = one_layer_model()
+    with measure_token_weights(model) as report:
+        for factor in (1.0, 1.0, math.nan):
+            logits, labels = logits_and_labels(model)
+            (F.cross_entropy(logits, labels) * factor).backward()
+    assert report.unequal_tokens().endswith(f' 3: all of {TOTAL} tokens with loss: nan times the median')
+
+
 def test_fused_head_with_log_probabilities():
     """TRL's fused head returns no logits. The gradient by a label's log-probability is the weight of the token."""
 
