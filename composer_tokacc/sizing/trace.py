@@ -353,8 +353,7 @@ def _traced_memory(
         peaks = step.measure(batch)
         if peaks is not None:
             measured.append(peaks)
-    if not measured:
-        raise InvalidInputError('No gradient comes from any of the samples. Train a part of the model that they use.')
+    _check_any_gradient(measured)
     if attention_of(step.model.config) == 'eager':
         area = 'always'
     elif has_mask:
@@ -372,6 +371,12 @@ def _traced_memory(
         logits=logits,
         pixel_bytes_per_image_token=max(pixel_ratios),
     )
+
+
+def _check_any_gradient(measured: Sequence[object]) -> None:
+    """Raises ValueError if nothing was measured, because no microbatch had a gradient."""
+    if not measured:
+        raise InvalidInputError('No gradient comes from any of the samples. Train a part of the model that they use.')
 
 
 def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, ActivationFit]:
@@ -441,6 +446,7 @@ def count_flops(
             shape = BatchShape.from_batch(batch, step.layout)
             table.append([getattr(shape, name) for name in FLOP_TERMS])
             flops.append(flops_of_batch)
+    _check_any_gradient(flops)
     sizes = np.array(table, dtype=np.float64)
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
 from composer_tokacc.data import VisionLanguageCollator
@@ -56,6 +57,19 @@ def test_llama_costs_as_counted_by_hand():
         expected = llama_by_hand(config, rows, width)
         assert flops.text(rows, width) == pytest.approx(expected, rel=0.01)
     assert flops.residual < 1e-6
+
+
+def test_samples_without_gradient_are_refused():
+    """Only a projector is trained, and the samples are text."""
+    config = LlamaConfig(vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+
+    def build():
+        model = LlamaForCausalLM(config).requires_grad_(False)
+        model.projector = torch.nn.Linear(2, 2)
+        return model
+
+    with pytest.raises(ValueError, match='No gradient comes from any of the samples'):
+        count_flops(build, config, text_rows([(9, 4), (20, 9)]), width=64)
 
 
 @pytest.mark.slow
