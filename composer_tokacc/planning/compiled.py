@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 try:
     from numba import njit
     from numba.core.caching import FunctionCache
-except ModuleNotFoundError:
+except ImportError:  # it is not installed, or does not fit this release of numpy
     njit = None
     FunctionCache = object
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -109,3 +111,10 @@ def test_damaged_cache_is_compiled_again(installed):
     for file in files:
         file.write_bytes(b'damaged')
         assert run_script(ONE_CUT, installed).startswith(CUT_AND_CACHE), file
+
+
+def test_numba_that_does_not_fit(monkeypatch):
+    """Numba raises ImportError if it does not fit the release of numpy, as this module without any name does."""
+    monkeypatch.setitem(sys.modules, 'numba', ModuleType('numba'))
+    names = runpy.run_path(str(PACKAGE / 'planning' / 'compiled.py'))
+    assert names['compiled'](max) is max
