@@ -627,6 +627,11 @@ class BatchLayout:
         present_values = [batch[key] for batch in present]
         _check_are_tensors(key, present_values)
         entries = [self.entry_of(batch, key) for batch in present]
+        if _are_only_some_shared(present_values, entries):
+            batches = [self._with_entry_for_each_row(batch, key) for batch in batches]
+            present = [batch for batch in batches if batch.get(key) is not None]
+            present_values = [batch[key] for batch in present]
+            entries = [self.entry_of(batch, key) for batch in present]
         _check_same_form(key, present_values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
@@ -649,6 +654,13 @@ class BatchLayout:
         num_patches = [pixels.shape[:2].numel() for pixels in pixels_of_batches]  # (images, patches of an image, ...)
         first_patches = [0, *accumulate(num_patches)][:-1]
         return renumber(joined, num_entries, first_patches)
+
+    def _with_entry_for_each_row(self, batch: Batch, key: str) -> Batch:
+        """Returns the batch. If its rows share a tensor, each row gets a copy."""
+        value = batch.get(key)
+        if value is None or self.entry_of(batch, key).unit != 'shared':
+            return batch
+        return {**batch, key: value.expand(self.num_rows(batch), *value.shape[1:])}
 
     def _with_absent(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
@@ -834,6 +846,21 @@ def _joined_entry(entries: Sequence[Entry]) -> Entry:
         if not entry.seq_dims:
             return entry
     return entries[0]
+
+
+def _are_only_some_shared(values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> bool:
+    """Returns whether some batches share a tensor among their rows, and others have an entry for each of several rows.
+
+    The tensor of a batch with one row may be either, so it decides nothing.
+    """
+    has_shared = False
+    has_own = False
+    for value, entry in zip(values, entries, strict=True):
+        if entry.unit == 'shared':
+            has_shared = True
+        elif value.shape[entry.row_dim] > 1:
+            has_own = True
+    return has_shared and has_own
 
 
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:

@@ -405,6 +405,20 @@ def test_shared_positions_must_agree():
         TEXT_LAYOUT.concat([from_ten, wide])
 
 
+@pytest.mark.parametrize('num_shared', [1, 2])
+def test_shared_positions_and_own_ones(num_shared):
+    """If any batch has positions for each row, all rows get some."""
+    shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
+    own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
+    joined = TEXT_LAYOUT.concat([shared, own])
+    assert joined['position_ids'].tolist() == [[0, 1, 2, 3]] * num_shared + [[0, 1, 2, 0], [5, 6, 0, 0]]
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    shared = text_batch([4] * num_shared, attention_mask=mask[None, None])
+    own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
+    joined = TEXT_LAYOUT.concat([own, shared])
+    assert joined['attention_mask'].shape == (2 + num_shared, 1, 4, 4)
+
+
 def test_shared_positions_of_left_padding():
     """New padding on the left would move the tokens of the narrow batch to other positions."""
     wide = text_batch([4, 2], side='left', position_ids=torch.arange(4)[None])
