@@ -103,10 +103,13 @@ class SampleSizes:
         patches_per_sample = None
         patches_per_image_token = None
         if self.vision_patches is not None:
-            patches = self.vision_patches[self.vision_patches > 0]  # of the samples with images
+            has_patches = self.vision_patches > 0  # the samples with images or videos
+            patches = self.vision_patches[has_patches]
             patches_per_sample = float(patches.mean())
-            if num_image_tokens:
-                patches_per_image_token = float(patches.sum() / num_image_tokens)
+            # Samples with audio only are left out. They have image tokens, but no patches.
+            num_tokens_of_patches = int(self.image_tokens[has_patches].sum())
+            if num_tokens_of_patches:
+                patches_per_image_token = float(patches.sum() / num_tokens_of_patches)
         quantiles = {}
         for percent in PERCENTS:
             quantiles[str(percent)] = int(np.percentile(self.tokens, percent))
@@ -147,6 +150,6 @@ class DatasetProfile:
     patches_per_sample: float | None
     """Mean number of patches of the samples that have any. None: no images, or unknown."""
     patches_per_image_token: float | None
-    """Patches, divided by the tokens that stand for images, videos and audio. Without audio, these are the patches that
-    become one image token: 4 if the model merges squares of 2 x 2, and more for a resampler. None: no images, or
-    unknown."""
+    """Patches, divided by the image tokens of the samples that have patches. These are the patches that become one image
+    token: 4 if the model merges squares of 2 x 2, and more for a resampler. It is too low if these samples also have
+    audio. None: no images, or unknown."""

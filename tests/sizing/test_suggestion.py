@@ -221,6 +221,16 @@ def test_profile_against_a_plain_count() -> None:
     assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
 
 
+def test_audio_has_no_patches() -> None:
+    """Its tokens are image tokens, too, but no patches become them."""
+    sizes = SampleSizes(
+        tokens=np.array([100, 750]),
+        image_tokens=np.array([64, 700]),
+        vision_patches=np.array([256, 0]),
+    )
+    assert sizes.profile().patches_per_image_token == 4
+
+
 def test_seconds_of_a_step_by_hand() -> None:
     """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
     measured_cost = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
