@@ -150,6 +150,6 @@ class DatasetProfile:
     patches_per_sample: float | None
     """Mean number of patches of the samples that have any. None: no images, or unknown."""
     patches_per_image_token: float | None
-    """Patches, divided by the image tokens of the samples that have patches. These are the patches that become one image
-    token: 4 if the model merges squares of 2 x 2, and more for a resampler. It is too low if these samples also have
-    audio. None: no images, or unknown."""
+    """Patches, divided by the image tokens of the samples that have patches. These are the patches that become one
+    image token: 4 if the model merges squares of 2 x 2, and more for a resampler. It is too low if these samples also
+    have audio. None: no images, or unknown."""
