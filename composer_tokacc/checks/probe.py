@@ -60,6 +60,8 @@ DROPOUTS = {
     'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
+WITH_DROPOUT = (torch.nn.MultiheadAttention, torch.nn.RNNBase)
+"""Modules of torch with a dropout inside of one function. Its probability is their attribute ``dropout``."""
 
 Outputs: TypeAlias = Any
 """The outputs of a model. Hosts have no type for them."""
@@ -438,16 +440,25 @@ class Probe:
         """
         kind_to_switch = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
+        probabilities: dict[Any, float] = {}  # of dropout, by module
+        for module in self._modules:
+            # A class that is derived from one of them may have a layer in this attribute.
+            if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
+                probabilities[module] = module.dropout
         # The same random numbers for every forward, so that forwards can be compared.
         seed_everything(seed)
         for module in modules:
             module.training = False
+        for module in probabilities:
+            module.dropout = 0.0
         try:
             with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'), _without_tf32():
                 yield mode
         finally:
             for module in modules:
                 module.training = True
+            for module, probability in probabilities.items():
+                module.dropout = probability
 
 
 def _result_of(
@@ -634,9 +645,9 @@ class _ProbeMode(TorchFunctionMode):
     """Switches off the dropout that a model calls. Notes whether a top-k over positions had a tie.
 
     These are the functions in :data:`DROPOUTS`, and the dropout of ``scaled_dot_product_attention``. Dropout inside of
-    another function of torch stays on, because torch calls the mode only for the outer function. Examples are
-    ``nn.MultiheadAttention`` and ``nn.LSTM``. If the loss is random for this reason, the model is probed in evaluation,
-    see :meth:`Probe.examine`.
+    another function of torch stays on, because torch calls the mode only for the outer function. The probe switches off
+    the dropout of the modules in :data:`WITH_DROPOUT`. If the loss is random nevertheless, the model is probed in
+    evaluation, see :meth:`Probe.examine`.
 
     A tie means that a position that was left out has the same score as a chosen one. Kernels break it in an order that
     depends on the width of the batch, so padding changes the result.

@@ -248,6 +248,33 @@ def test_dropout_is_switched_off(dropout):
     assert probe.is_training
 
 
+class SelfAttention(torch.nn.MultiheadAttention):
+    def forward(self, states):
+        return super().forward(states, states, states)[0]
+
+
+class Recurrent(torch.nn.LSTM):
+    def forward(self, states):
+        return super().forward(states)[0]
+
+
+@pytest.mark.parametrize(
+    'layer',
+    [
+        pytest.param(SelfAttention(32, 2, dropout=0.5, batch_first=True), id='attention'),
+        pytest.param(Recurrent(32, 32, num_layers=2, dropout=0.5, batch_first=True), id='lstm'),
+    ],
+)
+def test_dropout_inside_of_torchs_modules(layer):
+    model = one_layer_model().train()
+    model.model.norm = torch.nn.Sequential(layer, torch.nn.LayerNorm(32))
+    probe = probe_of(causal, model=model)
+    row = text_row(12, 6)
+    assert probe.run(row).losses == probe.run(row, seed=1).losses
+    assert probe.is_training
+    assert layer.dropout == 0.5
+
+
 @pytest.mark.parametrize(
     'draw',
     [
