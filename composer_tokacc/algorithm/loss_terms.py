@@ -239,8 +239,13 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     # A total in bfloat16 is rounded after each addition. The round-off is relative to the sizes of the terms, because
     # terms may nearly cancel each other.
     precision = torch.finfo(total.dtype).eps
-    sizes = sum_of_means(term.float().mean().abs() for term in terms)
-    round_off = (1e-4 + len(terms) * precision) * sizes.item()
+    relative_error = 1e-4 + len(terms) * precision
+    sizes = []
+    for term in terms:
+        mean = term.float().mean()
+        sizes.append(mean.abs())
+    size = sum_of_means(sizes)
+    round_off = relative_error * size.item()
     total = total.float()
     if not torch.isclose(total, summed, rtol=0, atol=round_off):
         raise NotExactError(

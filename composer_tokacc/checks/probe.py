@@ -60,7 +60,10 @@ DROPOUTS = {
     'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
-WITH_DROPOUT = (torch.nn.MultiheadAttention, torch.nn.RNNBase)
+WITH_DROPOUT = (
+    torch.nn.MultiheadAttention,
+    torch.nn.RNNBase,
+)
 """Modules of torch with a dropout inside of one function. Its probability is their attribute ``dropout``."""
 
 Outputs: TypeAlias = Any
@@ -442,9 +445,12 @@ class Probe:
         modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
         probabilities: dict[Any, float] = {}  # of dropout, by module
         for module in self._modules:
+            if not isinstance(module, WITH_DROPOUT):
+                continue
+            probability = module.dropout
             # A class that is derived from one of them may have a layer in this attribute.
-            if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
-                probabilities[module] = module.dropout
+            if isinstance(probability, int | float):
+                probabilities[module] = probability
         # The same random numbers for every forward, so that forwards can be compared.
         seed_everything(seed)
         for module in modules:

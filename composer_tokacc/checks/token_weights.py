@@ -139,7 +139,9 @@ class TokenWeightsReport:
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
         """
-        is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
+        has_no_number = ratios.isnan()
+        is_far = (ratios - 1).abs() > self.known_to
+        is_unequal = has_no_number | is_far
         unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''

@@ -655,12 +655,21 @@ class BatchLayout:
         first_patches = [0, *accumulate(num_patches)][:-1]
         return renumber(joined, num_entries, first_patches)
 
-    def _with_entry_for_each_row(self, batch: Batch, key: str) -> Batch:
+    def _with_entry_for_each_row(
+        self,
+        batch: Batch,
+        key: str,
+    ) -> Batch:
         """Returns the batch. If its rows share a tensor, each row gets a copy."""
         value = batch.get(key)
-        if value is None or self.entry_of(batch, key).unit != 'shared':
+        if value is None:
             return batch
-        return {**batch, key: value.expand(self.num_rows(batch), *value.shape[1:])}
+        entry = self.entry_of(batch, key)
+        if entry.unit != 'shared':
+            return batch
+        num_rows = self.num_rows(batch)
+        value_of_rows = value.expand(num_rows, *value.shape[1:])
+        return {**batch, key: value_of_rows}
 
     def _with_absent(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
@@ -848,7 +857,10 @@ def _joined_entry(entries: Sequence[Entry]) -> Entry:
     return entries[0]
 
 
-def _are_only_some_shared(values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> bool:
+def _are_only_some_shared(
+    values: Sequence[torch.Tensor],
+    entries: Sequence[Entry],
+) -> bool:
     """Returns whether some batches share a tensor among their rows, and others have an entry for each of several rows.
 
     The tensor of a batch with one row may be either, so it decides nothing.

@@ -115,9 +115,10 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
     """
     checkpoints = []
+    rank_of_latest = _rank_in_name(latest)
     for path in latest.parent.iterdir():
         # A sharded checkpoint is one folder for all ranks.
-        may_be_of_this_rank = path.is_dir() or _rank_in_name(path) == _rank_in_name(latest)
+        may_be_of_this_rank = path.is_dir() or _rank_in_name(path) == rank_of_latest
         if path != latest and not path.is_symlink() and may_be_of_this_rank:
             checkpoints.append(path)
     return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -128,7 +129,8 @@ def _rank_in_name(path: Path) -> tuple[list[str], str]:
 
     ``save_filename`` sets where the rank stands in the name, or leaves it out, as in ``ba{batch}.pt``.
     """
-    return re.findall(r'rank\d+', path.name), path.suffix
+    ranks = re.findall(r'rank\d+', path.name)
+    return ranks, path.suffix
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:

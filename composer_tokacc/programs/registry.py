@@ -195,7 +195,8 @@ def build_part(
         # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
     hints: dict[str, Hint] = {}
-    if cls in _classes_of(kind).values():
+    classes_of_hosts = _classes_of(kind)
+    if cls in classes_of_hosts.values():
         hints = HOST_HINTS
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about

@@ -107,7 +107,8 @@ class SampleSizes:
             patches = self.vision_patches[has_patches]
             patches_per_sample = float(patches.mean())
             # Samples with audio only are left out. They have image tokens, but no patches.
-            num_tokens_of_patches = int(self.image_tokens[has_patches].sum())
+            image_tokens = self.image_tokens[has_patches]
+            num_tokens_of_patches = int(image_tokens.sum())
             if num_tokens_of_patches:
                 patches_per_image_token = float(patches.sum() / num_tokens_of_patches)
         quantiles = {}
