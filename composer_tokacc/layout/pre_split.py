@@ -137,6 +137,9 @@ class PreSplitBatch(Mapping[str, Any]):
         """
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
+        if entry.is_media:
+            # Sizes of images may tell along which dimension they lie. Their tensor is not joined below.
+            layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
         return _with_keys(self, needed_keys).joined(layout)[key]
