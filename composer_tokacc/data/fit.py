@@ -181,7 +181,10 @@ class FittingEncoder(ConversationEncoder):
                 file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
         # The base class's method, because the method of this class would search for steps again.
-        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        # Otherwise each audio of this length would be encoded twice, see `_check_ends_of_audios`.
+        self._longest_read_audio = encoder._longest_read_audio
+        return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
