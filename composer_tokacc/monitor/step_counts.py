@@ -138,7 +138,14 @@ def _unpacked(
     for row in rows:
         if not row.documents:
             counts.append((row, width))
+        # The tokens of dummy rows do not count as real tokens. They are all other positions of the packed row, and
+        # each dummy row is taken to have equally many.
+        num_dummies = sum(document.samples == 0 for document in row.documents)
+        dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             # A document of a packed row has no padding of its own, so its positions are its tokens.
-            counts.append((document, document.real_tokens))
+            num_positions_of_document = document.real_tokens
+            if document.samples == 0:
+                num_positions_of_document = dummy_tokens
+            counts.append((document, num_positions_of_document))
     return counts
