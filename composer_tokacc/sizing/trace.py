@@ -449,7 +449,7 @@ def count_flops(
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1
-    coefficients = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
+    coefficients: dict[str, float] = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
     coefficients['logits'] = _flops_of_logits(step.model)
     return FlopModel(
         coefficients=coefficients,
