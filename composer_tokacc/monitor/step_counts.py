@@ -140,7 +140,10 @@ def _unpacked(
             counts.append((row, width))
         # The tokens of dummy rows do not count as real tokens. They are all other positions of the packed row, and
         # each dummy row is taken to have equally many.
-        num_dummies = sum(document.samples == 0 for document in row.documents)
+        num_dummies = 0
+        for document in row.documents:
+            if document.samples == 0:
+                num_dummies += 1
         dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             # A document of a packed row has no padding of its own, so its positions are its tokens.

@@ -463,7 +463,8 @@ def _flops_of_logits(model: nn.Module) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    # One product in the forward, one for the gradient of the hidden states, one for the gradient of the weight. Each
-    # takes two operations for an entry of the weight.
-    num_products = 3 if weight.requires_grad else 2
+    num_products = 2  # one in the forward, and one for the gradient of the hidden states
+    if weight.requires_grad:
+        num_products += 1
+    # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()
