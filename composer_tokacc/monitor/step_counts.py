@@ -72,13 +72,20 @@ def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
     """Adds up the counts of the rows of a batch."""
     counts = summed(rows)
     positions = num_positions(batch)
-    num_dummies = sum(row.samples == 0 for row in rows)  # dummy rows and repeated samples
+    positions_of_row = positions / len(rows)  # all rows are equally wide
+    dummy_positions = 0.0
+    for row in rows:
+        if row.samples == 0:  # a dummy row or a repeated sample
+            dummy_positions += positions_of_row
+        elif any(document.samples == 0 for document in row.documents):
+            # In a packed row, the positions that are no real tokens are those of dummy rows.
+            dummy_positions += positions_of_row - row.real_tokens
     return BatchCounts(
         samples=counts.samples,
         real_tokens=counts.real_tokens,
         loss_tokens=counts.loss_tokens,
         positions=positions,
-        dummy_positions=positions * num_dummies / len(rows),  # all rows are equally wide
+        dummy_positions=dummy_positions,
     )
 
 

@@ -185,6 +185,8 @@ def test_packed_dummy_row_is_computed(batch):
     dummy_row = RowCounts(samples=0)
     monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
     recorder = fit(text_model(), with_rows(batch, [*counts, dummy_row]), packing=True, callbacks=[monitor])
+    *_, (dummy_length, _) = SHAPE
+    assert figures(recorder, 'dummy_ratio') == pytest.approx([dummy_length / REAL])
     seconds = REAL / figures(recorder, 'tokens_per_second')[0]
     operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
     assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
