@@ -413,7 +413,7 @@ class TokenAccumulation(Algorithm):
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
-            run.balance.count(step.planned)
+            run.balance.count(step.planned, hides_weights=step.is_weighted)
 
     # A microbatch.
 

@@ -46,7 +46,8 @@ If a processor has a ``size`` with a ``longest_edge``, that is its only budget, 
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Side of the image, and frames of the video, that show whether a budget changes the number of tokens. The side of the
-video is half as long."""
+video is half as long. To show whether fewer frames make fewer tokens, the video has more frames if ``min_frames`` is
+large."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 DIMENSIONS_OF_CLIPS = 5
@@ -181,7 +182,10 @@ class FittingEncoder(ConversationEncoder):
                 file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
         # The base class's method, because the method of this class would search for steps again.
-        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        # Otherwise each audio of this length would be encoded twice, see `_check_ends_of_audios`.
+        self._longest_read_audio = encoder._longest_read_audio
+        return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
@@ -238,8 +242,10 @@ class FittingEncoder(ConversationEncoder):
         # At the minimum of the budgets, because some processors share one budget among all frames. Above the minimum,
         # fewer frames would only be larger.
         budgets = self._budgets['video']
-        many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
-        few = self._probe('video', budgets, num_frames=self.video.min_frames)
+        fewest_frames = self.video.min_frames
+        num_frames = min(max(PROBE_FRAMES, 2 * fewest_frames), self.video.max_frames)
+        many = self._probe('video', budgets, num_frames=num_frames)
+        few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
         # Without this entry it is not known whether clips are stacked.
         if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:

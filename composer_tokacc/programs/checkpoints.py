@@ -273,6 +273,11 @@ def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     return shapes
 
 
+def _parameter_names(model: torch.nn.Module) -> list[str]:
+    """Returns the names of a model's parameters. Of tied ones, such as head and embeddings, only one name."""
+    return [name for name, _ in model.named_parameters()]
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """The parts of a checkpoint that :class:`SameData` compares with the run."""
@@ -367,8 +372,11 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._unsharded_shapes: dict[str, Shape] = {}
         """Shapes of the model's weights before FSDP divides them."""
+        self._unwrapped_names: list[str] = []
+        """Names of the model's parameters before FSDP 1 adds to them."""
         if model is not None:
             self._unsharded_shapes = _shapes_of(model.state_dict())
+            self._unwrapped_names = _parameter_names(model)
         num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
@@ -419,16 +427,20 @@ class SameData(Callback):
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
         if self.model is None or load_arguments.get('load_ignore_keys'):
             return
-        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present shapes are
-        # compared, because algorithms may have changed the model since __init__().
-        shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
+        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
+        # because algorithms may have changed the model since __init__().
+        if state.fsdp_enabled:
+            shapes = self._unsharded_shapes
+            names = self._unwrapped_names
+        else:
+            shapes = _shapes_of(self.model.state_dict())
+            names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one. The
-            # frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name, _ in self.model.named_parameters() if name in shapes]
+            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+            required = [name for name in names if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer

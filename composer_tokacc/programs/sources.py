@@ -704,11 +704,15 @@ class ShardSource(Source):
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
+        token_ids = image_token_ids(processor)
+        max_image_tokens = None
+        if token_ids:  # a tokenizer of text has no such tokens
+            max_image_tokens = microbatching.max_image_tokens
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),
-            image_token_ids=image_token_ids(processor),
-            max_image_tokens=microbatching.max_image_tokens,
+            image_token_ids=token_ids,
+            max_image_tokens=max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planner_options,
             **options,

@@ -278,6 +278,8 @@ def suggest_microbatching(
         figures=_figures(simulate, options, stock_size),
         bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
         measured_cost=measured_cost,
+        cost=cost,
+        equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,

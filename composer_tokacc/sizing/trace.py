@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import LabelSelector
+from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -398,7 +398,8 @@ class FlopModel:
     """Predicts the floating point operations of a microbatch: a sum of coefficients times sizes, padding included."""
 
     coefficients: Mapping[str, float]
-    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it."""
+    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it. For ``'logits'``: the
+    operations of the output embedding for one position. ``'tokens'`` contains them."""
     layout: BatchLayout
     residual: float
     """Largest relative error among the traced microbatches."""
@@ -406,13 +407,17 @@ class FlopModel:
     def text(self, rows: int, width: int) -> float:
         """Returns the operations of the language model for this many rows of this padded width.
 
-        Counts logits at every position, also if the run computes them only at labels.
+        Counts logits at every position. If the run computes them only at labels, subtract :meth:`logits`.
         """
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
         """Returns the operations of encoders and of the layers behind them."""
         return self._sum(BatchShape.from_batch(batch, self.layout), MEDIA_TERMS)
+
+    def logits(self, positions: int) -> float:
+        """Returns the operations of the output embedding at this many positions. :meth:`text` contains them."""
+        return self.coefficients.get('logits', 0.0) * positions
 
     def _sum(self, shape: BatchShape, names: Sequence[str]) -> float:
         return sum(self.coefficients[name] * getattr(shape, name) for name in names)
@@ -445,8 +450,22 @@ def count_flops(
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1
+    coefficients: dict[str, float] = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
+    coefficients['logits'] = _flops_of_logits(step.model)
     return FlopModel(
-        coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
+        coefficients=coefficients,
         layout=step.layout,
         residual=float(np.abs(relative_errors).max()),
     )
+
+
+def _flops_of_logits(model: nn.Module) -> float:
+    """Returns the operations of the output embedding for one position, forward and backward."""
+    weight = getattr(output_embedding(model), 'weight', None)
+    if weight is None:
+        return 0.0
+    num_products = 2  # one in the forward, and one for the gradient of the hidden states
+    if weight.requires_grad:
+        num_products += 1
+    # A product takes two operations for each entry of the weight.
+    return 2.0 * num_products * weight.numel()
