@@ -29,7 +29,8 @@ from composer_tokacc.data.videos import VideoSampling, make_video
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
-"""Steps that halve a budget. One step takes off only 4 %, so that little of a cap stays unused."""
+"""Number of steps that halve a budget. Budgets are lowered in steps: each takes off only 4 %, so that little of a cap
+stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
 """With this number of steps, 1 / 65,536 of a budget is left: less than the minimum of every processor."""
 BUDGETS = (
@@ -61,7 +62,7 @@ _POINT = re.compile(rf'point_2d\W+{_NUMBER},{_NUMBER}\]')
 
 
 def share_of(steps: int) -> float:
-    """Returns the share of a budget that is left after some steps."""
+    """Returns the share of a budget that is left after some steps: 1 after none, 1/2 after `STEPS_TO_HALF`."""
     return 2 ** (-steps / STEPS_TO_HALF)
 
 
@@ -199,7 +200,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried.
+                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried. If no
+                # smaller number fits, the caller encodes with this one, and the error of the processor is raised.
                 fits = True
             if fits:
                 high = middle
@@ -238,7 +240,10 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
+        """Tells whether ``min_frames`` make fewer tokens than `PROBE_FRAMES` do.
+
+        False if all videos must have the same number of frames.
+        """
         # At the minimum of the budgets, because some processors share one budget among all frames. Above the minimum,
         # fewer frames would only be larger.
         budgets = self._budgets['video']

@@ -176,7 +176,7 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One column for each field of SampleSize.
+        # One array for each field of SampleSize, with a number for each sample.
         lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
         rows = Rows(
             lengths,
@@ -338,7 +338,7 @@ def to_bytes(samples: object) -> torch.Tensor:
 
 
 def from_bytes(packed: torch.Tensor) -> Any:
-    """Returns the samples that :func:`to_bytes` made these bytes of."""
+    """Returns the samples in the bytes of :func:`to_bytes`."""
     # Not weights_only, because a sample may hold any object. It is safe: the bytes come from a process of this run.
     buffer = io.BytesIO(packed.numpy().tobytes())
     return torch.load(buffer, weights_only=False)
