@@ -182,10 +182,11 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 
 
 def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, Any]:
-    """Returns one plain batch of all rows, with the lists that are read from the pre-split batch.
+    """Returns one plain batch of all rows, for an evaluation. Its lists are those that ``batch[key]`` returns.
 
-    :meth:`.PreSplitBatch.joined` refuses a list that some microbatches lack. It also counts images again, which fails
-    if ``num_images`` does not count tiles, and the layout has no config. An evaluation need not know these numbers.
+    :meth:`.PreSplitBatch.joined` is too strict for it: it refuses a list that some microbatches lack. And in place of
+    the list ``num_images`` it counts the images again. This fails if the images were cut into tiles, and the layout has
+    no config to find the tiles of a row. An evaluation need not know these numbers.
     """
     lists: dict[str, Any] = {}
     for key in batch:
@@ -278,7 +279,7 @@ def widened(
 
 
 def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, a row's last id.
+    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, the last id of a row.
 
     A hidden id is nearly always the id of padding. The new padding is masked, so any id would do, except a placeholder
     of media, because placeholders are counted. Rows rarely end with media. Without ``input_ids`` it returns 0, which is

@@ -117,7 +117,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
                 new_file.parent.mkdir(exist_ok=True)
                 os.replace(file, new_file)
                 new_files.append(new_file)
-    # A file of an earlier export would stay if this model has none of that name: an adapter, or a further shard.
+    # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
     for pattern in ('*.safetensors*', '*config.json'):
         for file in folder.glob(pattern):
             if file not in new_files:
@@ -125,7 +125,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Returns the part ``state`` of a checkpoint. Of a sharded one it writes a single file into ``scratch`` before."""
+    """Returns the part ``state`` of a checkpoint. A sharded one is first written as a single file into ``scratch``."""
     check_checkpoint('CHECKPOINT', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
@@ -251,7 +251,8 @@ def _write_processor(metadata: Section, folder: Path) -> None:
 def _bytes_of(file: Section) -> bytes:
     """Returns the bytes of a file of a processor.
 
-    Composer saves a text file as its lines, a JSON file as its value. This package saves a file as its bytes.
+    This package saves every file as its bytes. Composer saves a ``.txt`` file as its lines, a JSON file as its value, a
+    sentencepiece model as bytes, and other files as a string.
     """
     content = file['content']
     if isinstance(content, bytes):

@@ -185,6 +185,7 @@ class SizingReport:
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
+        # Samples that are too large are also over a cap. If there are any, only these are named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
@@ -296,7 +297,7 @@ def _memory(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the largest microbatch', [('held by', 'GiB', 'share')], rows)
+    return _table('Memory at the peak of the heaviest microbatch', [('held by', 'GiB', 'share')], rows)
 
 
 def _methods(report: SizingReport) -> str:
