@@ -180,7 +180,7 @@ class _VerifiedRun:
     rows_of_all_ranks: list[dict[str, Any]]
     options: AlgorithmOptions
     loss_rule: str
-    """The labels over which the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
+    """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:
