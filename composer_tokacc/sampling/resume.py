@@ -47,8 +47,8 @@ class RestoreRandomState(Callback):
     Composer restores them mid-epoch only at the last batch that it discards. It discards none if the dataset has a
     ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the unbroken run.
 
-    Give a StreamingDataLoader a ``generator`` of its own. Without one it draws a seed from torch's when its first batch
-    is read, after they are restored. The unbroken run draws it only at the start of the epoch.
+    Give a StreamingDataLoader a ``generator`` of its own. Without one it draws a seed from torch's generator when
+    its first batch is read and so after this callback. The unbroken run draws it only at the start of the epoch.
     """
 
     def __init__(self) -> None:
