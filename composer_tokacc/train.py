@@ -110,11 +110,12 @@ def _train(config: TrainConfig) -> None:
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
     watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
-    # A callback that lets the model answer eval samples. None if the config asks for no answers, for example.
+    # A callback that lets the model answer eval samples. None if it answers none.
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
-    finished_steps = int(trainer.state.timestamp.batch.value)  # above 0 if the run was resumed
+    # Above 0 if the run was resumed. The result has it as `first_step`.
+    finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     _fit(trainer, finished_steps)
     seconds = time.monotonic() - started

@@ -7,9 +7,9 @@
 
 Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
 split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
-of this package is over the tolerance, 2 if the config is wrong. Dropout and the noise of routers are off. Weights are
-float32, without TF32, and adapters that are zero get small values. FSDP is not used, because DDP computes the same
-gradient. Rows are not packed.
+of this package is over the tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU.
+Dropout and the noise of routers are off. Weights are float32, without TF32, and adapters that are zero get small
+values. FSDP is not used, because DDP computes the same gradient. Rows are not packed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ROUND_OFF_NOTE = (
     'padding.'
 )
 _NAMES_OF_RANDOMNESS = re.compile('drop|jitter')
-"""Is in the names of the numbers that make a forward random: of dropout, and of the noise of routers of experts."""
+"""Matches the names of numbers that make a forward random: dropout rates, and the noise of routers of experts."""
 ROUTER_NOTE = (
     'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
     '`algorithms.token_accumulation.router_balance=step` it does not.'
@@ -180,7 +180,7 @@ class _VerifiedRun:
     rows_of_all_ranks: list[dict[str, Any]]
     options: AlgorithmOptions
     loss_rule: str
-    """The rule by which the model averages. Empty if all tokens weigh the same, because then nothing needs it."""
+    """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:

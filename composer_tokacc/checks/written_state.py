@@ -94,7 +94,7 @@ class StateSnapshot:
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
         """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
 
-        All values are copied, also of parameters, so that :meth:`restore` puts all of them back.
+        Here a parameter is a state like any other: it is copied, and :meth:`restore` puts it back.
         """
         snapshot = []
         for state in states:
@@ -149,13 +149,15 @@ class StateSnapshot:
 
 @torch.no_grad()
 def perturb(states: Iterable[State]) -> None:
-    """Changes the present values of some states: floating point tensors get noise, and others the value in ``states``.
+    """Changes the present values of some states, to see whether the result of a forward depends on them.
 
-    Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
-    Other states get no noise, because they may be indices, and noise could move them out of range.
+    Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
+    converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
+    get the value that a forward has written.
 
     Args:
-        states: Copied states, as :meth:`StateSnapshot.written` returns them.
+        states: The states, with the values that a forward has written, as :meth:`StateSnapshot.written` returns them.
+            The model may have older values again.
     """
     # Not the global generator, so that the random numbers of the run stay the same.
     generator = torch.Generator().manual_seed(0)

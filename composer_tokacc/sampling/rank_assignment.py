@@ -68,8 +68,9 @@ class RankAssignment:
             weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
+        # A dummy of the plan is marked `filled`.
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        # Without any, a dummy, which is a copy of a sample that another rank computes.
+        # A rank that has only dummies loads one: a copy of a sample that another rank computes.
         computed = computed or planned[:1]
         samples = []
         weights_of_samples = []
@@ -78,7 +79,12 @@ class RankAssignment:
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
-        return cls(samples, computed[0].filled, weights_of_samples or None, plan_checksum)
+        return cls(
+            microbatches=samples,
+            is_copy=computed[0].filled,
+            weights=weights_of_samples or None,
+            plan_checksum=plan_checksum,
+        )
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
