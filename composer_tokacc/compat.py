@@ -114,11 +114,13 @@ def _missing_class(module_name: str, name: str) -> type:
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model without the wrappers of DDP and torch.compile."""
     while True:
-        # Both wrappers have one child, with one of these names.
-        children = dict(model.named_children())
-        if list(children) not in (['module'], ['_orig_mod']):
+        # Not every child with the name `module` is wrapped: a user's model may have one.
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, '_orig_mod'):
+            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        else:
             return model
-        (model,) = children.values()
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -55,6 +55,7 @@ from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
 from composer_tokacc.refusals import NotExactError
+from composer_tokacc.row_counts import without_rows
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -320,13 +321,16 @@ class _VerifiedRun:
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts."""
+    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts.
+
+    A row that only gives this rank as many rows as the others have counts like any other.
+    """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
     groups = [[round(place)] for place in places]
-    return [layout.trim(row) for row in layout.split(batch, groups)]
+    return [without_rows(layout.trim(row)) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):

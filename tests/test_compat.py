@@ -118,6 +118,13 @@ def test_inner_model_of_a_compiled_model():
     model = nn.Sequential(nn.Linear(2, 2))
     assert compat.inner_model(torch.compile(model)) is model
     assert compat.inner_model(model) is model
+    assert compat.inner_model(nn.DataParallel(model)) is model
+
+
+def test_a_child_named_module_is_not_unwrapped():
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert compat.inner_model(model) is model
 
 
 def test_only_backward_changes_state_of_gradient():
