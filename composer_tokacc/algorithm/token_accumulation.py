@@ -404,10 +404,12 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.check_batch_norms()
+        run.check_gradient_hooks()
         run.reductions.start_attempt()
         step.microbatches = []
         # The graph of a microbatch that failed would stay in memory.
         self._raw_loss = None
+        self._outputs = None
         self._edges_of_loss = ()
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
