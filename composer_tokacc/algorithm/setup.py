@@ -372,8 +372,11 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
     labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
     embedding = None
     if is_hugging_face:
+        head = output_embedding(model.model)
+        # Not of a class that wraps one, such as those of PEFT, which may show another number.
+        if vocabulary is None and type(head) is torch.nn.Linear:
+            vocabulary = head.out_features
         with suppress(AttributeError, NotImplementedError):
-            vocabulary = vocabulary or getattr(model.model.get_output_embeddings(), 'out_features', None)
             embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
