@@ -56,6 +56,16 @@ def test_added_weights(method: str) -> None:
     assert_is_one_forward(peft_model(WEIGHTS[method](), is_tied=method == 'tied'))
 
 
+def test_head_that_is_converted() -> None:
+    """PEFT adds the adapter of a model in bfloat16 in float32, and converts the sum."""
+    config = peft.LoraConfig(task_type=CAUSAL, target_modules=['lm_head'], init_lora_weights=False)
+    model = peft.get_peft_model(one_layer_model().bfloat16(), config).train()
+    batch = ragged_batch(RAGGED)
+    expected, _ = reference_gradients(model, batch)
+    recorder = fit(composer_model(model), batch)
+    assert relative_error(recorder.gradients, expected) < 2e-2
+
+
 def test_learned_prefix() -> None:
     config = peft.PrefixTuningConfig(task_type=CAUSAL, num_virtual_tokens=5)
     assert_is_one_forward(peft_model(config))
