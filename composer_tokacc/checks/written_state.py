@@ -233,7 +233,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _states_of(model: Module) -> Iterator[State]:
-    """Yields each tensor, number and flag that a forward of the model may write. Of parameters only a part is copied."""
+    """Yields each tensor, number and flag that a forward of the model may write. Parameters are copied in part."""
     for module_name, module in model.named_modules():
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
