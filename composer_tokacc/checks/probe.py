@@ -476,7 +476,7 @@ def _result_of(
     if targets is not None and logits is not None and logit_gradient is not None:
         has_logits = are_logits(logit_gradient, targets)
         if has_logits is not False:
-            measured = measure(logits, logit_gradient)
+            measured = measure(logits, logit_gradient, targets)
     output_size = None
     output_address = None
     if logits is not None:
