@@ -26,7 +26,7 @@ from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
 """Tensors in plain attributes that have more entries are not copied. FSDP1 keeps whole weights there."""
-NUM_SAMPLED = 2**14
+MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
 """Relative size of the noise that :func:`perturb` adds to a state."""
@@ -86,6 +86,7 @@ class State:
         if self.is_parameter:
             # FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts experts, write
             # a parameter into itself. Neither changes a value.
+            assert isinstance(self.content, Tensor), 'entries of every parameter are copied'
             return has_writes and not _are_equal(_sample_of(current), self.content)
         if has_writes:
             return True
@@ -221,7 +222,7 @@ def _can_be_compared(tensor: Tensor) -> bool:
 def _sample_of(parameter: Tensor) -> Tensor:
     """Returns a copy of some entries of a parameter, evenly spread."""
     entries = parameter.detach().flatten()
-    stride = max(len(entries) // NUM_SAMPLED, 1)
+    stride = max(len(entries) // MOST_OF_PARAMETER, 1)
     return entries[::stride].clone()
 
 
