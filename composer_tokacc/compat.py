@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
@@ -208,6 +208,15 @@ def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
     An example is an optimizer that makes its step within the backward.
     """
     return _hooks_of_others(getattr(parameter, '_post_accumulate_grad_hooks', None))
+
+
+def hook_numbers(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Returns the numbers of all hooks on the gradients of parameters. Torch gives each new hook a new number."""
+    numbers: list[int] = []
+    for parameter in parameters:
+        numbers += parameter._backward_hooks or ()
+        numbers += getattr(parameter, '_post_accumulate_grad_hooks', None) or ()
+    return numbers
 
 
 def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:

@@ -151,6 +151,9 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
+        # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
+        # in between.
+        self._outputs: Any = None
         # Outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD.
         self._edges_of_loss: Collection[Edge] = ()
         # Functions and not bound methods, because those of a copy would act on the original.
@@ -258,7 +261,7 @@ class TokenAccumulation(Algorithm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
-        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_edges_of_loss': ()}
+        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_outputs': None, '_edges_of_loss': ()}
         attributes.pop('_model_batch', None)
         return attributes
 
@@ -404,10 +407,12 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.check_batch_norms()
+        run.check_gradient_hooks()
         run.reductions.start_attempt()
         step.microbatches = []
         # The graph of a microbatch that failed would stay in memory.
         self._raw_loss = None
+        self._outputs = None
         self._edges_of_loss = ()
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
@@ -441,6 +446,7 @@ class TokenAccumulation(Algorithm):
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
         state.batch = self._model_batch.put_back(state.batch)
+        self._outputs = state.outputs
         self._split_router_loss(state)
         if self._run.step.microbatches[-1].is_empty:
             self._zero_token_terms(state)
@@ -520,7 +526,7 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        _check_added_rows(state, record, run.terms)
+        _check_added_rows(state.loss, self._outputs, record, run.terms)
         self._weigh_and_measure_tokens(state, record, weight_of_mean)
         self._raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
@@ -528,7 +534,8 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
             num_microbatches = record.num_microbatches or 1
-            state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
+            state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
+        self._outputs = None
         scales = _scales_of(record, weight_of_mean)
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
@@ -560,7 +567,7 @@ class TokenAccumulation(Algorithm):
         is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
-        logits = logits_of(state.outputs)
+        logits = logits_of(self._outputs)
         # If tokens have weights, check_step() refuses the step after either of the next two returns.
         if logits is None or logits.grad_fn is None:
             return
@@ -573,7 +580,7 @@ class TokenAccumulation(Algorithm):
             return
         selected, record.positions_of_logits = at_logits
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(state.outputs)])
+        edges = _edges_of([logits, router_loss_of(self._outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
@@ -772,19 +779,19 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
         )
 
 
-def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
+def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
     """Raises RuntimeError if a term over samples has a gradient in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
     # If all rows are added ones, all terms are multiplied by 0.
     if not 0 < len(added_rows) < row_count:
         return
-    logits = logits_of(state.outputs)
-    terms_of_samples = terms.of_unit(state.loss, 'samples')
+    logits = logits_of(outputs)
+    terms_of_samples = terms.of_unit(loss, 'samples')
     if not terms_of_samples or logits is None or not logits.requires_grad:
         return
-    loss = sum_of_means(terms_of_samples)
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
+    sum_over_samples = sum_of_means(terms_of_samples)
+    (gradient,) = torch.autograd.grad(sum_over_samples, logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():

@@ -10,7 +10,6 @@ memory model to a few traced microbatches, and :func:`count_flops` fits a model 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from composer_tokacc.compat import DataDependentOutputException, attention_of, l
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
@@ -109,7 +109,7 @@ class TracedStep:
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._autocast_dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
-        self._argument_names = _argument_names(self.model)
+        self._forward_parameters = forward_parameters(self.model)
         # Type of the logits of the last microbatch. None: there was no microbatch yet, or its outputs had no logits.
         self._logits_dtype: torch.dtype | None = None
         self._selector: LabelSelector | None = None
@@ -192,7 +192,7 @@ class TracedStep:
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
         """Runs forward and backward as the Trainer does. Returns whether the loss needs a gradient."""
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
-        inputs = {key: value for key, value in batch_with_media.items() if key in self._argument_names}
+        inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
         num_logits = self._num_logits(batch)  # before the modes, so that the memory of this count is not tracked
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
@@ -262,13 +262,6 @@ class TracedStep:
             optimizer_step=max(step_bytes, 0),
             compute_bytes=compute_dtype.itemsize,
         )
-
-
-def _argument_names(model: Any) -> set[str]:
-    """Returns the names of the arguments of a model's forward."""
-    if hasattr(model, 'get_base_model'):  # a model of peft, whose own forward takes any name
-        model = model.get_base_model()
-    return set(inspect.signature(model.forward).parameters)
 
 
 def calibrate_fake(

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from composer.algorithms import GradientClipping
-from composer.callbacks import NaNMonitor
+from composer.callbacks import FreeOutputs, NaNMonitor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_tokacc import (
@@ -80,6 +80,14 @@ def test_gradient_of_the_weighted_mean(model, token_weights, split, microbatch_s
     if split != 'stock':
         data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
     assert_weighted_exactly(model, batch, data, token_weights, microbatch_size)
+
+
+def test_outputs_that_a_callback_frees(model):
+    """Composer's callback empties `state.outputs` as soon as the loss is computed."""
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'sqrt')
+    recorder = fit(model, batch, token_weights='sqrt', callbacks=[FreeOutputs()])
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_weights_change_the_gradient(model):

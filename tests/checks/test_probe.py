@@ -42,6 +42,13 @@ def truncated(logits, batch):
     return next_token_loss(logits[:, :-2], batch['labels'][:, :-2])
 
 
+def clipped(logits, batch):
+    """Has no gradient at the second label, as clipped policy gradients have none at some labels."""
+    losses = next_token_loss(logits, batch['labels'], reduction='none')
+    places = (batch['labels'][:, 1:].flatten() != -100).nonzero().flatten()
+    return (losses.sum() - losses[places[1]]) / len(places)
+
+
 def with_squares(factor):
     """Returns a loss with a term over all positions. If the factor is large, most of the gradient is without labels."""
     return lambda logits, batch: causal(logits, batch) + factor * logits.square().mean()
@@ -99,6 +106,16 @@ def test_rule_needs_two_forwards():
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
         find_loss_rule(probe_of(loss), {**row_for_rule(), 'sample_ids': ['first']})
+
+
+def test_rule_without_a_gradient_at_each_label():
+    """The gradient does not tell the rules apart. If the user names one, it must only have no gradient elsewhere."""
+    probe = probe_of(clipped)
+    with pytest.raises(RuntimeError, match='no rule explains'):
+        find_loss_rule(probe, row_for_rule())
+    assert find_loss_rule(probe, row_for_rule(), loss_tokens='causal') == 'causal'
+    with pytest.raises(RuntimeError, match='no rule explains'):
+        find_loss_rule(probe, row_for_rule(), loss_tokens='unshifted')
 
 
 def test_little_gradient_elsewhere():
