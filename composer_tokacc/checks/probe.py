@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
-from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, node_of, sketch
+from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, edge_of, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
@@ -425,7 +425,7 @@ class Probe:
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         if logits is not None:
             # accelerate and FSDP return a copy of the logits in another type, which the loss does not use.
-            node, _ = node_of(logits)
+            node, _ = edge_of(logits)
             logits = getattr(node, 'variable', logits)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
