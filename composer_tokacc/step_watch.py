@@ -157,7 +157,7 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        """Records that an optimizer makes a step. It is a fault if all its gradients were set to 0 before."""
+        """Records that an optimizer makes a step. It is a fault if gradients of its parameters were set to 0 before."""
         stepped: set[int] = set()
         for group in optimizer.param_groups:
             stepped |= {id(parameter) for parameter in group['params']}
@@ -168,11 +168,15 @@ class StepWatch:
         # a backward has added, none can have been lost.
         if self._in_backward or not self._has_accumulated:
             return
-        gradients_now = self._gradient_checksums()
-        names = [name for name, parameter in self._parameters.items() if id(parameter) in stepped]
-        has_gradient = any(self._last_gradients[name] != ZERO for name in names)
-        if has_gradient and all(gradients_now[name] == ZERO for name in names):
-            self.faults.append('Gradients were set to 0 between the last backward and the step of the optimizer.')
+        lost = []
+        for name, gradient in self._gradient_checksums().items():
+            is_lost = gradient == ZERO and self._last_gradients[name] != ZERO
+            if is_lost and id(self._parameters[name]) in stepped:
+                lost.append(name)
+        if lost:
+            self.faults.append(
+                f'Gradients were set to 0 between the last backward and the step of the optimizer: {_listed(lost)}.'
+            )
 
     def _gradient_states(self) -> list[tuple[int, int]]:
         return [state_of_gradient(parameter) for parameter in self._parameters.values()]
