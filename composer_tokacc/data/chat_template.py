@@ -379,10 +379,12 @@ def _find_endings(
         tokenizer: The tokenizer. An ending is one of its special and added tokens.
     """
     # Special or not: some tokenizers have ChatML's tokens as plain added ones.
-    tokens = {
+    added_tokens = {
         *map(str, tokenizer.added_tokens_decoder.values()),
         *tokenizer.all_special_tokens,
     }
+    # Gemma's tokenizer has added tokens of line breaks. Such a token ends nothing.
+    tokens = {token for token in added_tokens if token.strip()}
     tokens_after_last = _first_tokens(after_last, tokens)
     tokens_after_answer = _first_tokens(after_answer, tokens)
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.

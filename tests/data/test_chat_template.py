@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 from PIL import Image
+from tokenizers import AddedToken
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
@@ -201,6 +202,15 @@ def test_special_tokens_are_those_of_the_template():
     assert torch.equal(unexpanded['input_ids'], sample['input_ids'])
     assert torch.equal(unexpanded['labels'], sample['labels'])
     assert learned_text(sample, words).count('Red.</s>') == 2
+
+
+def test_line_break_that_is_a_token():
+    """Gemma's tokenizer has added tokens of line breaks. They are no part of an ending."""
+    words = tokenizer('<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    words.add_tokens([AddedToken('\n', normalized=False)])
+    words.chat_template = QWEN
+    sample = ConversationEncoder(words)(PLAIN)
+    assert learned_text(sample, words) == 'Red.<|im_end|>Red.<|im_end|>'
 
 
 def test_token_that_begins_turns_ends_none(warnings):
