@@ -41,7 +41,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     # Imported here, because pytest loads this module in every run, also in those that do not need torch.
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.collectives import values_of_ranks
-    from composer_tokacc.step_watch import StepWatch
+    from composer_tokacc.step_watch import StepWatch, listed, unequal_on_ranks
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
@@ -51,6 +51,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     have_others = [bool((weights >= 0).any()) for weights in report.weights]
     any_negative = any(values_of_ranks(any(have_negative)))
     any_others = any(values_of_ranks(any(have_others)))
+    unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
     # Round-off may lift the spread by `known_to`. Not written with `>`, which would be False for NaN.
@@ -63,6 +64,11 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     # The spread compares only the sizes of the weights.
     if any_negative and any_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
+    if unequal_names:
+        faults.append(
+            f'Each rank has other gradients at the step of the optimizer: {listed(unequal_names)}. Average them over the '
+            'ranks. With DDP, the last backward must not be in `no_sync`.'
+        )
     for rank, sentences in enumerate(faults_by_rank):
         prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
         for sentence in sentences:

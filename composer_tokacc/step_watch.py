@@ -10,6 +10,7 @@ all microbatches except the last one. :class:`StepWatch` sees that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -32,6 +33,9 @@ Checksum = tuple[str, str]
 """The sum of a tensor's entries and the sum of their absolute values, each as :meth:`float.hex`."""
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
 """Checksum of a gradient that is 0, or absent."""
+SAME_GRADIENT = 1e-3
+"""Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
+types. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
@@ -66,6 +70,8 @@ class StepWatch:
         """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
+        self.gradients_at_step: dict[str, Checksum] = {}
+        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
         self._last_weights: dict[str, Checksum] = {}
         """Weights at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
@@ -112,7 +118,7 @@ class StepWatch:
             names = [name for name, checksum in gradients_now.items() if checksum != ZERO]
             if names:
                 self.faults.append(
-                    f'Gradients were not 0 before the first backward: {_listed(names)}. Call `zero_grad` first.'
+                    f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
                 )
         else:
             self._list_changes(weights_now, gradients_now)
@@ -130,15 +136,15 @@ class StepWatch:
             return
         names = _changed_names(self._last_weights, weights_now)
         if names:
-            self.faults.append(f'Parameters changed {between}: {_listed(names)}.')
+            self.faults.append(f'Parameters changed {between}: {listed(names)}.')
         names = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         if names:
-            self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
+            self.faults.append(f'Parameters were frozen {between}: {listed(names)}.')
         names = _changed_names(self._last_gradients, gradients_now)
         # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.
         if names and self._has_accumulated:
             self.faults.append(
-                f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
+                f'Gradients changed {between}: {listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
                 'in every microbatch.'
             )
 
@@ -170,12 +176,16 @@ class StepWatch:
             return
         lost = []
         for name, gradient in self._gradient_checksums().items():
-            is_lost = gradient == ZERO and self._last_gradients[name] != ZERO
-            if is_lost and id(self._parameters[name]) in stepped:
+            parameter = self._parameters[name]
+            if id(parameter) not in stepped:
+                continue
+            if gradient == ZERO and self._last_gradients[name] != ZERO:
                 lost.append(name)
+            if not isinstance(parameter, DTensor):
+                self.gradients_at_step[name] = gradient
         if lost:
             self.faults.append(
-                f'Gradients were set to 0 between the last backward and the step of the optimizer: {_listed(lost)}.'
+                f'Gradients were set to 0 between the last backward and the step of the optimizer: {listed(lost)}.'
             )
 
     def _gradient_states(self) -> list[tuple[int, int]]:
@@ -209,7 +219,7 @@ class StepWatch:
         difference, written = _difference_of_forwards(module, args, kwargs)
         # Not written with `>`: the difference may be NaN.
         if not difference <= tolerance_of(logits.dtype):
-            names = _listed(written) if written else 'state that is no tensor or number of a module'
+            names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
                 f'{difference:.1e}. Freeze this state, or update it once a step.'
@@ -310,7 +320,28 @@ def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]
     return [name for name, checksum in after.items() if checksum != before[name]]
 
 
-def _listed(names: Sequence[str]) -> str:
+def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
+    """Returns the names of the gradients that differ between ranks; none if any gradient is the same on all ranks.
+
+    Ranks may have gradients of their own, such as those of experts. But if all differ, none was averaged.
+
+    Args:
+        gradients_by_rank: ``StepWatch.gradients_at_step`` of each rank.
+    """
+    names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
+    unequal = []
+    for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
+        sizes = [float.fromhex(gradients[name][1]) for gradients in gradients_by_rank]
+        if max(sizes) == 0:
+            continue
+        # A loop may add up the gradients in another order on each rank.
+        if math.isclose(min(sizes), max(sizes), rel_tol=SAME_GRADIENT):
+            return []
+        unequal.append(name)
+    return unequal
+
+
+def listed(names: Sequence[str]) -> str:
     """Returns the first three names as text, and the number of the others."""
     listed = ', '.join(f'`{name}`' for name in names[:3])
     if len(names) > 3:

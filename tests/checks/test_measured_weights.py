@@ -400,4 +400,6 @@ def test_spread_over_two_ranks():
     assert results['ours']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
     for text in results['plain']['printed']:
         assert 'on this rank' in text
+    assert results['faults'] == ''
+    assert results['faults without averages'].startswith('Each rank has other gradients at the step of the optimizer: ')
     assert results['nothing on rank 1']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
