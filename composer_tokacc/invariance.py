@@ -61,8 +61,8 @@ class InvarianceCase:
 
     cut: str
     """``'again'`` (the rows of all ranks in one microbatch, as for the reference), ``'in order'``, ``'by length'``
-    (trimmed if padded on the right), ``'uneven'`` (all rows but one, then this one). In the program: ``'stock Composer'``,
-    ``'in order'`` or ``'regrouped'``."""
+    (trimmed if padded on the right), ``'uneven'`` (all rows but one, then this one). In the program:
+    ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
