@@ -53,6 +53,9 @@ MODALITY_OF_TAG = {
 # `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
+SWIFT_TAG = re.compile('<(ref-object|bbox)>')
+"""Stands for a name or a box in the ``objects`` of ms-swift."""
+
 MODALITY_OF_PART = {
     'text': 'text',
     'input_text': 'text',
@@ -124,6 +127,8 @@ REFUSED_KEYS = {
     'kto_tag': _NO_PREFERENCES,
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
+    'system_prompt': 'because it would be dropped. Call it `system`, or take it out',
+    'chat_template_kwargs': "because it changes the template's text of this sample (TRL). Take it out",
 }
 """Keys that are not supported but would change the training, and the reason for the message."""
 
@@ -237,6 +242,11 @@ def _parse_data(data: object, record: Record) -> Record:
     _check_turns(turns)
     for turn in turns:
         _check_characters(turn.text)
+        if _is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
+            raise InvalidInputError(
+                '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
+                'and `<bbox>`. Write them into the text'
+            )
     for medium in media:
         _check_characters(''.join(medium.names))
     loss_weights = _parse_loss_weights(data.get('loss_weights'))

@@ -427,6 +427,15 @@ REFUSED = {
     'tool_calls': (with_answer(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, "got: 'function_call'"),
     'tools': (about_red(tools='[{}]'), '`tools` is not supported'),
+    'system prompt': (about_red(system_prompt='Be brief.'), 'Call it `system`'),
+    'options of the template': (about_red(chat_template_kwargs={'enable_thinking': False}), '`chat_template_kwargs`'),
+    'boxes of ms-swift': (
+        {
+            **ask_text('<image>Where is <ref-object>?', images=['red.png']),
+            'objects': {'ref': ['the cat'], 'bbox': [[1, 2, 3, 4]]},
+        },
+        '`objects` is not supported',
+    ),
     'preferences': (about_red(chosen={'from': 'gpt', 'value': 'x'}), '`chosen` is not supported'),
     'thinking': (with_answer(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
     'weight 0.5': (with_answer(weight=0.5), 'must be 0 or 1'),
