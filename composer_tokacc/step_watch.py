@@ -174,18 +174,19 @@ class StepWatch:
         # a backward has added, none can have been lost.
         if self._in_backward or not self._has_accumulated:
             return
-        lost = []
+        lost_names = []
         for name, gradient in self._gradient_checksums().items():
             parameter = self._parameters[name]
             if id(parameter) not in stepped:
                 continue
             if gradient == ZERO and self._last_gradients[name] != ZERO:
-                lost.append(name)
+                lost_names.append(name)
             if not isinstance(parameter, DTensor):
                 self.gradients_at_step[name] = gradient
-        if lost:
+        if lost_names:
             self.faults.append(
-                f'Gradients were set to 0 between the last backward and the step of the optimizer: {listed(lost)}.'
+                'Gradients were set to 0 between the last backward and the step of the optimizer: '
+                f'{listed(lost_names)}.'
             )
 
     def _gradient_states(self) -> list[tuple[int, int]]:
@@ -323,7 +324,7 @@ def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]
 def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
     """Returns the names of the gradients that differ between ranks; none if any gradient is the same on all ranks.
 
-    Ranks may have gradients of their own, such as those of experts. But if all differ, none was averaged.
+    Some gradients may differ, because ranks have other experts. If all differ, none was averaged.
 
     Args:
         gradients_by_rank: ``StepWatch.gradients_at_step`` of each rank.

@@ -343,7 +343,7 @@ class ConversationEncoder:
         for tag in self._tags_that_are_tokens:
             if tag in text and not self.control.hides(tag):
                 raise record.error(
-                    f'`{tag}` may stand only in turns of the user and of tools, because the tokenizer has such a token. '
+                    f'`{tag}` may stand only in turns of the user and of tools, because the tokenizer has this token. '
                     'Set control_tokens=text'
                 )
 
