@@ -76,6 +76,8 @@ class StepWatch:
         """Weights at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
         """Gradients at the last start or end of a backward."""
+        self._inputs: tuple[Any, Any] = ((), {})
+        """Positional and named arguments of the forward that runs, before other hooks change them."""
         self._has_repeated = False
         """Whether the first forward that returns logits with a graph was repeated. Later ones are not repeated."""
 
@@ -93,7 +95,8 @@ class StepWatch:
             self._hooks.enter_context(node.register_prehook(self._on_backward_start))
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
-            self._model.register_forward_hook(self._after_forward, with_kwargs=True),
+            self._model.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(self._after_forward),
         ]
         for handle in handles:
             self._hooks.enter_context(handle)
@@ -197,17 +200,20 @@ class StepWatch:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return dict.fromkeys(gradients, ZERO) | _checksums(present)
 
-    def _after_forward(
-        self,
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        outputs: Any,
-    ) -> None:
+    def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        # A hook that computes logits only at labels replaces the labels, and does so once. So if the forward is
+        # repeated, it must get the arguments that it had before.
+        if module is self._model:
+            self._inputs = args, kwargs
+
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
         """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
+        if module is not self._model:  # copies of the model have its hooks
+            return
+        args, kwargs = self._inputs
+        self._inputs = (), {}  # the batch must not stay in memory
         logits = logits_of(outputs)
-        is_copy = module is not self._model  # copies of the model have its hooks
-        if is_copy or logits is None or logits.grad_fn is None:
+        if logits is None or logits.grad_fn is None:
             return
         # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
         # uses gathered parameters.

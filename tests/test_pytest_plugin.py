@@ -31,7 +31,8 @@ from tests.checks.test_written_state import (
 )
 from tests.support.launch import ROOT
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import RAGGED, collate, text_model, text_rows
+from tests.support.training import fit
 
 pytest_plugins = 'pytester'
 
@@ -256,6 +257,13 @@ def test_empty_microbatch_and_evaluation(checkpoints, num_labels):
             model(**collate(rows))
 
     assert faults_of(model, step) == ''
+
+
+@pytest.mark.parametrize('options', [{'logits': 'all'}, {'logits': 'labels'}, {'packing': True}], ids=str)
+def test_step_of_composer(options):
+    model = text_model()
+    batch = collate(text_rows(RAGGED))
+    assert faults_of(model, lambda: fit(model, batch, **options)) == ''
 
 
 def test_forgotten_backward_of_first_token():
