@@ -214,7 +214,8 @@ def _parse_data(data: object, record: Record) -> Record:
     if not isinstance(data, dict):
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
-        if key in REFUSED_KEYS and _is_given(value):
+        # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
+        if key in REFUSED_KEYS and _is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     # Parsing a turn appends a medium for each of its placeholders. It has no files if the text does not name them: then

@@ -514,6 +514,10 @@ def test_weight_0_of_an_answer(folder):
     assert learned_text(plain, tokenizer) == 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>'
 
 
+def test_no_tools_as_a_json_text(folder):
+    assert image_colours(parse(about_red(tools='[]'), folder)) == ['red']
+
+
 def test_tags_in_answers_are_text(folder):
     answer = 'HTML has\n<video>\n, <audio> and <img>.'
     pair = {'user': 'What has HTML?', 'assistant': answer}
