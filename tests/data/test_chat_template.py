@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 
@@ -202,6 +203,15 @@ def test_special_tokens_are_those_of_the_template():
     assert torch.equal(unexpanded['input_ids'], sample['input_ids'])
     assert torch.equal(unexpanded['labels'], sample['labels'])
     assert learned_text(sample, words).count('Red.</s>') == 2
+
+
+def test_template_that_writes_the_date(monkeypatch):
+    """Midnight comes after the first of the renderings that are compared."""
+    encoder = ConversationEncoder(qwen3())
+    apply = encoder.template.apply
+    days = itertools.chain(['Monday'], itertools.repeat('Tuesday'))
+    monkeypatch.setattr(encoder.template, 'apply', lambda messages, **options: next(days) + apply(messages, **options))
+    assert encoder.render(in_parts(PLAIN)).text.startswith('Tuesday')
 
 
 def test_line_break_that_is_a_token():
