@@ -105,7 +105,8 @@ class ChatTemplate:
 
         1. The template writes every answer as it is.
         2. It writes the answers that carry loss as they are.
-        3. Only the last message carries loss, and the template writes it after its generation prompt.
+        3. It writes the last message, which carries loss, after its generation prompt, and the earlier answers that
+           carry loss as they are.
 
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
@@ -131,8 +132,10 @@ class ChatTemplate:
             rendered = self._render_around_markers(messages, learned_indices, text)
         # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
         # answer brings its own thought, so it does not fit between the texts around the marker.
-        if rendered is None and learned_indices == [len(messages) - 1]:
-            rendered = self._render_after_prompt(messages, text)
+        if rendered is None and learned_indices[-1:] == [len(messages) - 1]:
+            earlier = self._render_around_markers(messages, learned_indices[:-1], text)
+            if earlier is not None:
+                rendered = self._render_after_prompt(messages, text, earlier)
         if rendered is not None:
             self._check_all_written(messages, text)
         return rendered
@@ -257,7 +260,7 @@ class ChatTemplate:
         # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
         return self.end_token, text_after.lstrip(' ')
 
-    def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
+    def _render_after_prompt(self, messages: Sequence[Message], text: str, earlier: Rendered) -> Rendered | None:
         """Finds the last answer after the generation prompt, where a model would write it. None if it is not there.
 
         Templates of reasoning models write the thoughts of the last answer with other line breaks than the data. So the
@@ -265,8 +268,9 @@ class ChatTemplate:
         learned.
 
         Args:
-            messages: The conversation. Its last message is the only answer that carries loss.
+            messages: The conversation. Its last message is an answer that carries loss.
             text: The conversation as the template writes it.
+            earlier: The conversation with the earlier answers that carry loss. Its text may have more ending tokens.
         """
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -284,8 +288,9 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        span = AnswerSpan(len(prompt), len(prompt) + len(reply))
-        return Rendered(prompt + reply + text_after, [span])
+        before = earlier.text.removesuffix(text[len(prompt) :])
+        span = AnswerSpan(len(before), len(before) + len(reply))
+        return Rendered(before + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""

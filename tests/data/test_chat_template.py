@@ -72,6 +72,13 @@ def test_last_answer_with_its_thought():
     assert learned_text(sample, words) == reply == '<think>\nAnother\n</think>\n\nBlue.<|im_end|>'
 
 
+def test_thought_of_last_answer_only():
+    words = qwen3()
+    sample = ConversationEncoder(words)([*PLAIN[:2], *CONVERSATION[2:]])
+    thought = '<think>\nAnother\n</think>\n\nBlue.'
+    assert learned_text(sample, words) == f'Red.<|im_end|>{thought}<|im_end|>'
+
+
 def test_last_answer_without_thought():
     """The template writes an empty thought before the answer, which must carry no loss."""
     words = qwen3()
