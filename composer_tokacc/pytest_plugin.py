@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
 
-    The test also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between
-    two backwards, and if a forward writes state on which the next one depends. Run an evaluation inside of the context
+    The test also fails if a forward adds nothing to the gradient, or leaves out some of its labels; if parameters or
+    gradients change between two backwards; if gradients are lost before the step, or not averaged over the ranks; and
+    if a forward writes state on which the next one depends. Run an evaluation inside of the context
     under ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
 
     Example:
