@@ -111,8 +111,10 @@ class ChatTemplate:
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
-        # Tried twice, because some templates write the date (Llama 3.2), and midnight may come between two renderings.
-        rendered = self._render(messages) or self._render(messages)
+        rendered = self._render(messages)
+        if rendered is None:
+            # Some templates write the date (Llama 3.2), and midnight may have come between two renderings.
+            rendered = self._render(messages)
         if rendered is None:
             raise InvalidInputError(
                 '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
@@ -288,8 +290,10 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        before = earlier.text.removesuffix(text[len(prompt) :])
-        span = AnswerSpan(len(before), len(before) + len(reply))
+        text_after_prompt = text[len(prompt) :]
+        before = earlier.text.removesuffix(text_after_prompt)
+        start = len(before)
+        span = AnswerSpan(start, start + len(reply))
         return Rendered(before + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
