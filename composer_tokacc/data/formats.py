@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes records of conversations as other projects write them.
+"""Parses conversations of files, each written in the format of some project, into records.
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
@@ -137,8 +137,8 @@ KEYS_OF_EVERY_FORMAT = {
     *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. The refused ones are among them, because they are refused before this set
-is used."""
+"""Keys that a record of any format may have. The refused keys are in this set, because at this point only those without
+a value are left."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -218,8 +218,8 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and _is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    # Parsing a turn appends a medium for each of its placeholders. It has no files if the text does not name them: then
-    # `_fill_slots` puts a listed medium in its place.
+    # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
+    # name has no files, and `_fill_slots` replaces it by a listed one.
     slots: list[Medium] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
@@ -276,7 +276,8 @@ def _parse_loss_weights(value: Any) -> float | None:
     )
 
 
-# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
+# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form. Those of
+# projects that list media and write no placeholders call `_with_media_first`.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
@@ -691,7 +692,7 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # A byte 0x80 to 0xff became a surrogate from \udc80 to \udcff.
+        # For a byte it is one of \udc80 (0x80) to \udcff (0xff).
         got = f'the lone surrogate {text[error.start]!a}'
         raise InvalidInputError(
             f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out'

@@ -62,7 +62,7 @@ class LlavaDataset(Dataset):
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
+        fit: Whether to make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
             ``docs/data.md``. Then all samples are measured at the start. :meth:`fitted` lists the changed ones.
         max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
@@ -174,7 +174,8 @@ class LlavaDataset(Dataset):
         record = self.records[index]
         files = open_files(record)
         options = {}
-        # While the samples are measured there is no table yet. Then the encoder searches for the number of steps.
+        # The number of times that the media are made smaller. While the samples are measured there is no table yet, and
+        # the encoder searches for this number.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
@@ -186,8 +187,8 @@ class LlavaDataset(Dataset):
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
         """Returns samples with placeholders that are not expanded, and width and height of their images.
 
-        This is enough to compute the length of a sample, see `sizes.py`. None for a sample whose length only reading it
-        can tell: one with videos or audio, or a bad one.
+        This is enough to compute the length of a sample, see `sizes.py`. The result is None for samples that must be
+        read to know their length: those with videos or audio, and bad ones.
         """
         conversations = [self.records[index].messages() for index in indices]
         samples = self.encoder.encode_unexpanded(conversations)
@@ -270,7 +271,7 @@ class LlavaDataset(Dataset):
         """Returns the samples whose media were made smaller.
 
         Each is a mapping: ``sample`` (its id), ``source`` (its file and place), ``tokens`` (its length now), and
-        ``share`` (of the processor's budget for media that is left, see ``share_of`` in ``data/fit.py``).
+        ``share`` (how much is left of the processor's budget for media, see ``share_of`` in ``data/fit.py``).
         """
         if self.measured is None:
             return []
@@ -335,7 +336,8 @@ class LlavaDataset(Dataset):
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    # Not a list, of which `fingerprint` would hash the JSON text. An iterator of bytes gives another value.
+    # A generator, because `fingerprint` hashes the bytes of an iterator. Of a list it would hash the JSON text, which
+    # gives another value.
     texts = (repr(part).encode() for part in parts)
     return fingerprint(texts, length=64)
 
