@@ -33,8 +33,11 @@ EncodedSample = dict[str, Any]
 DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
+PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 """Finds the placeholder of a medium in the text of a turn. Its group is the modality."""
+ROLES_WITH_MEDIA = ('user', 'tool')
+"""Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 """Finds a placeholder with the line breaks around it."""
 
@@ -66,9 +69,16 @@ class Turn(NamedTuple):
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
     text: str
-    """``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
+    """In a turn that may hold media, ``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
     """False for an answer that the model reads and does not learn. True, without effect, for turns of other roles."""
+
+    @property
+    def placeholders(self) -> list[re.Match[str]]:
+        """The placeholders of its media."""
+        if self.role not in ROLES_WITH_MEDIA:
+            return []
+        return list(PLACEHOLDER.finditer(self.text))
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,10 @@ class Record:
     @property
     def texts(self) -> list[str]:
         """Text of every turn, without placeholders."""
-        return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
+        texts = []
+        for turn in self.turns:
+            texts.append(PLACEHOLDER.sub('', turn.text) if turn.placeholders else turn.text)
+        return texts
 
     @property
     def files(self) -> list[tuple[str, str | EmbeddedFile]]:
@@ -165,8 +178,11 @@ class Record:
         messages = []
         for turn in self.turns:
             content = []
-            # The pattern has one group, the modality. So `split` alternates between texts and modalities.
-            for position, piece in enumerate(_PLACEHOLDER_ON_LINES.split(turn.text)):
+            pieces = [turn.text]
+            if turn.placeholders:
+                # The pattern has one group, the modality. So `split` alternates between texts and modalities.
+                pieces = _PLACEHOLDER_ON_LINES.split(turn.text)
+            for position, piece in enumerate(pieces):
                 if position % 2 == 1:
                     content.append({'type': piece})
                 elif piece:
