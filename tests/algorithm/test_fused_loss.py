@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from composer.models import HuggingFaceModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composer_tokacc import TokenAccumulation
@@ -87,6 +88,23 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
     assert relative_error(recorder.gradients, expected) < 1e-6
     for record in caplog.records:
         assert record.levelname == 'INFO' or not record.name.startswith('composer_tokacc')
+
+
+class NamedLoss(HuggingFaceModel):
+    """Returns its loss as the only term of a dict."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss']}
+
+
+def test_row_without_labels_in_named_loss():
+    """In a microbatch of this row the kernel would divide by zero labels."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    expected, _ = reference_gradients(one_layer_model(), batch)
+    model = NamedLoss(fused(logits_in_eval=False), shift_labels=True, use_logits=True)
+    recorder = fit(model, batch, microbatch_size=1, loss_units={'lm': 'tokens'})
+    assert recorder.logged('token_accumulation/empty_microbatches') == [1]
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
