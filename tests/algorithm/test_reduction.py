@@ -9,11 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Algorithm, Event
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
 from tests.support.process_group import group_of_one_rank
+from tests.support.text import one_layer_model, ragged_batch
+from tests.support.training import fit, weights_unchanged
 
 
 class TwoHeads(torch.nn.Module):
@@ -152,6 +156,30 @@ def test_ignored_parameters_get_no_zeros():
     backward(watch, model, ())
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
     assert inner.second.weight.grad is None
+
+
+class WrapsInDDP(Algorithm):
+    """Wraps the model at the start of a fit, and then freezes a layer. Composer wraps it only on several ranks."""
+
+    def match(self, event, state):
+        return event == Event.FIT_START
+
+    def apply(self, event, state, logger):
+        head = state.model.model.lm_head
+        state.model = DistributedDataParallel(state.model)
+        head.requires_grad_(False)
+
+
+def test_parameters_frozen_later_are_refused(monkeypatch):
+    """DDP waits for their gradients, and has reduced none of those that it puts into one bucket with them."""
+    # Composer asks for these if there is a process group.
+    for name, value in {'LOCAL_WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'NODE_RANK': '0'}.items():
+        monkeypatch.setenv(name, value)
+    model = one_layer_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    algorithms = [WrapsInDDP(), TokenAccumulation()]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='it still waits for some'):
+        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
 
 
 def test_fsdp_shards_all_or_nothing():
