@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.checks.first_batch import media_as_collated
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from tests.support.small_batches import text_batch
 from tests.support.text import (
     RAGGED,
     VOCABULARY,
@@ -186,3 +189,13 @@ def test_label_on_first_token_behind_padding(caplog):
         rules = rules_after_exact_steps(one_layer_model(), batch)
     assert rules == CutRules(left='trim', left_width=14)
     assert caplog.text.count('have a label on their first token') == 1
+
+
+def test_media_are_compared_if_padded_otherwise():
+    """Of each row that is asked for. Others would take another forward that shows nothing."""
+    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5))
+    two_tiles = text_batch([5, 2], num_images=[1, 0], pixel_values=torch.ones(1, 2, 5))
+    batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
+    collated = media_as_collated(BatchLayout.infer(batch), batch, rows=[3, 2, 1])
+    assert collated.keys() == {2}, 'only the place of row 1, which gets a second tile in the batch'
+    assert collated[2]['pixel_values'].shape == (1, 1, 5)
