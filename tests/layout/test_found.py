@@ -218,9 +218,11 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
     assert torch.equal(trimmed[key], media[2:])
 
 
-def test_text_integers_named_after_a_modality():
+@pytest.mark.parametrize('shape', [(3, 3, 4, 4), (6, 5, 6)], ids=['as many images as rows', 'as wide as the text'])
+def test_text_integers_named_after_a_modality(shape):
+    """They are no mask of the images, because only one of the two sizes fits."""
     marks = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_marks=marks)
+    batch = drawn_batch(*THREE_ROWS, pixel_values=torch.rand(shape), image_marks=marks)
     trimmed = LAYOUT.trim(LAYOUT.select(batch, [2]))
     assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 
