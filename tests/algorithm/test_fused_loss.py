@@ -34,10 +34,12 @@ class FusedLinear(torch.autograd.Function):
         hidden = hidden.detach().requires_grad_()
         weight = weight.detach().requires_grad_()
         with torch.enable_grad():
-            loss = F.cross_entropy(F.linear(hidden, weight), labels)
-            gradients = torch.autograd.grad(loss, [hidden, weight])
-        ctx.save_for_backward(*gradients)
-        return loss.detach()
+            sum_of_losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction='sum')
+            gradients = torch.autograd.grad(sum_of_losses, [hidden, weight])
+        # Without labels the mean and its gradients are NaN.
+        num_labels = (labels != -100).sum()
+        ctx.save_for_backward(*[gradient / num_labels for gradient in gradients])
+        return sum_of_losses.detach() / num_labels
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
