@@ -79,7 +79,9 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize(('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')])
+@pytest.mark.parametrize(
+    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
+)
 def test_rule_of_rows_with_few_labels(loss, rule, side):
     """One label cannot tell the rules apart, so further tokens get one. Padding gets none."""
     batch = ragged_batch([(6, 1), (9, 0)], side=side)
