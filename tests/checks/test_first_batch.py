@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.checks.first_batch import media_as_collated
+from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
-from tests.support.small_batches import text_batch
+from tests.support.small_batches import IMAGE, drawn_batch, numbered, text_batch
 from tests.support.text import (
     RAGGED,
     VOCABULARY,
@@ -191,11 +192,31 @@ def test_label_on_first_token_behind_padding(caplog):
     assert caplog.text.count('have a label on their first token') == 1
 
 
+def test_rows_with_new_images_are_kept():
+    """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
+    config = SimpleNamespace(model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    layout = BatchLayout.for_model(config)
+    rows = ['12345678', '12', '123', '124', '1iiii2', '123i4']
+    batch = drawn_batch(*rows, pixel_values=numbered(2, 3, 4, 4))
+    longest = 0
+    shortest = 1
+    largest_image = 4
+    smallest_image = 5
+    chosen = chosen_rows(layout, batch, missing=['images'], max_rows=2)
+    assert chosen == [longest, shortest, smallest_image, largest_image]
+
+
 def test_media_are_compared_if_padded_otherwise():
     """Of each row that is asked for. Others would take another forward that shows nothing."""
-    one_tile = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.ones(2, 1, 5))
-    two_tiles = text_batch([5, 2], num_images=[1, 0], pixel_values=torch.ones(1, 2, 5))
+    one_tile = text_batch([4, 3])
+    one_tile['num_images'] = [1, 1]
+    one_tile['pixel_values'] = torch.ones(2, 1, 5)
+    two_tiles = text_batch([5, 2])
+    two_tiles['num_images'] = [1, 0]
+    two_tiles['pixel_values'] = torch.ones(1, 2, 5)
     batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
-    collated = media_as_collated(BatchLayout.infer(batch), batch, rows=[3, 2, 1])
-    assert collated.keys() == {2}, 'only the place of row 1, which gets a second tile in the batch'
+    layout = BatchLayout.infer(batch)
+    collated = media_as_collated(layout, batch, rows=[3, 2, 1])
+    # Only the place of row 1, which gets a second tile in the batch.
+    assert collated.keys() == {2}
     assert collated[2]['pixel_values'].shape == (1, 1, 5)
