@@ -222,9 +222,12 @@ def test_few_choices_may_change(num_changed, is_refused):
     balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
     balance.count([batch])
     logits = model.logits.clone()
-    chose_first_expert = (logits.argmax(dim=1) == 0).nonzero().flatten()
-    logits[chose_first_expert[:num_changed], 1] = 100.0
+    experts = logits.argmax(dim=1)
+    positions_of_first_expert = (experts == 0).nonzero().flatten()
+    changed_positions = positions_of_first_expert[:num_changed]
+    logits[changed_positions, 1] = 100.0
     loss = SplitLoss(tokens=torch.tensor(1.0), router=torch.tensor(1.0))
     balance.with_part_of_step(loss, {'router_logits': (logits,)}, 1)
-    with pytest.raises(RuntimeError, match='more choices differ') if is_refused else nullcontext():
+    refusal = pytest.raises(RuntimeError, match='more choices differ') if is_refused else nullcontext()
+    with refusal:
         balance.check()
