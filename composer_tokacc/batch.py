@@ -133,7 +133,13 @@ def _check_mask(batch: Batch) -> None:
 
 
 def _check_width(batch: Batch, key: str, *, has_all_rows: bool) -> None:
-    """Raises ValueError if an entry is not as wide as the ids, or lacks rows."""
+    """Raises ValueError if an entry is not as wide as the ids, or lacks rows.
+
+    Args:
+        batch: A batch with the tensor ``input_ids``.
+        key: The entry.
+        has_all_rows: Whether the entry has as many rows as it needs. The caller knows its dimensions.
+    """
     ids = batch['input_ids']
     value = batch[key]
     if value.shape[-1] != ids.shape[1] or not has_all_rows:
@@ -299,7 +305,7 @@ def padding_side(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far the positions of each row reach from its first column, and from its last column."""
+    """How far some positions of each row, such as the real ones, reach from its first column and from its last."""
 
     width: int
     from_first: list[int]

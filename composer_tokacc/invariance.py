@@ -66,8 +66,8 @@ class InvarianceCase:
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
-    """Rows of a microbatch on each rank. For ``'again'`` it is the number of rows of one rank, and for ``'uneven'`` it
-    is 1."""
+    """Rows of a microbatch on each rank. Two cuts have no such size. For ``'again'``, which computes the rows of all
+    ranks at once, this is the number of rows that each rank brought. For ``'uneven'`` it is 1."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float

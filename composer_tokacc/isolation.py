@@ -160,7 +160,7 @@ def _leaks_of_gradient(
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
     embedded: list[torch.Tensor] = []
-    """Outputs of the embedding, from which the graph starts."""
+    """Outputs of the embedding, from which the graph starts, one for each call. Gradients are by the first one."""
 
     def start_graph(
         module: torch.nn.Module,

@@ -132,8 +132,10 @@ def batch_at_logits(
     if positions is None:
         positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
-    if LOSS_WEIGHTS in batch:
-        selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
+    weights = batch.get(LOSS_WEIGHTS)
+    # A column of the user that is not used may have another shape, such as one number for each row.
+    if isinstance(weights, torch.Tensor) and weights.shape == labels.shape:
+        selected[LOSS_WEIGHTS] = positions.select_labels(weights, 0.0)
     return selected, positions
 
 

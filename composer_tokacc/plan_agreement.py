@@ -8,7 +8,8 @@ the same plan. Otherwise some samples would be trained twice and others never, w
 
 So three integers travel with the counts that are summed over the ranks in each step anyway. Their sums tell all ranks
 whether the plans are equal. Only if they are not, the ranks exchange the arguments of their plans, and all of them
-raise the same error about the difference. A normal step has no further collective.
+raise the same error about the difference. They go on if only the witness of some rank is missing. A normal step has no
+further collective.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.'
         )
-    # The spread compares only the sizes of the weights.
+    # The spread compares only the absolute values of the weights.
     if any_negative and any_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     for rank, sentences in enumerate(faults_by_rank):

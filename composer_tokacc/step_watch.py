@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
+from composer_tokacc.checks.logits import TINY, edge_of, logits_of, tolerance_of
 from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradient, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
@@ -196,7 +196,7 @@ class StepWatch:
             return
         # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
         # uses gathered parameters.
-        node, _ = node_of(logits)
+        node, _ = edge_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward_start)
         if self._has_repeated:

@@ -69,9 +69,9 @@ def step_loss_weights(
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
-    Every label that is not -100 counts, as in the model's own loss. In packed rows this includes the label of the first
-    token of each document, which the model predicts from the last token of the document before. Mask these labels in
-    the collator, or use :func:`weighted_microbatches`, which masks them in the batches that it yields.
+    The labels that ``loss_tokens`` names count, as in the model's own loss. In packed rows they include the label of
+    the first token of each document, which the model predicts from the last token of the document before. Mask these
+    labels in the collator, or use :func:`weighted_microbatches`, which masks them in the batches that it yields.
 
     A microbatch without loss-generating tokens has factor 0. Do not compute it, because most models return NaN for it.
     If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
@@ -198,8 +198,8 @@ def apply_token_weights(
 
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
-        batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label that is not -100
-            counts, as in :func:`.step_loss_weights`.
+        batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. The labels that
+            ``loss_tokens`` names count, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
     """

@@ -102,7 +102,7 @@ class LossTerms:
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
         """Returns the values of all terms with this unit.
 
-        Without ``loss_units`` the total of a dict is the mean over tokens, if there is one, and stands for all terms.
+        Without ``loss_units`` the ``'total'`` of a dict, if any, is the mean over tokens. It stands for all terms.
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
@@ -126,12 +126,18 @@ class LossTerms:
                 values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
-    def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
+    def scaled(
+        self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None], excess: float = 1.0
+    ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        Composer adds the products up, and multiplies their sum, or the given total, by its own weight in place. So the
-        products are new tensors, and the gradient of each is Composer's weight. The backward calls ``observe`` with the
-        gradient of one of them, so that the step check can compare it with the weight that we assumed.
+        The products are new tensors. Composer adds them up, or takes the given total, multiplies the result by its own
+        weight, and calls the backward. So the gradient by each product is Composer's weight. The backward calls
+        ``observe`` with the gradient by one of them, so that the step check can compare it with the weight that we
+        assumed. The tensors must be new, because Composer multiplies in place.
+
+        The gradient of each product is divided by ``excess``, because the reduction over the ranks will make it too
+        large, see :func:`.excess_of_reduction`. The products themselves are not, because Composer logs them.
         """
 
         def times_scale(term: Term) -> Tensor:
@@ -146,13 +152,15 @@ class LossTerms:
                 names.append('total')
             zero = next(iter(scaled.values())).new_zeros(())
             scaled = {name: scaled.get(name, zero) for name in names}
-        observed = scaled
+        differentiated = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
-            observed = scaled['total']
-        for value in tensors_in(observed):
-            if value.requires_grad:
-                value.register_hook(observe)
-                break
+            differentiated = scaled['total']
+        with_gradient = [value for value in tensors_in(differentiated) if value.requires_grad]
+        for value in with_gradient[:1]:
+            value.register_hook(observe)
+        if excess != 1.0:
+            for value in with_gradient:
+                value.register_hook(lambda gradient: gradient / excess)
         return scaled
 
     def split(self, loss: Any, outputs: Any) -> Any:
@@ -255,7 +263,7 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 
 
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
-    """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
+    """Returns a zero in the graph of the outputs. Its backward gives every parameter in the graph a gradient of zero.
 
     It stands for a mean over no tokens, which is NaN, as is its gradient. So the zero is made of the loss only if no
     other output has a gradient. An output may be NaN as well, and ``0 * NaN`` is NaN. So the zero is the sum of empty

@@ -39,8 +39,8 @@ class RankWidth:
         """Returns the width of a batch.
 
         Args:
-            facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty: rows cannot
-                be told apart, or are not compared.
+            facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
+                be told apart, or if there is one rank, so that nothing is compared. Then the width is 0.
             rules: How rows may be cut. None: the run does not trim rows, so no check has shown what padding changes.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
@@ -89,8 +89,8 @@ def check_widths(
             widths that may matter.
         was_checked: Whether rows were checked since the sums were made. The check may have found that padding matters,
             which the sums do not show.
-        is_trimmed: Whether the run trims rows. If not, no check shows whether the model counts positions from the first
-            column. Then unequal widths only give a warning.
+        is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
+            the model counts positions from the first column. Then unequal widths give a warning.
     """
     num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
     are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())

@@ -10,9 +10,11 @@ model (text without images), or if one rank has fewer microbatches, the others w
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from composer.core import State
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,14 +48,14 @@ class ReductionWatch:
         self.start_attempt()
         modules = state.model.modules()
         has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
-        self.may_meet_once = (
+        self.waits_only_to_reduce = (
             self._ddp is not None
             and not state.auto_microbatching  # Composer asks all ranks after every forward whether memory ran out
             and not is_coupled
             and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether nothing before the last microbatch of a step makes ranks wait for each other, if DDP reduces only
-        there. Then one rank may have more microbatches than another."""
+        """Whether ranks wait for each other only where DDP reduces. If it reduces only in the last microbatch of a
+        step, one rank may then have more microbatches than another."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
@@ -146,7 +148,7 @@ class ReductionWatch:
         None: the step does not show it, because it has only one microbatch, or ranks wait for each other in all of
         them anyway.
         """
-        if len(self._reduces) < 2 or not self.may_meet_once:
+        if len(self._reduces) < 2 or not self.waits_only_to_reduce:
             return None
         return not any(self._reduces[:-1])
 
@@ -161,6 +163,23 @@ def check_sharding(model: torch.nn.Module) -> None:
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
             f'{left_out[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
         )
+
+
+def excess_of_reduction(model: torch.nn.Module) -> float:
+    """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
+
+    FSDP2 asks the backend for the mean over the ranks. gloo of torch 2.7, which CPUs use, gives it the sum. So FSDP2
+    reduces the gradient of a weight here, whose gradient is 1 on each rank.
+    """
+    sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    if not sharded or sharded[0].device.type != 'cpu':
+        return 1.0
+    # Its weight is not drawn, so the random numbers of the run stay the same.
+    embedding = torch.nn.Embedding.from_pretrained(torch.ones(1, 1), freeze=False)
+    fully_shard(embedding, mesh=sharded[0].device_mesh)
+    embedding(torch.tensor([0])).sum().backward()
+    gradient: Any = embedding.weight.grad
+    return float(gradient.full_tensor())
 
 
 def warn_of_large_units(model: torch.nn.Module) -> None:

@@ -115,11 +115,12 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
 
-    def count(self, microbatches: Sequence[Batch]) -> None:
+    def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.
 
         Args:
             microbatches: The microbatches of this rank.
+            hides_weights: Whether the model does not get the weights of tokens in training, see :class:`.ModelBatch`.
         """
         self._counted.clear()
         self._loss_deviation = torch.zeros(())
@@ -128,8 +129,8 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # If tokens have weights, the model does not get them in training either, see ModelBatch.
-                batch.pop(LOSS_WEIGHTS, None)
+                if hides_weights:
+                    del batch[LOSS_WEIGHTS]
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
                     outputs = self._model(batch)
@@ -237,7 +238,8 @@ class StepBalance:
         """Raises RuntimeError if a deviation in the step was over its tolerance.
 
         Then either the model's own load-balancing loss is not the one computed here, or the choices in training are not
-        those of the count. Called only once a step, because it waits for the device.
+        those of the count. Called at the first comparison of the run, and then only at the end of each step, because it
+        waits for the device.
         """
         on_same_device = self._choice_deviation.to(self._loss_deviation)
         both_deviations = torch.stack([self._loss_deviation, on_same_device])
@@ -294,7 +296,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         # It has tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
-    # If no row is a document, the packed row has one position of padding. It counts as document 0.
+    # If no row is a document, the packed row has one position of padding, with the document number 0. It needs an
+    # entry. Otherwise no position has the number of this last entry.
     real_tokens_of_documents.append(0)
     num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
     # The first position of the document that each position belongs to. Document numbers are in ascending order.

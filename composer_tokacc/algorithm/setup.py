@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
-from composer_tokacc.algorithm.reduction import ReductionWatch
+from composer_tokacc.algorithm.reduction import ReductionWatch, excess_of_reduction
 from composer_tokacc.algorithm.router_balance import OR_LEAVE_MICROBATCH, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
@@ -154,6 +154,7 @@ class RunContext:
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
+        self.excess_of_reduction = excess_of_reduction(state.model)
         self._has_weight_column = options.token_weights == 'column'
         coefficient = None
         if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
@@ -164,7 +165,7 @@ class RunContext:
         """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
-        # None: the loader has no batch size, for example because it has a batch sampler.
+        # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)

@@ -33,9 +33,9 @@ from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
     at_predictions,
+    edge_of,
     has_bypass,
     logits_of,
-    node_of,
     router_loss_of,
     targets_of,
     token_losses,
@@ -316,7 +316,7 @@ class TokenAccumulation(Algorithm):
         if self._context is None:
             self._context = RunContext(state, self.options)
             # A checkpoint or an earlier fit may say True, although ranks now wait for each other in every microbatch.
-            self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
+            self._reduces_once = self._reduces_once and self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
         if run.split is not None:
@@ -413,7 +413,7 @@ class TokenAccumulation(Algorithm):
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
-            run.balance.count(step.planned)
+            run.balance.count(step.planned, hides_weights=step.is_weighted)
 
     # A microbatch.
 
@@ -530,16 +530,17 @@ class TokenAccumulation(Algorithm):
             num_microbatches = record.num_microbatches or 1
             state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, weight_of_mean)
-        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
+        # The backward tells the record which weight Composer has applied.
+        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
         self._edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added since the edges of the loss were noted: its unit is not known."""
+        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong."""
         if self.options.check_loss and has_bypass(tensors_in(state.loss), self._edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
-                'has added. It would weigh by tokens, whatever it is a mean over. Have the model return it as a term '
-                'of a dict, and name the units of all terms in `loss_units`, or set `check_loss=False` '
+                'has added. Its weight in the step would be wrong. Put TokenAccumulation last, have the model return '
+                'it as a term of a dict and name the units of all terms in `loss_units`, or set `check_loss=False` '
                 '(docs/errors.md#model-loss).'
             )
 
@@ -585,6 +586,7 @@ class TokenAccumulation(Algorithm):
         if is_one_mean and run.check.token_scale is not None:
             # `token_scale` is 1 for a mean of cross-entropies. The first-batch check has measured it.
             plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
+            plain_token_weight /= run.excess_of_reduction
         measures_all = self._token_choice.draws_all()
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
@@ -636,6 +638,8 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
+            # Also reached before a last microbatch that has only repeated samples. Then gradients are completed twice,
+            # which does no harm.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -661,8 +665,9 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # Its gradients are 0. They become None, so that the optimizer neither decays weights nor moves by its
-            # momentum.
+            # Its means over tokens have a gradient of 0. Other terms (boxes, a router) may have another one, which is
+            # dropped, because the loss of one forward over the whole batch would be NaN. Gradients become None, so that
+            # the optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
@@ -795,7 +800,7 @@ def _edges_of(value: Any) -> set[Edge]:
 
     They keep the graph in memory.
     """
-    return {node_of(tensor) for tensor in tensors_in(value)}
+    return {edge_of(tensor) for tensor in tensors_in(value)}
 
 
 def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, float]:
@@ -818,7 +823,7 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and to its total."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    # Composer takes only the gradient of a total, if there is one. A dict with only a total has no terms.
+    # Composer takes only the gradient of a total, if there is one. terms_of() leaves the total out.
     changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:

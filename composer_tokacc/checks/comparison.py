@@ -111,7 +111,7 @@ class _Change:
     row: int  # number of the row
     error: float  # size of the change, relative to the expected gradient
     factor: float  # the part of the change that is a factor on the whole gradient
-    error_without_factor: float  # the rest of the change
+    error_without_factor: float  # rest of the change, relative to the row's gradient
 
 
 class RowComparison(Generic[RulesT]):
@@ -124,7 +124,8 @@ class RowComparison(Generic[RulesT]):
         rule: The loss rule of the model.
         rows: A batch of the rows, with labels.
         check_loss: Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row.
-        varies_weights: Whether the probe varies weights whose entries are all equal.
+        varies_weights: Whether the probe varies weights whose entries are all equal, such as a new bias of 0. They may
+            hide that rows depend on each other.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class RowComparison(Generic[RulesT]):
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # The calls were counted in the forward of all rows with all logits, which has run before.
+        # Counted in the last forward that computed all logits: one of the cuts before.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
@@ -545,7 +546,10 @@ class RowComparison(Generic[RulesT]):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
             if unit == 'samples':
-                raise CutFailure(f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).')
+                raise CutFailure(
+                    f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
+                    '(docs/errors.md#model-loss).'
+                )
             raise CutFailure(
                 f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
             )

@@ -70,7 +70,7 @@ class Cutter(Protocol[RulesT]):
         """Returns the microbatch of some rows, trimmed or packed by the rules.
 
         Args:
-            facts: The batch that holds the rows.
+            facts: Facts about the batch that holds the rows. They hold the batch itself, too.
             rows: Indices of the rows in the batch.
             rules: The rules.
         """

@@ -90,7 +90,8 @@ class SharedRows(NamedTuple):
 class RowOffer:
     """Message of a rank to the others. It tells how much a check of its rows would show."""
 
-    can_show_rule: bool  # whether a row has a label behind its first token, or a second token that can get one
+    # Whether the loss rule is known, or a row has a label behind its first token, or a second token that can get one.
+    can_show_rule: bool
     num_missing: int  # number of properties of its rows that lie outside of the proven ranges
     num_rows: int
     ranges: RowRanges
@@ -205,9 +206,10 @@ class FirstBatchCheck(Generic[RulesT]):
             if not self._is_check_due and not is_any_missing:
                 return rules
             # Every rank offers its rows.
+            can_show_rule = self.rule is not None or _can_show_rule(batch)
             offers = all_gather_object(
                 RowOffer(
-                    _can_show_rule(batch),
+                    can_show_rule,
                     len(missing),
                     num_rows(batch),
                     local_ranges,

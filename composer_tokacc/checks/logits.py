@@ -292,10 +292,10 @@ def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
 
 def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
-    node, index = node_of(logits)
+    node, index = edge_of(logits)
     if node is logits.grad_fn:
-        # Hooks of a tensor run before hooks of its node, so a measurement at the node sees the changed gradient. The
-        # gradient is None if the loss uses only other outputs of the node.
+        # Hooks of a tensor run before hooks of its node. So the measurements of plain loops, which hook the node, see
+        # the changed gradient. It is None if the loss uses only other outputs of the node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -312,7 +312,7 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     node.register_prehook(change)
 
 
-def node_of(logits: Tensor) -> Edge:
+def edge_of(logits: Tensor) -> Edge:
     """Returns the node of the graph that makes the logits, and the number of the logits among its outputs.
 
     accelerate and FSDP return a copy of the logits in another type. The loss may use the tensor before the copy.
@@ -327,7 +327,7 @@ def node_of(logits: Tensor) -> Edge:
 def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     """Returns whether losses depend on parameters in another way than through some tensors.
 
-    It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`node_of`.
+    It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`edge_of`.
     """
     visited: set[Node] = set()
     pending: list[Edge] = []

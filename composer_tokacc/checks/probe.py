@@ -83,12 +83,12 @@ class ProbeResult:
     """The result of one forward of a few rows."""
 
     # For each unit the sum of its loss terms. Only units whose terms must not depend on the cut: ``'tokens'`` and
-    # ``'samples'``.
+    # ``'samples'``. If all terms depend on the cut, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. The last one is by the logits. The one before is by the states before the logits. The
-    # graph is cut between the two, so it shows only loss terms that use these states without the logits. None: the loss
-    # does not use the output.
+    # ``(rows, width, entries)``. The last one is by the logits, if the model has any. The gradient by the states before
+    # the logits comes before it. Logits and states are both leaves of the graph. So the gradient by the states shows
+    # only loss terms that use the states directly, without the logits. None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -182,7 +182,8 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the forward is random even in evaluation."""
+        """Whether the loss changes from forward to forward. If :attr:`state_dependence` is set, that may be the reason.
+        Otherwise the forward is random even in evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
@@ -293,7 +294,7 @@ class Probe:
         self._was_examined = True
         self._layers = []
         first = self._find_last_layers(batch)
-        # This forward has another seed, so its loss changes if it depends on random numbers.
+        # Seed 0. The first forward had seed 1, so the loss changes if it depends on random numbers.
         second = self.run(batch)
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
@@ -374,8 +375,8 @@ class Probe:
         tolerance = max(NOISE_FACTOR * expected.distance(run_forward()), STATE_TOLERANCE)
         snapshot.restore()
 
-        def changes_result(names: Sequence[str]) -> bool:
-            perturb([rewritten[name] for name in names if name in rewritten])
+        def changes_result(names_to_try: Sequence[str]) -> bool:
+            perturb([rewritten[name] for name in names_to_try if name in rewritten])
             distance = expected.distance(run_forward())
             snapshot.restore()
             return any(self.gather(distance > tolerance))
@@ -550,7 +551,7 @@ class _VariedWeights:
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` would add.
+    """Returns whether entries differ by less than a fifth of the largest number that :func:`_varied` would add.
 
     Returns False for float8 (one byte), because torch cannot add it.
     """
@@ -609,7 +610,7 @@ def _without_tf32() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends = [torch.backends.cuda.matmul, cudnn]
     name = 'allow_tf32'
-    float32: object = False
+    exact_value: object = False  # the value with which float32 is not rounded to TF32
     try:
         saved = [getattr(backend, name) for backend in backends]
     except RuntimeError:
@@ -618,11 +619,11 @@ def _without_tf32() -> Iterator[None]:
         # unreadable in the forward, where `torch.backends.cudnn.flags()` reads it.
         backends = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
         name = 'fp32_precision'
-        float32 = 'ieee'
+        exact_value = 'ieee'
         saved = [getattr(backend, name) for backend in backends]
     try:
         for backend in backends:
-            setattr(backend, name, float32)
+            setattr(backend, name, exact_value)
         yield
     finally:
         for backend, value in zip(backends, saved, strict=True):
@@ -630,7 +631,12 @@ def _without_tf32() -> Iterator[None]:
 
 
 class _ProbeMode(TorchFunctionMode):
-    """Switches off every dropout of torch, also in attention. Notes whether a top-k over positions had a tie.
+    """Switches off the dropout that a model calls. Notes whether a top-k over positions had a tie.
+
+    These are the functions in :data:`DROPOUTS`, and the dropout of ``scaled_dot_product_attention``. Dropout inside of
+    another function of torch stays on, because torch calls the mode only for the outer function. Examples are
+    ``nn.MultiheadAttention`` and ``nn.LSTM``. If the loss is random for this reason, the model is probed in evaluation,
+    see :meth:`Probe.examine`.
 
     A tie means that a position that was left out has the same score as a chosen one. Kernels break it in an order that
     depends on the width of the batch, so padding changes the result.
@@ -697,9 +703,10 @@ def _graph_from(
 
     Only outputs of one of the ``shapes`` (rows, width) count.
 
-    The forward runs without gradients until the last of the layers has run. Then a hook switches gradients on, until
-    the context ends and restores the earlier mode. No graph connects the layers, because FSDP has the whole weights of
-    a layer only during the forward of that layer.
+    The forward runs without gradients until the last of the layers has returned its output. Then a hook switches
+    gradients on, and the rest of the forward and the loss make a graph. The end of the context restores the earlier
+    mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
+    because FSDP has the whole weights of a layer only during the forward of that layer.
     """
     leaves: dict[Module, Tensor] = {}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
+from composer_tokacc.checks.logits import edge_of, logits_of, measure, tolerance_of
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
@@ -229,23 +229,24 @@ class TokenWeightsReport:
             mask = getattr(outputs, 'label_mask', None)
         if logits is None:
             return
-        node, index = node_of(logits)
+        node, index = edge_of(logits)
         if node is None:  # they depend on no parameter that is trained
             return
         batch = kwargs
         if 'labels' not in kwargs:
             batch = next(iter(args), None)
         has_labels = _has_labels(batch)
-        # The model may return the same logits as a part of it. So the index of a forward is kept at the node of the
-        # graph that made its logits. The part may get no labels.
-        forward_of_logits: Any = node.metadata
-        if (self, index) in forward_of_logits:
-            forward = self._forwards[forward_of_logits[self, index]]
+        # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. So the
+        # index of the forward is kept at the node of the graph that made the logits. If the part got no labels, those
+        # of the whole model count.
+        metadata_of_node: Any = node.metadata
+        if (self, index) in metadata_of_node:
+            forward = self._forwards[metadata_of_node[self, index]]
             if forward.has_labels is None:
                 forward.has_labels = has_labels
             return
         forward_index = len(self._forwards)
-        forward_of_logits[self, index] = forward_index
+        metadata_of_node[self, index] = forward_index
         self._forwards.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(
@@ -285,7 +286,7 @@ class TokenWeightsReport:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
-            is_reliable = mask.flatten() & (weights != 0)
+            is_reliable = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
             self._backwards.append(
                 _Backward(
                     weights,
@@ -394,7 +395,8 @@ def _has_labels(batch: Any) -> Tensor | None:
     """Returns whether a batch has a label that counts by every loss rule, bool ``()``. None: it has no 2D ``labels``.
 
     :func:`.with_one_label` writes a label into a microbatch that has none, and the loss of this label is multiplied by
-    0. So a batch whose only label is the one that this function writes has no label that counts.
+    0. So a batch whose only label is the one that this function writes has no label that counts. A user's own label
+    that is equal to it cannot be told apart.
     """
     if not isinstance(batch, Mapping):
         return None

@@ -28,7 +28,8 @@ characters around them are private-use ones of Unicode, which no text has and no
 PRINTED_PART = re.compile(r"""['"]text['"]: ['"]q""")
 """Finds the beginning of a content part of :func:`example_conversation`, as Python or JSON prints it.
 
-A template for strings may print a list of parts like this, instead of writing only the text.
+``q`` is the text of the example's question. A template for strings may print a list of parts like this, instead of
+writing only the text.
 """
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Rendered(NamedTuple):
     """A conversation as text. Placeholders of media are not expanded."""
 
     text: str
+    """The text of the template, with the ending tokens that were added to answers."""
     answers: list[AnswerSpan]
     """The answers that carry loss."""
 
@@ -63,7 +65,8 @@ class ChatTemplate:
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
     Raises:
-        ValueError: If neither the template nor the tokenizer has an ending token.
+        ValueError: If neither the template nor the tokenizer has an ending token, or if the template raises an error
+            for a question and its answer.
     """
 
     def __init__(
@@ -481,6 +484,6 @@ def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] == 'text' and part['text'].strip() not in text:
             raise InvalidInputError(
-                f'`chat_template` must write what the {message["role"]} says, but this one leaves it out. Set another, '
-                'or write the text into the turn of another role.'
+                f'`chat_template` must write what the {message["role"]} says, but this one leaves it out or changes '
+                'it. Set another, or write the text into the turn of another role.'
             )

@@ -66,7 +66,7 @@ class VisionLanguageCollator:
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
     ids_of_samples: list[object] = []
-    # A mapping is one sample, or a batch, by mistake. It gets no ids, so it is refused below.
+    # Somebody may pass one sample or a batch, which is a mapping, by mistake. Then the list stays empty and is refused.
     if not isinstance(samples, Mapping):
         for sample in samples:
             ids_of_samples.append(sample.get('input_ids'))

@@ -116,7 +116,7 @@ class ConversationEncoder:
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = self._audio_window or 0
-        """Length in audio samples. The processor is known to read an audio to its end if it is not longer."""
+        """Length in audio samples up to which the processor is known to read an audio to its end."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
         self.template = ChatTemplate(
@@ -164,8 +164,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes a stand-in for each control token of the messages. `unhide` and
-        # `spell` replace the stand-ins again.
+        # With control_tokens=text, `render` writes a stand-in for each control token of the messages. Later `unhide`
+        # puts the control token back, and `spell` puts its spelling in the place of the stand-in.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -280,7 +280,7 @@ class ConversationEncoder:
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
             input_ids = torch.tensor([encoding.ids])
-            with suppress(InvalidInputError):  # an answer has no tokens; this error is raised again, too
+            with suppress(InvalidInputError):  # an answer has no tokens; the whole sample raises this error again, too
                 spans = _spans_of(encoding, rendered.answers)
                 sample = {
                     'input_ids': input_ids,
@@ -487,7 +487,8 @@ class ConversationEncoder:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
         The model puts the outputs of the query transformer in the place of these tokens, and does not check their
-        number. The processor always writes as many as for one image, or (InstructBLIPVideo) for a clip of four frames.
+        number. If a sample has images, the processor writes as many as for one image, or (InstructBLIPVideo) for a clip
+        of four frames, however many there are. If it has none, it writes none.
         """
         pixels = encoded.get('pixel_values')
         expected = 0

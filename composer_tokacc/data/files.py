@@ -93,7 +93,7 @@ def _list_paths(paths: PathLike | Sequence[PathLike]) -> Sequence[PathLike]:
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """Yields the entries of a file, a table or a dataset of the hub, in their order.
 
-    A line that is not JSON is yielded too, with the error as its ``data``.
+    A line or an entry that cannot be decoded is yielded too, with the error as its ``data``.
     """
     file, name = _split_name(path)
     entry = None
@@ -355,7 +355,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
 
     Args:
         value: The row, or a value in it.
-        read_value: Reads the value of the row that some keys lead to.
+        read_value: Reads the value of the row that some keys lead to. Here the keys always lead to bytes.
         keys: The keys that lead from the row to the value.
     """
     if isinstance(value, bytes):

@@ -260,7 +260,8 @@ def _parse_loss_weights(value: Any) -> float | None:
     )
 
 
-# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
+# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form. Those of
+# projects that list media and write no placeholders call `_with_media_first`.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:

@@ -25,7 +25,7 @@ def identify_data(dataset: Any) -> str:
     It is made of the value of ``dataset.identity()`` or ``dataset.fingerprint()``. If the dataset has no such method,
     it is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other sample
     goes unnoticed. A bad sample does not raise here, but when the run reads it. Its error message takes the place of
-    the ids.
+    its ids.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some.

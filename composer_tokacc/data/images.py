@@ -20,8 +20,8 @@ from composer_tokacc.refusals import InvalidInputError
 MAX_16_BIT = 65535
 """Largest value of a channel with 16 bits."""
 MAX_PIXELS = 89_478_485
-"""Most pixels of one image. It is PIL's own limit, above which it warns of a decompression bomb. To read an image of
-100 million pixels takes 1.9 GiB of memory."""
+"""Most pixels of one image. It is PIL's own limit: above it, PIL warns of a decompression bomb, and above twice the
+limit it raises an error of its own. To read an image of 100 million pixels takes 1.9 GiB of memory."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (

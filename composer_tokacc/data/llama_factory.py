@@ -56,7 +56,7 @@ also the names in the records that :meth:`.DatasetEntry.rename` returns, because
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 """The tags that name a key. The others name a speaker."""
 KEYS_OF_ENTRY = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting', 'columns', 'tags')
-"""Keys of an entry that are read. All others are refused."""
+"""Keys of an entry that are read. Any other is refused, unless its value is false or empty."""
 
 
 class DatasetEntry:
@@ -145,6 +145,8 @@ class DatasetEntry:
 def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
     """Returns the mapping of an entry under ``columns`` or ``tags``: names in the file, by LLaMA-Factory's names.
 
+    A name in the file may be None: the file has no such column, or no such speaker.
+
     Args:
         entry: The entry.
         key: ``columns`` or ``tags``.
@@ -156,6 +158,6 @@ def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
     for name, name_in_file in names.items():
         if name not in supported:
             raise InvalidInputError(f'`{name[:60]}` is not supported')
-        if not isinstance(name_in_file, str | None):  # null: the file has no such column, or no such speaker
+        if not isinstance(name_in_file, str | None):
             raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

@@ -89,7 +89,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
         Args:
             sample_id: Number of the sample, counted over all shards.
-            retry: Most attempts of StreamingDataset to download the shard. Its own default.
+            retry: Most attempts of StreamingDataset to download the shard. The default is the same as there.
         """
         record, files = from_row(super().get_item(sample_id, retry))
         sample = self.encoder.encode_record(record, [BytesIO(content) for content in files])

@@ -34,8 +34,8 @@ RESERVED_TOKENS = (
 )
 """Special tokens of every tokenizer of this file. The tokens of roles are those that the chat template writes."""
 
-# Each turn begins with the token of its role. That token shows the end of the turn before, too, so only an answer ends
-# with a token, because the model must learn to stop.
+# Each turn begins with the token of its role, which also shows that the turn before has ended. Only an answer has a
+# token at its end, because the model must learn to stop.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -138,7 +138,7 @@ def build_small_processor(
         vocab_size: Most tokens of the vocabulary.
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
-        model_max_length: Longest input, in tokens, of which the tokenizer does not warn.
+        model_max_length: Most tokens of an input. The tokenizer warns of longer inputs.
     """
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)

@@ -54,6 +54,7 @@ class TableRow(NamedTuple):
     loss_tokens: int
     """Positions with loss under the causal shift."""
     vision_patches: int
+    """Patches that the vision encoder computes, see :func:`count_patches`."""
     shrink_steps: int
     """Steps by which `fit.py` makes its media smaller. 0: it leaves them as they are."""
 
@@ -252,8 +253,8 @@ class SampleMeasurer:
             run: :func:`map_samples`, which knows the number of processes.
         """
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        # If every image adds the same row, all images are treated as images of one size. (Or `_added_by` returned None
-        # for every size. Then it does so below too, and samples with images are read.)
+        # If every image adds the same row, all images are treated as images of one size. The same happens if
+        # `_added_by` has returned None for every size. Then it returns None for these samples, too, and they are read.
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         rows_and_sizes: list[MeasuredText] = []
         for rows_and_sizes_of_batch in run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
@@ -273,7 +274,7 @@ class SampleMeasurer:
         """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes."""
         rows_and_sizes: list[MeasuredText] = []
         for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
-            if result is None:
+            if result is None:  # the sample has videos or audio, or is bad
                 rows_and_sizes.append((self._measure_videos(index), None))
                 continue
             sample, sizes = result

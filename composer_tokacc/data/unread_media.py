@@ -143,7 +143,8 @@ def is_base64_of_file(text: str) -> bool:
 def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     """Yields a sign if the name of a key announces a medium.
 
-    Yields nothing if the value is a sentence, a count or a flag, or is empty, because then it is not a medium.
+    Yields nothing if the value is a sentence, a count, a fraction or a flag, or is empty, because then it is not a
+    medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:

@@ -111,10 +111,12 @@ class VideoSampling:
         # Without `num_frames`, only the two limits are compared.
         num_frames = self.num_frames or self.min_frames
         if not self.min_frames <= num_frames <= self.max_frames:
-            raise InvalidInputError(
-                f'`min_frames` <= `num_frames` <= `max_frames` must hold, got: {self.min_frames}, {num_frames} and '
-                f'{self.max_frames}. Raise or remove one of them'
-            )
+            requirement = '`min_frames` <= `num_frames` <= `max_frames`'
+            got = f'{self.min_frames}, {num_frames} and {self.max_frames}'
+            if self.num_frames is None:
+                requirement = '`min_frames` <= `max_frames`'
+                got = f'{self.min_frames} and {self.max_frames}'
+            raise InvalidInputError(f'{requirement} must hold, got: {got}. Raise or remove one of them')
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take of a video.
@@ -507,10 +509,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
 
 
 def _even_step(times: Sequence[float], mean_step: float) -> float:
-    """Returns a step such that the time of each frame is about a whole number of steps.
+    """Returns the step in which the times of frames are given, see :func:`make_video`.
 
     Usually it is the mean step between frames, so that the number of a frame is its index. If the steps between frames
-    are uneven, it is the smallest of them.
+    are uneven, it is the smallest of them. Then rounding moves a frame by at most half of this step.
 
     Args:
         times: Seconds from the first frame to each frame.
@@ -564,6 +566,8 @@ def _decode_frames(
     key_timestamps: Sequence[int],
 ) -> dict[int, np.ndarray]:
     """Returns the frames of some timestamps, by timestamp, uint8 ``(height, width, 3)`` each and upright.
+
+    If the decoder does not return the frame of a timestamp, the next frame that it returns is taken.
 
     Args:
         file: The file, which is opened here.

@@ -75,7 +75,7 @@ class CountingDataSpec(DataSpec):
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         rows = self._rows_of(batch)
-        has_counts = all(row.rule for row in rows)  # a row that was not counted has an empty rule
+        has_counts = all(row.rule for row in rows)  # rows_of() gives an empty rule to rows that were not counted
         if token_type == 'total':
             if has_counts:
                 return sum(row.real_tokens for row in rows)
@@ -86,7 +86,7 @@ class CountingDataSpec(DataSpec):
                     num_real += sum(real_tokens(microbatch))
             return num_real
         if not has_counts:
-            # Not refused, because Composer weights losses only by the tokens of microbatches, which have counts.
+            # Needs no proven rule: Composer weights losses only by the tokens of microbatches, and these have counts.
             rows = rows_of(with_counts(batch, self._loss_rule))
         elif not self._split.checked:
             raise NotExactError(
@@ -142,7 +142,7 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check, which no algorithm does, on a batch. It computes only rows of a new kind."""
+        """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind."""
         split = self._split
         layout = split.users_layout or inferred_layout(microbatches_of(batch))
         if self._first_batch is None:

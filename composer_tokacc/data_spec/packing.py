@@ -49,9 +49,9 @@ def pack_rows(
     Returns:
         ``input_ids``, ``labels`` and all other tensors along the text ``(1, total)``. ``position_ids`` restart with
         each document, ``(1, total)``; rotary positions of media are ``(3, 1, total)``. ``attention_mask`` is the packed
-        mask, bool ``(documents, total)``, True at the tokens of a document. Attention without packed masks gets no
-        ``attention_mask``, and the position of the text before the rotary ones, ``(4, 1, total)``. For lists see
-        :func:`_pack_value`.
+        mask, bool ``(documents, total)``, True at the tokens of a document. If the attention takes no packed masks,
+        there is no ``attention_mask``, and rotary ``position_ids`` are ``(4, 1, total)``: the position in the text,
+        then the three rotary ones. For lists see :func:`_pack_value`.
 
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
@@ -137,7 +137,7 @@ def _pack_tensor(
         # From (rows, images of a row, ...) to (1, rows * images of a row, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # Items without a dimension of rows are in the order of the rows already.
+        # All rows share the tensor, or it has one entry per item. Items are in the order of the rows already.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The real tokens, row after row.

@@ -126,8 +126,9 @@ class CutRules:
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        The check calls it if it has accepted these rules without trimming any row, so that they show nothing about
-        trimming. Only ``'keep'`` stays as it is, because the check tries it only after trimming has failed.
+        The check calls it if it has accepted these rules without trimming any row. Then ``'trim'`` and ``'shift'`` were
+        not tried, and the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or it was the
+        earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}

@@ -38,7 +38,7 @@ from composer_tokacc.data_spec.pieces import (
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.layout import inferred_layout
-from composer_tokacc.layout.pre_split import joined_with_lists
+from composer_tokacc.layout.pre_split import joined_with_lists, with_plain_values
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -94,7 +94,7 @@ class MicrobatchSplit:
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
         self._tries_packing = False  # whether the first-batch check should try to pack rows
-        self._warned: set[str] = set()
+        self._logged: set[str] = set()
 
     # Called by the algorithm.
 
@@ -152,9 +152,10 @@ class MicrobatchSplit:
         self._tries_packing = False
         self._set_attention(rules.packing)
         if rules.packing == 'positions':
-            self._warn(
+            self._log_once(
+                log.warning,
                 'Attention document by document does not work with this model, so packed rows keep a mask as wide as '
-                'all their documents.'
+                'all their documents.',
             )
 
     # Called by the first-batch check.
@@ -263,9 +264,12 @@ class MicrobatchSplit:
             return self._split_in_order(layout, batch, num_rows)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
-        if pre_split is not None and not self._may_stay_pre_split(facts_of_batches):
-            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-            pre_split = None
+        if pre_split is not None:
+            why_joined = self._why_joined(facts_of_batches)
+            if why_joined is not None:
+                self._log_once(log.info, 'The microbatches of the loader are joined and cut again: %s.', why_joined)
+                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+                pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
@@ -288,8 +292,9 @@ class MicrobatchSplit:
         The order must stay, because in evaluation Composer drops a repeated sample, the last of ``n`` rows, by
         ``split_batch(microbatch, n - 1)[0]``.
         """
-        if isinstance(batch, PreSplitBatch):
-            batch = joined_with_lists(batch, layout)
+        pre_split = batch if isinstance(batch, PreSplitBatch) else None
+        if pre_split is not None:
+            batch = joined_with_lists(pre_split, layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
@@ -299,7 +304,10 @@ class MicrobatchSplit:
         for start in range(0, num_rows, size):
             end = min(start + size, num_rows)
             pieces.append(all_rows.take(range(start, end)))
-        return build(pieces)
+        microbatches = build(pieces)
+        if pre_split is not None:
+            microbatches = [with_plain_values(microbatch, pre_split) for microbatch in microbatches]
+        return microbatches
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each of its microbatches. Uses the step's facts if they still hold."""
@@ -311,27 +319,30 @@ class MicrobatchSplit:
                 return describe_all(layout, batch)
         return self.step.facts
 
-    def _may_stay_pre_split(self, facts_of_batches: Sequence[RowFacts]) -> bool:
-        """Returns whether each microbatch of a loader is used as it is, or cut by itself.
+    def _why_joined(self, facts_of_batches: Sequence[RowFacts]) -> str | None:
+        """Returns why the microbatches of a loader are joined and cut again.
 
-        Otherwise all are joined and cut again: without ``regroup``, with packing, if padding on the right must be kept,
-        and if rows are so wide that the rotary embedding depends on the width. Also if rows are padded on the left, and
-        their positions depend on the padding or a pad predicts a label.
+        None: each of them is used as it is, or cut by itself.
         """
-        if not self.options.regroup or self.packs_rows or self.rules.right != 'trim':
-            return False
+        if not self.options.regroup:
+            return '`regroup=False` keeps the order of the rows'
+        if self.packs_rows:
+            return 'rows are packed'
         if _width_matters(facts_of_batches):
-            return False
+            return 'rows are so wide that the rotary embedding depends on the width'
+        padding_matters = 'the check has not shown that their padding may be trimmed'
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
-            return True
+            return None if self.rules.right == 'trim' else padding_matters
+        if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
+            return 'rows are padded on both sides'
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
-            return False
+            return 'a pad predicts a label'
         # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may
         # have no padding, and then its side is 'right'.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
-        return self.rules.policy(as_padded_left) == 'trim'
+        return None if self.rules.policy(as_padded_left) == 'trim' else padding_matters
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
@@ -431,7 +442,8 @@ class MicrobatchSplit:
             if self.rules.policy(facts) != 'keep':
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
-            self._warn(
+            self._log_once(
+                log.warning,
                 '%d rows have a label on their first token. They are padded on the left, so a pad predicts that '
                 'label, and they are computed untrimmed. Mask the label (-100), or pad on the right.',
                 num_kept,
@@ -442,11 +454,12 @@ class MicrobatchSplit:
         for piece in pieces:
             if piece.dummies and not piece.fits:
                 dummy_widths = [row.width for row in piece.dummies]
-                self._warn(
-                    '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
-                    'use. It has %d tokens and %d image tokens (counted only under a cap), and the dummy rows are %s '
-                    'tokens wide. Together they are over the caps of %d and %s image tokens (None: no cap). They are '
-                    'computed over the cap. Raise it by the difference.',
+                self._log_once(
+                    log.warning,
+                    '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
+                    'or ranks of the step have some. It has %d tokens and %d image tokens (counted only under a cap), '
+                    'and the dummy rows are %s tokens wide. Together they are over the caps of %d and %s image tokens '
+                    '(None: no cap). They are computed over the cap. Raise it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
                     sum(piece.sizes.get('image_tokens', [])),
@@ -455,11 +468,11 @@ class MicrobatchSplit:
                     piece.options.max_image_tokens,
                 )
 
-    def _warn(self, message: str, *values: object) -> None:
-        """Warns, but only once for each message."""
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning(message, *values)
+    def _log_once(self, write: Callable[..., None], message: str, *values: object) -> None:
+        """Writes to the log, but only once for each message. ``write`` is a method of the log, such as ``log.info``."""
+        if message not in self._logged:
+            self._logged.add(message)
+            write(message, *values)
 
 
 def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:

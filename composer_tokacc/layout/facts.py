@@ -81,7 +81,7 @@ class RowFacts:
 
     @cached_property
     def _reach(self) -> Reach:
-        """How far the real positions of each row reach."""
+        """How far the real positions of each row reach from the first and from the last column."""
         return Reach.of(self.real)
 
     @cached_property
@@ -174,6 +174,7 @@ class RowFacts:
         if num_attended != self._num_real:  # some labels are on padding
             reach = Reach.of(attended)
         has_hole = []
+        # A span counts the columns from the first attended position to the last one.
         for number, span in zip(num_attended, reach.spans, strict=True):
             has_hole.append(number < span)
         return has_hole
@@ -383,6 +384,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
+        # The longest document, and the largest packed row.
         limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
     for modality in MODALITIES:
         limit = _media_limit(modality, facts_of_batches)
@@ -416,10 +418,12 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         if facts.has_positions:
             suffix = ', with position_ids'
             joined_suffix = suffix
-        # Beyond the limit the rotary embedding depends on the width, so such rows keep their padding. With
-        # `position_ids` it depends on the largest position instead. Then it matters which rows share a microbatch.
+        # Beyond the limit the rotary embedding depends on the width, or with `position_ids` on the largest position of
+        # the microbatch. Such rows always keep their padding. The two cases have names of their own, because with
+        # `position_ids` it matters which rows share a microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
+            # If only some rows are beyond it, the others change with the rows in their microbatch.
             rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
             limits[f'{rows} wider than the rotary limit{suffix}'] = ()
     # A row without padding shows nothing about trimming.

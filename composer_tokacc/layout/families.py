@@ -316,7 +316,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
-    # Without it the forward of a batch of text only raises. With it such a batch gets a dummy image by `has_queries`.
+    # Without it the forward raises if a batch has no image. With it such a batch gets a dummy image by `has_queries`.
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
@@ -361,7 +361,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('llava_onevision',),
         entries={
             **_TILES,
-            'batch_num_images': Entry(absent=0),  # images of each row: only a single one is tiled
+            'batch_num_images': Entry(absent=0),  # images of each row: an image is tiled only if its row has no other
         },
         media={
             'image': Media(sizes=placeholders.anyres),
@@ -381,7 +381,8 @@ FAMILIES: tuple[Family, ...] = (
             'image_sizes': _IMAGE,
         },
         media={'image': Media(sizes=placeholders.patch_counts)},
-        matches=_Format({'pixel_values': 4}),
+        # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
+        matches=_Format({'pixel_values': 4}, lacks=('target_sizes',)),
     ),
     # Only needed if the model is not known.
     Family(

@@ -153,21 +153,21 @@ def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
 
 
 def _entry_of_media(batch: Batch, key: str) -> Entry:
-    """Returns an entry whose unit names the modality and the number of entries, such as ``'image/12'``.
+    """Returns the ``Entry`` of a tensor of media. Its unit is the modality and the tensor's length: ``'image/12'``.
 
-    The layout reads both from the unit. :func:`entries_per_row` divides the 12 entries among the rows.
+    The layout reads both from the unit. :func:`entries_per_row` divides the 12 elements among the rows.
     """
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
     assert modality is not None  # only names with a modality are read as media
     row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
     pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
-    # In Molmo 2 a tensor with this name holds numbers of patches, counted over the whole batch.
-    has_patch_numbers = key.endswith('_token_pooling') and pixels in batch
+    # In Molmo 2 a tensor with this name holds indices of patches in the pixels of the whole batch.
+    holds_patch_indices = key.endswith('_token_pooling') and pixels in batch
     return Entry(
         unit=f'{modality}/{value.shape[row_dim]}',
         row_dim=row_dim,
-        points_into=pixels if has_patch_numbers else None,
+        points_into=pixels if holds_patch_indices else None,
     )
 
 
@@ -294,7 +294,8 @@ def entries_per_row(
     )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
-    # In a model without placeholders each row has one item. Without a config the placeholders may just be unknown.
+    # If no row has a placeholder, and there are as many entries as rows, each row has one. Without a config the
+    # placeholders may just be unknown.
     if num_tokens == 0 and num_entries == num_rows and config is not None:
         return [1] * num_rows
     # The entries of each row, by the key or by the way that tells them.
@@ -337,7 +338,8 @@ def _entries_by_sizes(
 ) -> list[int] | None:
     """Returns the number of entries of each row if ``value`` holds the size of each item; None: it does not.
 
-    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of patches or tiles, ``(items,)``.
+    Sizes are grids of patches, ``(items, 2 or 3)`` (the 2 or 3 is not checked), or numbers of patches or tiles,
+    ``(items,)``.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None

@@ -217,7 +217,7 @@ class BatchLayout:
         entry = self._registered.get(key)
         if entry is None:
             entry = self._inferred_entry(batch, key)
-        elif key not in self.extra:  # the shape gives an entry of the user no other unit
+        elif key not in self.extra:  # an entry of the user keeps its unit, whatever the shape
             entry = _entry_by_shape(key, value, entry, num_rows, width)
         if entry.unit != 'shared' and not _has_dim(value, entry.row_dim):
             raise InvalidInputError(
@@ -551,8 +551,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
-        Plain values that differ become a list with one entry per row, None where a batch has none. If all values that
-        there are agree, all rows get this value.
+        Plain values that differ become a list with one entry per row, None for the rows of a batch without the key. If
+        all batches with the key have the same value, all rows get it.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -577,9 +577,9 @@ class BatchLayout:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
             if values and key in modality_of_count:
-                # Where there are tensors of the items, these are counted again, because a processor may have cut the
-                # images of the user into tiles. In a batch of one row all tiles belong to that row, so each batch is
-                # counted by itself.
+                # The carried numbers may count the user's images, which the processor has cut into tiles. So if there
+                # are tensors of the items, these are counted. Each batch is counted by itself, because in a batch of
+                # one row it is certain that all tiles belong to that row.
                 joined[key] = []
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, modality_of_count[key])
@@ -679,7 +679,7 @@ class BatchLayout:
 
 
 def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
-    """Returns the entry of a known key. Masks and positions have another one in some shapes.
+    """Returns the entry of a known key: ``entry``, except for masks of more than 2 dimensions and positions of one row.
 
     ``num_rows`` and ``width`` are those of the text.
     """
@@ -713,10 +713,9 @@ def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     """Returns the batches with an ``attention_mask`` of ones if all have ids and none has a mask or positions.
 
-    They are padded afterwards.
-
-    Without a mask a model would attend to the new padding. Batches with ``position_ids`` get no mask, because only
-    without a mask does Transformers find the documents of packed rows by their positions.
+    The caller pads the batches afterwards. Without a mask a model would attend to the new padding. Batches with
+    ``position_ids`` get no mask, because only without a mask does Transformers find the documents of packed rows by
+    their positions.
     """
     masked: list[Batch] = []
     for batch in batches:

@@ -46,7 +46,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. It is only
+            shown: the split compares with its own budget.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 
@@ -137,6 +138,9 @@ class PreSplitBatch(Mapping[str, Any]):
         """
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
+        if entry.is_media:
+            # Sizes of images may tell along which dimension they lie. Their tensor is not joined below.
+            layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
         return _with_keys(self, needed_keys).joined(layout)[key]
@@ -191,6 +195,31 @@ def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, An
     joined = _with_keys(batch, other_keys).joined(layout)
     joined.update(lists)
     return joined
+
+
+def with_plain_values(part: Batch, batch: PreSplitBatch) -> dict[str, Any]:
+    """Returns a part of the joined rows of a batch with the plain values that its microbatches have.
+
+    If microbatches have different values, joining them makes a list with one value for each row. Its rows get the plain
+    value again if they all have the same. If not, the list stays, because no single value would be right.
+    """
+    with_values = dict(part)
+    for key, values in part.items():
+        if not isinstance(values, list) or not _is_plain(batch, key):
+            continue
+        is_equal = [value == values[0] for value in values]
+        if values and all(is_equal):
+            with_values[key] = values[0]
+    return with_values
+
+
+def _is_plain(batch: PreSplitBatch, key: str) -> bool:
+    """Returns whether an entry is neither a tensor nor a list in any microbatch."""
+    for microbatch in batch.microbatches:
+        value = microbatch.get(key)
+        if isinstance(value, (torch.Tensor, list, tuple)):
+            return False
+    return True
 
 
 def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:

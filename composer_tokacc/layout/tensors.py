@@ -49,8 +49,8 @@ class Entry:
             of images. How many of them each row has is inferred.
         row_dim: The dimension of the entries.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
-        slot_dim: A dimension for the images of a row. All rows have as many slots as the row with the most images has
-            images (Idefics3).
+        slot_dim: The dimension of the images of a row (Idefics3). All rows have equally many slots, as many as the
+            largest number of images in a row.
         fill: Padding value.
         absent: Value for the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
             batches cannot be joined. It is not needed for media: a row without them has no entry.

@@ -75,7 +75,7 @@ class SourceLedger:
             has_logits: Whether the model returns logits. If not, its outputs hold hidden states in their place.
         """
         rows = rows_with_positions(batch, rule)
-        if not rows:
+        if not rows:  # no row of the microbatch has a source
             return
         self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
@@ -215,5 +215,5 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
 
 @lru_cache(maxsize=4096)
 def _loggable(source: str) -> str:
-    """Replaces the characters that MLflow refuses in the name of a metric. All loggers accept the others."""
+    """Replaces the characters that MLflow refuses in the name of a metric. All loggers accept the other characters."""
     return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

@@ -274,7 +274,7 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            between = below
+            between = below  # means: no corner in between
             if saving > self._tolerance * many.padded_cost:
                 # At this price both corners cost the same, so only a corner between them can cost less.
                 between = self._add_corner(saving / (above - below))

@@ -52,8 +52,8 @@ class Microbatch(NamedTuple):
     cost: float
     """Modelled cost, ``CostModel.launch`` included."""
     filled: bool = False
-    """True for a dummy: a copy of a sample that weighs nothing. It is added if a rank would have no microbatch, or none
-    in a step slot."""
+    """True for a dummy: a copy of a sample that weighs nothing (no dummy row, which the split adds). It is added if a
+    rank would have no microbatch, or none in a step slot."""
 
     @property
     def num_tokens(self) -> int:
@@ -411,7 +411,10 @@ class _CutSearch:
                 num_slots = max(next_number, num_slots * growth)
 
     def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
-        """Returns untried numbers of microbatches, in whole slots, between the best number and its tried neighbours."""
+        """Returns some untried numbers of microbatches, in whole slots, on both sides of the best number.
+
+        They lie between the best number and its tried neighbours, at most ``NEAR`` on each side.
+        """
         tried = sorted({len(cut.costs) for cut in cuts})
         best_cut = min(cuts, key=_TIME)
         best = len(best_cut.costs)

@@ -76,7 +76,10 @@ class Answers(Callback):
     """Whether the model can generate. False after it has failed once."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Removes the answers of another run from the file, and those after the step that this run resumes from."""
+        """Removes the answers of another run from the file, and those after the step that this run resumes from.
+
+        At step 0, :func:`.keep_lines` removes all lines, because they are those of another run.
+        """
         if dist.get_global_rank() != 0:
             return
         path = self._path(state)
@@ -172,7 +175,7 @@ def _answer(
         return None
     start, end = last_answer
     tokenizer = tokenizer_of(processor)
-    placeholders = image_token_ids(processor)
+    placeholders = image_token_ids(processor)  # those of videos and audio, too
     token_ids = sample['input_ids'][0]
     if not set(placeholders).isdisjoint(token_ids[start:].tolist()):
         # generate() would get the text before the answer, but all media of the sample.
@@ -190,8 +193,8 @@ def _answer(
     before_answer = token_ids[:start].tolist()
     question = [token_id for token_id in before_answer if token_id not in placeholders]
 
-    def text_of(token_ids: Any) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+    def text_of(ids: Any) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     return Answer(
         sample_id=sample_id,

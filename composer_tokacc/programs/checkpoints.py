@@ -110,9 +110,12 @@ def repair_latest_link(trainer: Section) -> str:
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:
-    """Returns the other checkpoints of the same rank, newest first."""
+    """Returns what else in the folder may be a checkpoint of the same rank, newest first.
+
+    Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
+    """
     checkpoints = []
-    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt
+    rank_ending = latest.name.split('-')[-1]  # rank0.pt of ep0-ba2-rank0.pt, Composer's default name
     for path in latest.parent.iterdir():
         # A sharded checkpoint is one folder for all ranks.
         is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == rank_ending
@@ -162,7 +165,10 @@ def find_damage(path: Path) -> str:
 
 
 def _find_damage_in_folder(path: Path) -> str:
-    """Returns the first file that is shorter than the index of a sharded checkpoint says. Does not read the files."""
+    """Returns which file is shorter than the index of a sharded checkpoint says; empty if none is.
+
+    Does not read the files.
+    """
     index = FileSystemReader(path).read_metadata().storage_data or {}
     for entry in index.values():
         num_bytes = (path / entry.relative_path).stat().st_size
@@ -252,6 +258,7 @@ of floats. Torch would load integers into floats, or floats into integers, witho
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+    """Returns the shape of one weight, marked if it is a weight of integers, see ``Shape``."""
     if dtype.is_floating_point:
         return tuple(sizes)
     return (*sizes, 'not of floats')
@@ -264,6 +271,11 @@ def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
         if isinstance(value, torch.Tensor):
             shapes[name] = _shape_of(value.shape, value.dtype)
     return shapes
+
+
+def _parameter_names(model: torch.nn.Module) -> list[str]:
+    """Returns the names of a model's parameters. Of tied ones, such as head and embeddings, only one name."""
+    return [name for name, _ in model.named_parameters()]
 
 
 @dataclass(frozen=True)
@@ -360,8 +372,11 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._unsharded_shapes: dict[str, Shape] = {}
         """Shapes of the model's weights before FSDP divides them."""
+        self._unwrapped_names: list[str] = []
+        """Names of the model's parameters before FSDP 1 adds to them."""
         if model is not None:
             self._unsharded_shapes = _shapes_of(model.state_dict())
+            self._unwrapped_names = _parameter_names(model)
         num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
@@ -414,14 +429,18 @@ class SameData(Callback):
             return
         # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
         # because algorithms may have changed the model since __init__().
-        shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
+        if state.fsdp_enabled:
+            shapes = self._unsharded_shapes
+            names = self._unwrapped_names
+        else:
+            shapes = _shapes_of(self.model.state_dict())
+            names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one. The
-            # frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name, _ in self.model.named_parameters() if name in shapes]
+            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+            required = [name for name in names if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer

@@ -99,16 +99,29 @@ def _write_folder(
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """Writes a model in memory as :func:`export_checkpoint` does, and replaces an earlier one in the folder.
 
-    The model must not be sharded. Of a model with an adapter, only the adapter is written.
+    The model must not be sharded. Of a model with an adapter, only the adapter is written. If it cannot be written, the
+    earlier export stays.
     """
     inner_model: Any = model.model
     _check_finite(dict(inner_model.named_parameters()), 'the trained model')
+    folder.mkdir(parents=True, exist_ok=True)
+    # Inside the folder, because files are moved only within one file system.
+    with tempfile.TemporaryDirectory(dir=folder, prefix='unfinished-') as scratch:
+        unfinished = Path(scratch)
+        _save_pretrained(inner_model, unfinished)
+        _write_processor(model.get_metadata(), unfinished)
+        new_files = []
+        for file in sorted(unfinished.rglob('*')):
+            if file.is_file():
+                new_file = folder / file.relative_to(unfinished)
+                new_file.parent.mkdir(exist_ok=True)
+                os.replace(file, new_file)
+                new_files.append(new_file)
     # A file of an earlier export would stay if this model has none of that name: an adapter, or a further shard.
     for pattern in ('*.safetensors*', '*config.json'):
-        for stale_file in folder.glob(pattern):
-            stale_file.unlink()
-    _save_pretrained(inner_model, folder)
-    _write_processor(model.get_metadata(), folder)
+        for file in folder.glob(pattern):
+            if file not in new_files:
+                file.unlink()
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:

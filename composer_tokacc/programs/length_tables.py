@@ -122,8 +122,8 @@ def read_lengths(path: str) -> LengthTable:
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
             'lengths',
-            f'must have the columns {allowed_names}, or only some with tokens, got: {shorten(", ".join(names), 300)} '
-            f'in {path}',
+            f'must have the columns {allowed_names}, each once (all but tokens can be left out), got: '
+            f'{shorten(", ".join(names), 300)} in {path}',
         )
     if not columns.size:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
@@ -177,8 +177,8 @@ def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
 class StandIns:
     """A dataset that stands for samples of which only the lengths are known. The memory model of ``size`` runs on it.
 
-    A sample has a short text, and no image, a small one or a large one. Its length is not that in the table, because
-    the memory model pads its batches to widths that it chooses.
+    A sample has a short text, and perhaps a small or a large image. Its length is not the one in the table, because the
+    memory model pads its batches to widths that it chooses.
 
     Args:
         table: The lengths of the samples. A sample has an image if it has image tokens.

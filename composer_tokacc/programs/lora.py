@@ -32,7 +32,8 @@ DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
 """Matches the full names of the linear layers in the blocks of most language models. Encoders and projectors are
-left out. QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers. Peft refuses a model without any."""
+left out. QLoRA (arXiv:2305.14314) recommends an adapter on all of these layers. Peft refuses a model that has none of
+them."""
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
 """A part of the name of every parameter that belongs to an adapter, and of no other."""
 NUM_VALUES = 32
@@ -92,7 +93,8 @@ def with_adapter(
         model: The base.
         lora: The settings, see :class:`LoraSection`.
         base: Folder or hub name of the frozen weights. An exported adapter has it in its config. None: they are random.
-        never_trained: Names in the base of parameters that no loss reaches. Adapters on them are not trained either.
+        never_trained: Parameters that no loss reaches, by their names in the base. Their adapters are not trained
+            either.
     """
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
@@ -148,10 +150,13 @@ def with_saved_adapter(
 
 
 def contains_base(weights: Collection[str]) -> bool:
-    """Returns whether a checkpoint with an adapter, of which these are the names, has the matrices of its base, too.
+    """Returns whether a checkpoint with an adapter has the matrices of its base, too. It has all of them or none.
 
-    It has all of them or none. Peft calls the layer under an adapter ``base_layer``. The biases of such layers show
-    nothing, because LoRA may train them (``bias``).
+    Peft calls the layer under an adapter ``base_layer``. The biases of such layers show nothing, because LoRA may train
+    them (``bias``), and then they are in every checkpoint.
+
+    Args:
+        weights: The weights of the checkpoint, or only their names.
     """
     return any(name.endswith('.base_layer.weight') for name in weights)
 
@@ -208,7 +213,7 @@ def load_weights(
         assign: Whether these tensors become the parameters, instead of being copied into them.
 
     Returns:
-        Names of the model that the checkpoint lacks, and names that the model does not have.
+        Names of the model's weights that the checkpoint lacks, and names of weights that the model does not have.
     """
     with building('the weights of the checkpoint'):
         missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
@@ -293,11 +298,11 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """Returns what a resumed run must have in common with its checkpoint: settings of the adapter, and its base.
+    """Returns the settings ``NOT_IN_WEIGHTS`` of an adapter and a fingerprint of its base, by keys of the YAML file.
 
-    These are the settings ``NOT_IN_WEIGHTS`` and a fingerprint of the base, by keys of the YAML file. Empty without an
-    adapter. The fingerprint is made from some values of each frozen matrix, so it stays the same if the base moves to
-    another folder or type. A base with random weights (``model.config``) has none, because it is in the checkpoint.
+    A resumed run must have the same as its checkpoint. Empty without an adapter. The fingerprint is made from some
+    values of each frozen matrix, so it stays the same if the base moves to another folder or type. A base with random
+    weights (``model.config``) has no fingerprint, because it is in the checkpoint.
     """
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:

@@ -17,9 +17,9 @@ class MachineFault:
     """One kind of fault."""
 
     pattern: str
-    """A regular expression that is searched in the description of an error, which is one line: names of its classes,
-    names of the modules in its traceback from the outermost to the innermost, text. Torch and gloo have no classes of
-    their own for most faults, so their words are searched."""
+    """A regular expression. It is searched in one line about an error: the names of its classes, then the names of the
+    modules in its traceback, the outermost first, then its text. Torch and gloo have no classes of their own for most
+    faults, so their words are searched."""
     message: str
     """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
 
@@ -28,14 +28,15 @@ LONGEST_TEXT = 300
 """Most characters of an error's text in a message. The end of the text is shown, because it says most."""
 LOST_RANK = MachineFault(
     # Other connections, such as those to the Hugging Face hub, are reset with the words in the second pair of brackets.
-    # Gloo puts its file name before these, but not before the words about the pair.
+    # So these count only after the name of gloo or torch.distributed. Gloo puts its file name before them, but not
+    # before `Application timeout caused pair closure`.
     r'(gloo|torch\.distributed).*(Connection closed by peer|Connection reset by peer|Timed out waiting)|'
     'Application timeout caused pair closure|DistBackendError|DistNetworkError',
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`',
 )
-# The first match wins. So a port in use stands before the rendezvous in general, whose errors it is among, and a lost
-# loader process before a lost rank, because both may be a connection that was reset.
+# The first match wins, so the order matters. A port in use comes before the rendezvous, because the rendezvous raises
+# it, too. A lost loader process comes before a lost rank, because a reset connection may mean either.
 FAULTS = (
     MachineFault(
         r'No space left|Disk quota exceeded|unexpected pos',  # torch.save() says only the last one of a full disk
@@ -79,7 +80,8 @@ def fault_of_machine(error: BaseException) -> str:
     fault, text = _matching_fault(error)
     if fault is None:
         return ''
-    # In a run this soft limit is the hard limit, which the message names: allow_open_files() has raised it.
+    # The message names `ulimit -Hn`, the hard limit. In a run the soft limit is equal to it: allow_open_files() has
+    # raised it.
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     port = os.environ.get('MASTER_PORT', '')
     return fault.message.format(text=text, limit=limit, port=port)

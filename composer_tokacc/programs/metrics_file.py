@@ -54,7 +54,7 @@ class JsonLines(LoggerDestination):
             self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds the numbers among the metrics to the next line.
+        """Adds the numbers among the metrics to the next line. Leaves out arrays and values that are no numbers.
 
         NaN and infinity become null, because JSON has no numbers for them.
         """

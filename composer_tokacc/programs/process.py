@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Settings of a program's process: garbage collection, signals, limits, warnings. No other module changes them.
+"""Settings of a program's process: garbage collection, signals, limits, warnings, stdout. No other module changes them.
 
 Imports torch and other heavy packages inside the functions that need them, so that ``--help`` appears at once.
 """
@@ -37,14 +37,15 @@ HARMLESS_LOG_LINES = {
     'transformers.modeling_utils': '`loss_type=None` was set in the config',
     'composer.utils.reproducibility': 'Setting seed to',
 }
-"""Words in such lines of the log, by the name of the logger."""
+"""Words in harmless lines of the hosts' logs, by the name of the logger."""
 
 
 def prepare(description: str | None, *, announces: bool = False) -> None:
     """Prepares the process of a program before its imports, which take ten seconds and more.
 
     Answers ``--help`` and usage errors at once. Switches garbage collection off until :func:`keep_what_is_loaded`,
-    because it would take a fifth of that time and find nothing. Silences the hosts' harmless warnings.
+    because it would take a fifth of that time and find nothing. Makes stdout escape characters that the terminal lacks.
+    Silences the hosts' harmless warnings.
 
     Args:
         description: The program's docstring. None: the command line is not read.
@@ -100,10 +101,10 @@ def while_somebody_reads() -> Iterator[None]:
 
 
 def keep_what_is_loaded() -> None:
-    """Switches garbage collection on again, except for everything that was loaded since :func:`prepare`.
+    """Switches garbage collection on again. From now on it skips all objects that exist already.
 
-    Modules are never garbage. At exit nothing is collected at all, because Python would look through all objects of
-    Composer and Transformers several times. This takes 8 seconds, with nothing on the screen.
+    They belong to modules, which are never garbage. At exit nothing is collected at all, because Python would look
+    through all objects of Composer and Transformers several times. This takes 8 seconds, with nothing on the screen.
     """
     if not gc.isenabled():  # prepare() has switched it off
         gc.freeze()  # collections skip all present objects from now on

@@ -122,9 +122,10 @@ AllOrSome = Literal[-1] | Count
 
 
 class HostArguments(TypedDict, total=False):
-    """Ranges of arguments by name, for all classes of hosts that have such an argument.
+    """Ranges of arguments by name, for all classes that have such an argument.
 
-    The hosts themselves accept any value. A wrong one would show only in a step, or never.
+    The arguments are those of hosts, which themselves accept any value. A wrong one would show only in a step, or
+    never. In users' own classes, arguments of these names are checked, too.
     """
 
     alpha: Weight
@@ -173,7 +174,8 @@ def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """Builds the optimizer or the scheduler from its section: a ``name``, and arguments.
 
-    ``positional`` are arguments that the program itself supplies, such as the parameters of the model.
+    ``positional`` are arguments that the program itself supplies, such as the parameters of the model. The key
+    ``parts`` (settings of an optimizer for parts of the model) is not for the class: the caller has read it.
     """
     name = section.get('name', '')
     arguments = without(section, 'name', 'parts')
@@ -221,7 +223,7 @@ def class_by_name(kind: str, name: str) -> Any:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         if cls not in UNSUITED:
             return cls
-        # No class below has a dotted name, so the error at the end is raised.
+        # Falls through to the error at the end, because none of the names below has a dot.
     # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
     letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     classes = _classes_of(kind)

@@ -44,7 +44,10 @@ MONITOR_LINES = (
 
 @dataclass(kw_only=True)
 class FinishedRun:
-    """The argument of the function under ``report.name``, which runs on rank 0 and returns lines of the summary."""
+    """The argument of the function under ``report.name``, which runs on rank 0.
+
+    The function returns further lines of the summary, as pairs of words and figure, or None.
+    """
 
     result: dict[str, Any]
     """Figures of the run. Additions go to ``result.json``."""

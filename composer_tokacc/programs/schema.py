@@ -53,7 +53,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off."""
+"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off. It
+is passed for every section, because only :class:`.CostModel` has a key of this name."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
@@ -154,7 +155,7 @@ class LoaderConfig:
 
 @dataclass(kw_only=True)
 class MicrobatchingConfig:
-    """How a device batch is cut; the arguments of :func:`composer_tokacc.token_data_spec`."""
+    """How a device batch is cut: microbatch size and memory, and the arguments of :func:`.token_data_spec`."""
 
     device_train_microbatch_size: Count | Literal['auto', 'suggest'] | None = None
     """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
@@ -162,8 +163,8 @@ class MicrobatchingConfig:
     device_memory_gib: Positive | None = None
     """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
     slot_tokens: Count | None = None
-    """Width of such a row in tokens; null: that of the longest sample of the dataset, or without ``regroup_ranks`` that
-    of the longest sample of each device batch."""
+    """Width in tokens of a row of the microbatch size; null: that of the longest sample of the dataset, or without
+    ``regroup_ranks`` that of the longest sample of each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     max_loss_tokens: Count | None = None
@@ -185,7 +186,8 @@ class MicrobatchingConfig:
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
-    """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
+    """A row that is over the token budget or another cap by itself: ``raise``, naming it, or ``warn``, naming it, and
+    compute it alone."""
     rehearse: Literal['heaviest', 'none'] | None = None
     """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
     backward once, so that the run fails for memory then or not at all; null: on GPUs."""
@@ -202,7 +204,8 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
     """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
-    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
+    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs``, ``weight`` or
+    ``loss_share``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -444,7 +447,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and a list for a
     tuple becomes a tuple. A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation itself, and what is inside it: the branches of a union, or the type in Annotated.
+    # The annotation itself, and the types in its brackets: the branches of a union, or the type in Annotated.
     branches = (hint, *get_args(hint))
     is_null = value is None and NoneType in branches
     for branch in branches:
@@ -471,7 +474,8 @@ def _is_section(hint: Hint) -> bool:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping."""
     keys = error.errors()[0]['loc']
-    if '[key]' in keys:  # pydantic's mark after a key which itself is wrong, and not its value
+    # Pydantic's mark for a key that is itself wrong: `('lr', '[key]')` for the key `lr`.
+    if '[key]' in keys:
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
         # Skips the names of branches of a union, which pydantic has among the keys.
@@ -496,7 +500,10 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'"."""
+    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'".
+
+    If only an object of a class would fit, no value of a YAML file does, so the key must "be left out".
+    """
     requirements = []
     for detail in error.errors():
         _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."

@@ -260,7 +260,7 @@ class Source(ABC):
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
-    def planning(self) -> dict[str, Any]:
+    def planner_options(self) -> dict[str, Any]:
         """Options that RegroupingBatchSampler and ExchangingDataLoader plan microbatches with."""
         return {
             'objective': 'fsdp' if self.config.is_sharded else 'ddp',
@@ -347,10 +347,11 @@ class FileSource(Source):
                     '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
                     f'{share_keys_by_part} and token_weights {self.token_weights}',
                 )
-            # `loss_share` only sets the weights of tokens then, so `epochs` may say how often samples are drawn.
+            # `loss_share` only sets the weights of tokens then, so `epochs` may stand beside it.
             used_keys.discard('epochs')
-        # One key must say for all parts how often their samples are drawn.
-        keys_of_every_part = used_keys - {'epochs'}  # a part without `epochs` is read once
+        # Only one of the keys may be used, and every part must have it. Only `epochs` may be missing: a part without it
+        # is read once.
+        keys_of_every_part = used_keys - {'epochs'}
         is_complete = all(keys >= keys_of_every_part for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
@@ -430,7 +431,7 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _limits_of_sample(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits under which ``fit`` brings a sample: the dataset's or the microbatch's, if it is lower."""
+        """Returns the limits to which ``fit`` shrinks a sample: those of the dataset, or of a microbatch if lower."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -502,7 +503,7 @@ class FileSource(Source):
             drop_last=loader.drop_last,
             modality=loader.modality,
             **shares,
-            **self.planning,
+            **self.planner_options,
         )
         # The sampler makes the batches, so these two are not for the loader.
         loader_options = without(options, 'batch_size', 'drop_last')
@@ -511,7 +512,9 @@ class FileSource(Source):
     def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns the sampler's arguments for the shares of the parts.
 
-        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
+        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh. If no
+        part has any of :data:`SHARE_KEYS`, the mixture draws each sample once an epoch.
+
         ``loss_tokens`` are those of each sample of all ``datasets``, (n,).
         """
         parts = self._parts().values()
@@ -534,7 +537,10 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 def _check_loss_weights(dataset: Any) -> None:
-    """Refuses a LlavaDataset if a record has no weights. Weights of another dataset show only in its batches."""
+    """Refuses a dataset if one of its ``records``, as LlavaDataset has them, has no weights.
+
+    Whether the samples of other datasets have weights shows only in the batches.
+    """
     for record in getattr(dataset, 'records', ()):
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
@@ -552,7 +558,7 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset, or a subclass that takes its arguments."""
+    """Tells whether a dataset class is LlavaDataset or a subclass, which is taken to have the same arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
@@ -594,10 +600,11 @@ class ShardSource(Source):
             self._check_exchange()
 
     def _check_other_split(self) -> None:
-        """Refuses an eval set in the places of the training set if any of its shards are those of the training set.
+        """Refuses an eval set if any of its shards are those of the training set.
 
-        The eval set reads the same streams then. ``dataset.eval.split`` must be another split, and it does not change
-        a stream that has a split of its own.
+        Called if ``dataset.eval`` names no place, so that both read the same streams and may differ only in the split.
+        ``dataset.eval.split`` must then name another split. That is not enough for a stream with a split of its own,
+        which it does not change.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -704,13 +711,17 @@ class ShardSource(Source):
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
+        token_ids = image_token_ids(processor)
+        max_image_tokens = None
+        if token_ids:  # a tokenizer of text has no such tokens
+            max_image_tokens = microbatching.max_image_tokens
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),
-            image_token_ids=image_token_ids(processor),
-            max_image_tokens=microbatching.max_image_tokens,
+            image_token_ids=token_ids,
+            max_image_tokens=max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
-            **self.planning,
+            **self.planner_options,
             **options,
         )
         return loader, slot_tokens

@@ -165,9 +165,10 @@ def memory_of_run(
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
-    # A trace has no ranks, so of FSDP it only shows the type of the gathered weights. With the strategy `fsdp` the
-    # model computes with a copy of the weights in half precision. If FSDP gathers them in float32, autocast casts them
-    # as under DDP. _as_sharded() adds all else that FSDP changes.
+    # A trace has no ranks. Of all that FSDP changes, it shows only the type of the gathered weights. If FSDP gathers
+    # them in half precision, the strategy of the trace is `fsdp`: the model computes with a copy of its weights in half
+    # precision. If FSDP gathers them in float32, autocast casts them as under DDP, so the strategy is `ddp`.
+    # _as_sharded() adds the other changes of FSDP.
     sharding = _sharding(config)
     gathered_dtype = None
     if sharding is not None:
@@ -289,7 +290,11 @@ def _traced_precision(config: TrainConfig) -> str:
 
 
 def _is_for_gpu(config: TrainConfig) -> bool:
-    """Returns whether memory is predicted for a GPU: this machine's, or one whose memory the config names."""
+    """Returns whether memory is predicted for a GPU.
+
+    ``trainer.device`` decides. Without it, a config that names the memory of a device means a GPU, and otherwise this
+    machine's device counts.
+    """
     device = config.trainer.get('device')
     if device is None and config.microbatching.device_memory_gib is None:
         return runs_on_gpu(config)
@@ -329,7 +334,8 @@ def watch_flops(
     if not has_speed:
         return
     table = source_of(config).measure(dataset, processor)
-    # Of the FlopModel. Rank 0 sends nothing else, because each rank makes the layout from its own model.
+    # The coefficients of the FlopModel. None if the trace fails. Rank 0 sends only them to the other ranks, because
+    # each rank makes the layout from its own model.
     coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')

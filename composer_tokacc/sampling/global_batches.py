@@ -211,7 +211,10 @@ class GlobalBatches:
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide which samples a global batch holds, as plain values."""
+        """Returns the arguments that decide how an epoch is cut into global batches, as plain values.
+
+        Those that decide its order, such as the seed, are added by the sampler.
+        """
         identity: dict[str, Any] = {}
         schedule = self._schedule
         if schedule is None:
@@ -281,7 +284,10 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if an epoch has too few samples for one global batch. `drop_last` would leave it empty."""
+        """Raises ValueError if an epoch, or one modality of it, is too small to fill a global batch.
+
+        `drop_last` would then leave it without any global batch.
+        """
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
@@ -320,16 +326,25 @@ def check_cap(
     option: str,
     cap: int,
     sizes: np.ndarray,
+    *,
+    unit: str = 'tokens',
 ) -> None:
     """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
 
-    `sizes` may be lengths, image tokens or loss tokens. The message calls the sample of the largest size the longest.
+    Args:
+        option: The option that sets the cap.
+        cap: The cap.
+        sizes: Size of each sample, (n,).
+        unit: What the sizes count: ``'tokens'``, ``'image tokens'`` or ``'loss tokens'``.
     """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
+        sample = 'the longest sample'
+        if unit != 'tokens':
+            sample = f'the {unit} of each sample'
         raise InvalidInputError(
-            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[largest]} (sample {largest}). '
-            'Raise it, or leave the sample out.'
+            f'`{option}` must be at least {sample}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
+            'leave the sample out.'
         )
 
 

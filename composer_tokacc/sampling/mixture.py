@@ -77,6 +77,8 @@ class Mixture:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
         checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        # Here, because the check of `weights` would name an argument that the user has not given.
+        _check_rates('shares', shares, len(sizes), highest=1e9)
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]

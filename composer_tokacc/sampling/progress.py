@@ -36,7 +36,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._iterators: list[_ReadingIterator] = []
-        """All iterators that may hold the place. The last one has yielded a batch, or was made, after the others."""
+        """All iterators that may hold the place. The last in the list has begun, or yielded a batch, last."""
 
     @property
     def has_reading_iterator(self) -> bool:

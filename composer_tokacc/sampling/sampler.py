@@ -166,7 +166,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         check_cap('max_tokens', options.max_tokens, self.rows.lengths)
         for size, cap in options.caps.items():
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], unit=size.replace('_', ' '))
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
@@ -281,7 +281,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
-        # With a sample for every rank there are no copies. Then no plan is needed to tell.
+        # With a sample for every rank, `plan_batch` gives each rank one. Then no plan is needed to tell.
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:

@@ -141,11 +141,12 @@ class DatasetProfile:
     loss_share: float | None
     """Share of the tokens that carry loss. None: unknown."""
     image_share: float
-    """Share of the tokens that stand for images."""
+    """Share of the tokens that stand for images, videos and audio."""
     text_only_share: float
-    """Share of the samples without an image."""
+    """Share of the samples without an image, a video or an audio."""
     patches_per_sample: float | None
     """Mean number of patches of the samples that have any. None: no images, or unknown."""
     patches_per_image_token: float | None
-    """Patches that become one image token: 4 if the model merges squares of 2 x 2, and more for a resampler. None: no
-    images, or unknown."""
+    """Patches, divided by the tokens that stand for images, videos and audio. Without audio, these are the patches that
+    become one image token: 4 if the model merges squares of 2 x 2, and more for a resampler. None: no images, or
+    unknown."""

@@ -95,6 +95,9 @@ class SizingReport:
     """A lower bound of the cost of a step under any plan."""
     measured_cost: CostModel | None
     """The cost model that was fitted to times on the machine, for the lines to paste."""
+    cost: CostModel | None = None
+    """The cost model with which the run cuts. None: the planner's own."""
+    equal_counts: bool | str = 'auto'
     seconds_per_unit: float | None
     """Seconds of one unit of cost. None: no times were measured."""
     seconds_per_step: float
@@ -152,11 +155,7 @@ class SizingReport:
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file.
-
-        They do not replace the whole section ``microbatching``: ``equal_counts`` and a cost model that was not measured
-        are not among them.
-        """
+        """Returns the lines to paste into a run's YAML file. If the cost model was measured, they hold that one."""
         section: dict[str, Any] = {
             'device_train_microbatch_size': self.device_train_microbatch_size,
             'slot_tokens': self.slot_tokens,
@@ -167,6 +166,7 @@ class SizingReport:
             'width_multiple': 1,
             'max_image_tokens': None,
             'max_loss_tokens': None,
+            'equal_counts': 'auto',
             'packing': False,
         }
         for name, default in defaults.items():
@@ -174,7 +174,9 @@ class SizingReport:
             if value != default:
                 section[name] = value
         if self.measured_cost is not None:
-            section['cost'] = _changed_terms(self.measured_cost)
+            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)
+        elif self.cost is not None:
+            section['cost'] = _changed_terms(self.cost, num_digits=17)  # enough for every float
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
@@ -238,14 +240,14 @@ def warning_of_too_large(names: Sequence[str]) -> str:
     )
 
 
-def _changed_terms(cost: CostModel) -> dict[str, float]:
-    """Returns the terms of a cost model that differ from the default, with four significant digits."""
+def _changed_terms(cost: CostModel, *, num_digits: int) -> dict[str, float]:
+    """Returns the terms of a cost model that differ from the default, with this number of significant digits."""
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
         # The run cuts by units of cost, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
-            changed[name] = float(f'{value:.4g}')
+            changed[name] = float(f'{value:.{num_digits}g}')
     return changed
 
 

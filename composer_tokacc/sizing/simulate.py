@@ -140,8 +140,11 @@ def _microbatches_of_ranks(
     microbatch_rows: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of a global batch that each rank computes, rank by rank."""
-    num_reading_ranks = min(num_ranks, len(batch))  # further ranks have no sample
+    """Returns the microbatches of a global batch that each rank computes, rank by rank.
+
+    Unless batches are planned, ranks without a sample are left out.
+    """
+    num_reading_ranks = min(num_ranks, len(batch))
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]

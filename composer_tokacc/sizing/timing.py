@@ -87,7 +87,7 @@ class MicrobatchTimer(Callback):
         inputs: Any,
         output: Any,
     ) -> None:
-        """Hook: stops the clock, and waits for the gradient of the output."""
+        """Hook: stops the clock, and adds a hook that notes when the gradient of the output arrives."""
         self._num_running_encoders -= 1
         if self._num_running_encoders:
             return
@@ -220,7 +220,8 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Returns the cost of one of each feature, (features,). Minimizes relative errors; no cost is negative."""
     solution = relative_fit(features, seconds)
-    # A busy machine delays some microbatches. They are left out by this fit, and again by the better one without them.
+    # A busy machine delays some microbatches. They are left out, and the others are fitted again. The second fit is
+    # better than the first, so it is used once more to find the delayed ones.
     for _ in range(2):
         is_on_time = seconds <= LATE * np.maximum(features @ solution, 1e-12)
         if is_on_time.any():

@@ -96,7 +96,7 @@ class RealInputs(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor of the same size, with plain numbers as its shape."""
+        """Returns a fake tensor of the same size. Its shape has plain numbers, not symbols."""
         if isinstance(tensor, FakeTensor):
             return tensor
         return self.fake_mode.from_tensor(tensor, static_shapes=True)
@@ -170,8 +170,9 @@ class MemoryTracker(TorchDispatchMode):
     torch's own ``MemTracker`` separates activations and gradients, but not text, logits and vision encoder. The tests
     compare the totals of both.
 
-    What is made in the forward pass of an encoder counts as vision. A tensor whose last dimension is `vocab_size`
-    counts as logits, and all else as text, gradients too. Parameters and buffers do not count.
+    Copies of parameters that autocast makes count as weights. Everything else that is made in the forward pass of an
+    encoder counts as vision. A tensor whose last dimension is `vocab_size` counts as logits, and all other tensors as
+    text, gradients too. Parameters and buffers do not count.
 
     Attributes:
         current: Bytes by part now.

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import LabelSelector
+from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -63,7 +63,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class MicrobatchPeaks(NamedTuple):
-    """Bytes that one microbatch adds to parameters, gradients, optimizer states and inputs."""
+    """Bytes that one microbatch takes on top of parameters, gradients, optimizer states and inputs."""
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
@@ -126,7 +126,7 @@ class TracedStep:
             self._begin_to_track(first_batch)
 
     def _begin_to_track(self, first_batch: Batch) -> None:
-        """Sets the memory tracker, and runs a first microbatch.
+        """Makes a new memory tracker, and runs a first microbatch.
 
         The next microbatch then begins with gradients and logits in memory, like all but the first of a run.
         """
@@ -151,6 +151,7 @@ class TracedStep:
             phases[name] = peaks
             self._tracker.restart_peak()
 
+        # The forward phase ends when the output embedding is called. The head phase ends when its backward is complete.
         head = self.model.get_output_embeddings()
         handles = [
             head.register_forward_pre_hook(partial(end_phase, 'forward')),
@@ -171,8 +172,8 @@ class TracedStep:
     def _num_logits(self, batch: Batch) -> int:
         """Returns the number of positions of a batch at which logits are computed.
 
-        Labels are selected as for a causal model, whatever the model is. Fake logits have no values, so only their
-        number counts.
+        Labels are selected as for a causal model, also if the model has another loss rule. Fake logits have no values,
+        so only the number of labels matters.
         """
         if self._selector is None:
             return batch['input_ids'].numel()
@@ -397,7 +398,8 @@ class FlopModel:
     """Predicts the floating point operations of a microbatch: a sum of coefficients times sizes, padding included."""
 
     coefficients: Mapping[str, float]
-    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it."""
+    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it. For ``'logits'``: the
+    operations of the output embedding for one position. ``'tokens'`` contains them."""
     layout: BatchLayout
     residual: float
     """Largest relative error among the traced microbatches."""
@@ -405,13 +407,17 @@ class FlopModel:
     def text(self, rows: int, width: int) -> float:
         """Returns the operations of the language model for this many rows of this padded width.
 
-        Counts logits at every position, also if the run computes them only at labels.
+        Counts logits at every position. If the run computes them only at labels, subtract :meth:`logits`.
         """
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
         """Returns the operations of encoders and of the layers behind them."""
         return self._sum(BatchShape.from_batch(batch, self.layout), MEDIA_TERMS)
+
+    def logits(self, positions: int) -> float:
+        """Returns the operations of the output embedding at this many positions. :meth:`text` contains them."""
+        return self.coefficients.get('logits', 0.0) * positions
 
     def _sum(self, shape: BatchShape, names: Sequence[str]) -> float:
         return sum(self.coefficients[name] * getattr(shape, name) for name in names)
@@ -444,8 +450,22 @@ def count_flops(
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1
+    coefficients: dict[str, float] = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
+    coefficients['logits'] = _flops_of_logits(step.model)
     return FlopModel(
-        coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
+        coefficients=coefficients,
         layout=step.layout,
         residual=float(np.abs(relative_errors).max()),
     )
+
+
+def _flops_of_logits(model: nn.Module) -> float:
+    """Returns the operations of the output embedding for one position, forward and backward."""
+    weight = getattr(output_embedding(model), 'weight', None)
+    if weight is None:
+        return 0.0
+    num_products = 2  # one in the forward, and one for the gradient of the hidden states
+    if weight.requires_grad:
+        num_products += 1
+    # A product takes two operations for each entry of the weight.
+    return 2.0 * num_products * weight.numel()

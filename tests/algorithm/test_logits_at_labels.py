@@ -183,6 +183,14 @@ def test_token_weights(token_weights, microbatch_size):
     assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
 
 
+def test_column_that_is_not_used():
+    """It may have one number for each row."""
+    batch = batch_of()
+    num_rows = len(batch['input_ids'])
+    with_column = {**batch, 'loss_weights': torch.ones(num_rows)}
+    assert_exact(one_layer_model(), with_column, batch=batch, logits='labels')
+
+
 def test_dropout_keeps_the_gradient():
     """Hidden states are selected after the last dropout, so the same entries are dropped."""
     model = one_layer_model(attention_dropout=0.5)

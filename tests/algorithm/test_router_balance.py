@@ -193,8 +193,8 @@ def test_first_microbatch_without_tokens():
     balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
     batch = with_counts(ragged_batch([(6, 4)]))
     empty = {**batch, 'attention_mask': torch.zeros_like(batch['attention_mask'])}
-    balance.count([empty])
-    balance.count([batch])
+    balance.count([empty], hides_weights=False)
+    balance.count([batch], hides_weights=False)
     balance.check()
 
 
@@ -220,7 +220,7 @@ def test_few_choices_may_change(num_changed, is_refused):
     state = SimpleNamespace(model=model, device=DeviceCPU(), auto_microbatching=False)
     split = token_data_spec(loader()).split_batch
     balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
-    balance.count([batch])
+    balance.count([batch], hides_weights=False)
     logits = model.logits.clone()
     experts = logits.argmax(dim=1)
     positions_of_first_expert = (experts == 0).nonzero().flatten()
@@ -231,3 +231,19 @@ def test_few_choices_may_change(num_changed, is_refused):
     refusal = pytest.raises(RuntimeError, match='more choices differ') if is_refused else nullcontext()
     with refusal:
         balance.check()
+
+
+def test_users_column_reaches_the_model():
+    """Without token weights, a column `loss_weights` is the user's. A model may need it."""
+    model = hugging_face(mixture_of_experts())
+    forward = model.forward
+    has_column = []
+
+    def forward_with_column(batch):
+        has_column.append('loss_weights' in batch)
+        return forward(batch)
+
+    model.forward = forward_with_column
+    batch = {**ragged_batch(ONE_UNLABELLED), 'loss_weights': torch.ones(len(ONE_UNLABELLED))}
+    fit(model, batch, router_balance='step')
+    assert all(has_column)

@@ -302,7 +302,7 @@ def test_row_that_leaves_no_room(two_ranks, caplog):
     budget = lengths[2]
     assert budget == max(lengths)
     packed_microbatches(batch, layout, slot_tokens=budget)
-    assert "sample 'sample-4' must fit into a microbatch together with the dummy rows" in caplog.text
+    assert "sample 'sample-4' must fit into a microbatch together with its dummy rows" in caplog.text
     assert f'over the caps of {budget} and None' in caplog.text
 
 

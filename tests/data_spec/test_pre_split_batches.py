@@ -150,20 +150,24 @@ def test_unneeded_columns_are_cut_off():
 
 
 @pytest.mark.parametrize(
-    ('options', 'side'),
+    ('options', 'side', 'reason'),
     [
-        ({'regroup': False}, 'right'),
-        ({'packing': True, 'rules': CutRules(packing='documents')}, 'right'),
-        ({'rules': CutRules(right='keep')}, 'right'),
-        ({'rules': CutRules(left='keep')}, 'left'),
+        ({'regroup': False}, 'right', 'regroup'),
+        ({'packing': True, 'rules': CutRules(packing='documents')}, 'right', 'packed'),
+        ({'rules': CutRules(right='keep')}, 'right', 'padding'),
+        ({'rules': CutRules(left='keep')}, 'left', 'padding'),
     ],
 )
-def test_rows_are_joined_if_needed(options, side):
-    """If the planned microbatches cannot stay, the batch is split as one that came joined."""
+def test_rows_are_joined_if_needed(options, side, reason, caplog):
+    """If the planned microbatches cannot stay, the batch is split as one that came joined. The log says why, once."""
+    caplog.set_level(logging.INFO, logger='composer_tokacc')
     batch = without_first_labels(pre_split(side=side))
     joined = batch.joined(BatchLayout(family=TEXT))
     spec = spec_for(**options)
+    spec.split_batch(batch, 5)
     microbatches = spec.split_batch(batch, 5)
+    (message,) = [message for message in caplog.messages if 'joined' in message]
+    assert reason in message
     expected_microbatches = spec.split_batch(joined, 5)
     for microbatch, expected in zip(microbatches, expected_microbatches, strict=True):
         assert microbatch.keys() == expected.keys()
@@ -242,6 +246,22 @@ def test_evaluation_joins_media_by_the_layout(size):
     assert len(parts) == 3 // size
 
 
+def test_evaluation_keeps_plain_values():
+    """Rows of different microbatches may have different values."""
+    microbatches = [
+        text_batch([4, 3], scale=1.0, size=8, num_images=torch.tensor([0, 0])),
+        text_batch([5], scale=2.0, size=8, num_images=torch.tensor([0])),
+    ]
+    batch = PreSplitBatch(microbatches, max_tokens=CAP)
+    scales = {1: [1.0, 1.0, 2.0], 2: [1.0, 2.0], 3: [[1.0, 1.0, 2.0]]}
+    for size, expected in scales.items():
+        with torch.no_grad():
+            parts = token_data_spec([]).split_batch(batch, size)
+        assert [part['scale'] for part in parts] == expected
+        assert [part['size'] for part in parts] == [8] * len(parts)
+        assert [len(part['num_images']) for part in parts] == [len(part['input_ids']) for part in parts]
+
+
 def test_users_transforms_see_plain_mappings():
     def drop_names(batch):
         assert type(batch) is dict
@@ -306,6 +326,19 @@ def test_positions_that_cannot_be_kept_are_refused():
     rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
     with pytest.raises(ValueError, match='padded on the right'):
         fit(column_counter(), left_padded_loader(rows))
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_microbatches_stay_after_the_check(side):
+    """The check shows only what trimming does on the side on which the loader pads."""
+    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
+    dataloader = planned_loader(rows, partial(collate, side=side), max_tokens=24)
+    (planned,) = dataloader
+    planned_shapes = [microbatch['input_ids'].shape for microbatch in planned.microbatches]
+    shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
+    data = token_data_spec(dataloader)
+    assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[shapes])
+    assert shapes.values == planned_shapes
 
 
 def test_label_preceded_by_pad_counts():

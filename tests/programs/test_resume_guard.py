@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 from PIL import Image
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import SameData
@@ -22,6 +23,7 @@ from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
 from tests.support.launch import launch_json, launch_program
+from tests.support.process_group import group_of_one_rank
 from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA, UNCHECKED
 
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
@@ -274,11 +276,13 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
         on_other_data.before_load(state, None)
 
 
-def before_load(model, path, **options):
-    """Asks whether a run with the model and an optimizer may load a checkpoint."""
+def before_load(model, path, *, shard=None, **options):
+    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1."""
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
+    if shard is not None:
+        model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    state = SimpleNamespace(run_name='run', fsdp_enabled=False, optimizers=[optimizer])
+    state = SimpleNamespace(run_name='run', fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
 
 
@@ -321,6 +325,19 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
     before_load(layers(4, 4, 4, 4), path, **options)
     with pytest.raises(ConfigError, match='2 others'):
         before_load(layers(4, 4, 3), path, **options)
+
+
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+def test_missing_weights_under_fsdp_1(tmp_path):
+    """FSDP 1 adds to the names of the parameters."""
+    weights = layers(4, 4, 4).state_dict()
+    save_model(weights, tmp_path / 'complete', is_sharded=False)
+    del weights['0.bias']
+    save_model(weights, tmp_path / 'incomplete', is_sharded=False)
+    with group_of_one_rank(tmp_path):
+        before_load(layers(4, 4, 4), tmp_path / 'complete', shard=FullyShardedDataParallel)
+        with pytest.raises(ConfigError, match=r'1 others among 3 weights \(0.bias: missing\)'):
+            before_load(layers(4, 4, 4), tmp_path / 'incomplete', shard=FullyShardedDataParallel)
 
 
 @pytest.mark.parametrize('is_sharded', [True, False])

@@ -15,7 +15,7 @@ from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.refusals import NotExactError
-from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.fsdp import FSDP, sharded
 from tests.support.text import collate, gpt2, text_model, text_rows
 from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error
 
@@ -68,7 +68,6 @@ def train(model: torch.nn.Module, *, fsdp: bool) -> list[Any]:
 
 
 def main() -> dict[str, list[Any]]:
-    repair_average()
     results = {}
     for fsdp in (False, True):
         name = 'fsdp' if fsdp else 'ddp'

@@ -20,7 +20,7 @@ from composer.utils import dist
 
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
-from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.fsdp import FSDP, sharded
 from tests.support.training import Gradients, each_run, fit, relative_error, saving, state_of
 
 
@@ -60,8 +60,6 @@ def run(
             parameter.requires_grad_(name in case.gradients)
     is_first = not dist.get_global_rank()
     batches = [case.media if kind == 'm' and is_first else case.text for kind in steps]
-    if fsdp:
-        repair_average()
     options: dict[str, Any] = {**(FSDP if fsdp else {}), **saving(folder), 'load_path': load_path}
     trained = sharded(plain.model) if fsdp else plain
     optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)

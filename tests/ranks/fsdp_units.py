@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from composer_tokacc import token_data_spec
 from composer_tokacc.algorithm import reduction
 from composer_tokacc.model_structure import fsdp_units
-from tests.support.fsdp import FSDP, repair_average
+from tests.support.fsdp import FSDP
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error
 
@@ -73,7 +73,6 @@ def warnings_of_fsdp1(line: str) -> list[str]:
 
 
 def main() -> dict[str, Any]:
-    repair_average()
     as_it_is = train('')
     # Only the first rank warns, and all ranks must shard alike.
     warnings_of_ranks = dist.all_gather_object(as_it_is['warnings'])

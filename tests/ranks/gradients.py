@@ -27,7 +27,7 @@ from tests.algorithm.test_router_loss import subject_with_router as weighted_mix
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.families import FAMILIES
-from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.fsdp import FSDP, sharded
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
 from tests.support.text import collate, text_model, text_rows
@@ -188,8 +188,9 @@ def text_results() -> Results:
     yield 'text rank without labels', measure(model, collate(rows_without_first_labels), data)
     # One token has no loss in a causal model.
     rows_of_one_token = text_rows([(1, 1), (1, 1), (1, 1), (1, 1), (9, 4), (7, 2)])
-    data = token_data_spec(loader(collate(share_of(rows_of_one_token))))
-    yield 'text rank with rows of one token', measure(model, collate(rows_of_one_token), data)
+    for name, width in (('rows of one token', 0), ('rows of one token in fixed width', 16)):
+        data = token_data_spec(loader(collate(share_of(rows_of_one_token), width=width)))
+        yield f'text rank with {name}', measure(model, collate(rows_of_one_token), data)
     yield 'text plain loop', measure_plain_loop(rows)
     data = token_data_spec(loader(rank_batch), model=model)
     errors = measure(model, batch, data, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
@@ -289,7 +290,6 @@ def measure_weighted_router(rows: Sequence[Any]) -> dict[str, float]:
 
 def fsdp_results(name: str) -> Results:
     """Some microbatches, or all of a rank, have no images."""
-    repair_average()
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.config)
     for order, size, weights in (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt')):
@@ -307,7 +307,6 @@ def fsdp_results(name: str) -> Results:
 
 def router_results() -> Results:
     """Cases of ``router_balance='step'`` on two ranks. The second has one text row, so it makes fewer microbatches."""
-    repair_average()
     rows = text_rows(SHAPE)
     batch = collate(rows)
     rank_batch = collate(rank_share(rows, (5, 1)))

@@ -14,7 +14,7 @@ from composer_tokacc import BatchLayout
 from composer_tokacc.programs.models import build_model
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
-from tests.support.fsdp import FSDP, repair_average
+from tests.support.fsdp import FSDP
 from tests.support.training import fit, rank_share, reference_gradients, relative_error
 
 LORA = {
@@ -40,7 +40,6 @@ def model_with_adapter(processor: Any, lora: dict[str, Any]) -> Any:
 
 
 def main() -> dict[str, float]:
-    repair_average()
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=NUM_ROWS, max_images=3)
     # Rows without images come first, so that the first rank has some.

@@ -19,7 +19,7 @@ from composer.utils import dist
 from composer_tokacc import token_data_spec
 from tests.matrix.collator import join
 from tests.support.families import MEDIA, SLOT_MEDIA, Case, freeze_unreached
-from tests.support.fsdp import FSDP, repair_average, sharded
+from tests.support.fsdp import FSDP, sharded
 from tests.support.training import TOLERANCE, each_run, fit, loader, reference_gradients, relative_error
 
 
@@ -38,8 +38,6 @@ def run(
     """
     case = {**MEDIA, **SLOT_MEDIA}[family]()
     slots = family in SLOT_MEDIA
-    if fsdp:
-        repair_average()
     freeze_unreached(case)
     batches = []
     reference_batches = []

@@ -14,12 +14,10 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.fsdp import repair_average
+os.environ['FSDP_VERSION'] = '2'
 
 
 def main(folder: str, program: str, *arguments: str) -> str:
-    if any('.fsdp=' in argument for argument in arguments):
-        repair_average()
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -13,7 +13,7 @@ from composer.utils import dist
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.programs.rehearsal import Rehearsal
-from tests.support.fsdp import FSDP, repair_average
+from tests.support.fsdp import FSDP
 from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
 from tests.support.training import On, each_run, hugging_face, logged, train
@@ -29,7 +29,6 @@ def let_size_be_lowered(state: State) -> None:
 
 def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict[str, Any]:
     """Some steps, and as many behind them in a second fit; every forward of more positions than the limit fails."""
-    repair_average()
     dataset = LengthDataset(48, seed=3)
     loader = regrouping_loader(dataset, global_batch_size=16, max_tokens=SIZE * LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)

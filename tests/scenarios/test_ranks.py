@@ -29,7 +29,7 @@ def assert_exact_on_ranks(*groups, ranks, num_cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('ranks', 'num_cases'), [(2, 19), (4, 14)])
+@pytest.mark.parametrize(('ranks', 'num_cases'), [(2, 20), (4, 15)])
 def test_text_on_ranks(ranks, num_cases):
     messages = assert_exact_on_ranks('text', ranks=ranks, num_cases=num_cases)
     assert len(messages) == 2

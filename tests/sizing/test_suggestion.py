@@ -272,6 +272,17 @@ def test_measured_encoder_time_counts() -> None:
     assert 'cost' not in pasted_keys(suggest())
 
 
+def test_pasted_lines_keep_cost_and_equal_counts() -> None:
+    cost = CostModel(quadratic=1 / 3, launch=12345.6)
+    report = suggest(cost=cost, equal_counts=True)
+    keys = pasted_keys(report)
+    assert CostModel(**keys['cost']) == cost
+    assert keys['equal_counts'] is True
+    assert 'equal_counts' not in pasted_keys(suggest())
+    measured_cost = CostModel(launch=5.0)
+    assert pasted_keys(suggest(cost=cost, measured_cost=measured_cost))['cost'] == {'launch': 5.0}
+
+
 def pasted_keys(report: Any) -> dict[str, Any]:
     """The keys that a user pastes into the YAML file of the run."""
     return yaml.safe_load(report.yaml())['microbatching']

@@ -123,9 +123,11 @@ def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) 
     return torch.nn.functional.cross_entropy(predictions, next_labels, **options)
 
 
-def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100) -> dict[str, Any]:
-    """Pads with plain torch, independently of BatchLayout."""
-    width = max(row['input_ids'].shape[1] for row in rows)
+def collate(
+    rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0
+) -> dict[str, Any]:
+    """Pads with plain torch, independently of BatchLayout, to the longest row or to ``width``."""
+    width = max([width, *(row['input_ids'].shape[1] for row in rows)])
     fills = {'input_ids': 0, 'attention_mask': 0, 'labels': labels_on_pads}
     batch = {}
     for key, fill in fills.items():
