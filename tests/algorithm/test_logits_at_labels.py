@@ -370,6 +370,7 @@ def test_plain_loop(shifts_labels):
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
     model.train()
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
+    assert num_hooks(model) == 0
 
 
 def test_arguments_by_position():
