@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated
+from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
@@ -192,17 +192,29 @@ def test_label_on_first_token_behind_padding(caplog):
     assert caplog.text.count('have a label on their first token') == 1
 
 
-def test_rows_with_new_images_are_kept():
-    """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
+@pytest.fixture
+def layout_with_images():
     config = SimpleNamespace(model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
-    layout = BatchLayout.for_model(config)
+    return BatchLayout.for_model(config)
+
+
+def test_rule_is_found_on_a_row_with_media(layout_with_images):
+    """Some models need media. Both rows have enough labels."""
+    batch = drawn_batch('12345678', '12ii3456', pixel_values=numbered(1, 3, 4, 4))
+    row = rule_batch(layout_with_images, batch)
+    assert row['input_ids'].tolist() == [[1, 2, IMAGE, IMAGE, 3, 4, 5, 6]]
+    assert 'pixel_values' in row
+
+
+def test_rows_with_new_images_are_kept(layout_with_images):
+    """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
     rows = ['12345678', '12', '123', '124', '1iiii2', '123i4']
     batch = drawn_batch(*rows, pixel_values=numbered(2, 3, 4, 4))
     longest = 0
     shortest = 1
     largest_image = 4
     smallest_image = 5
-    chosen = chosen_rows(layout, batch, missing=['images'], max_rows=2)
+    chosen = chosen_rows(layout_with_images, batch, missing=['images'], max_rows=2)
     assert chosen == [longest, shortest, smallest_image, largest_image]
 
 
