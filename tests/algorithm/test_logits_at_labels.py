@@ -402,6 +402,7 @@ def test_plain_loop(shifts_labels):
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
     model.train()
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
+    assert num_hooks(model) == 0
 
 
 def assert_one_forward_is_exact(model, call):

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
-from tests.support.text import next_token_loss, one_layer_model, text_row
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
 from tests.support.training import num_hooks, weights_unchanged
 
 
@@ -82,6 +83,17 @@ def row_for_rule():
 )
 def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize(
+    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
+)
+def test_rule_of_rows_with_few_labels(loss, rule, side):
+    """One label cannot tell the rules apart, so further tokens get one. Padding gets none."""
+    batch = ragged_batch([(6, 1), (9, 0)], side=side)
+    row = rule_batch(BatchLayout.infer(batch), batch)
+    assert find_loss_rule(probe_of(loss), row) == rule
 
 
 def test_rule_needs_two_forwards():

@@ -291,3 +291,19 @@ def test_noise_moves_states_of_any_size(value):
     changes = (model.state - value).abs() / written_state.PERTURBATION
     # The mean size of a normal number is 0.8.
     assert changes.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    'constant',
+    [
+        pytest.param(torch.zeros(3, device='meta'), id='meta'),
+        pytest.param(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id='nested'),
+    ],
+)
+def test_constants_that_torch_cannot_compare(constant):
+    model = torch.nn.Module()
+    model.register_buffer('constant', constant)
+    snapshot = StateSnapshot.of_model(model)
+    assert snapshot.written() == []
+    snapshot.restore()
+    assert model.constant is constant
