@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files each sample carries the name of its file as ``source``.
+    With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
+    the path below the folder that all files have in common, such as ``a/train.json``.
 
     A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
     samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
@@ -125,8 +126,8 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
-        file_names = {record.file_name for record in self.records}
-        self._has_several_files = len(file_names) > 1
+        self._file_names = _names_of_files({record.path for record in self.records})
+        self._has_several_files = len(set(self._file_names.values())) > 1
         if self.records and (on_error == 'skip' or fit):
             self._measure(
                 patch_size_of(patch_size, processor),
@@ -180,7 +181,7 @@ class LlavaDataset(Dataset):
             options['steps'] = int(table.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
         if self._has_several_files:
-            sample['source'] = [record.file_name]
+            sample['source'] = [self._file_names[record.path]]
         return sample
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
@@ -331,6 +332,17 @@ class LlavaDataset(Dataset):
                     f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}',
                 )
                 return
+
+
+def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each file by its path, with folders if two files would have the same name."""
+    absolute_paths = {path: os.path.abspath(path) for path in paths}
+    files = set(absolute_paths.values())  # two paths may lead to one file
+    names = {os.path.basename(file) for file in files}
+    if len(names) == len(files):
+        return {path: os.path.basename(file) for path, file in absolute_paths.items()}
+    common_folder = os.path.commonpath(files)
+    return {path: os.path.relpath(file, common_folder) for path, file in absolute_paths.items()}
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:

@@ -123,7 +123,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`file_name` reads the path from it."""
+    """``PATH, line 3``, for messages. :attr:`path` reads the path from it."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
@@ -150,10 +150,10 @@ class Record:
         return files
 
     @property
-    def file_name(self) -> str:
-        """Name of the file that holds the record, without its folder."""
+    def path(self) -> str:
+        """Path of the file that holds the record."""
         path, _, _ = self.source.rpartition(', ')
-        return os.path.basename(path)
+        return path
 
     def count(self, modality: str) -> int:
         """Returns the number of its media of a modality."""
