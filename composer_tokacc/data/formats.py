@@ -571,12 +571,13 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
         if _is_given(value):
-            lists.append(value if isinstance(value, list) else [value])
+            values = value if isinstance(value, list) else [value]
+            lists.append([_parse_medium(modality, value) for value in values])
     if not lists:
         return []
-    if any(values != lists[0] for values in lists):
+    if any(media != lists[0] for media in lists):
         raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
-    return [_parse_medium(modality, value) for value in lists[0]]
+    return lists[0]
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:

@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -83,13 +83,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file whose content is part of the record."""
+    """A file whose content is part of the record. Files of the same content are equal."""
 
-    name: str
+    name: str = field(compare=False)
     """Used in messages."""
     checksum: int
     """CRC-32 of the content, for the fingerprint of the data."""
-    read: Callable[[], bytes]
+    read: Callable[[], bytes] = field(compare=False)
     """Reads the content. In a table, such as parquet, it stays on disk until then."""
 
     @classmethod
