@@ -66,8 +66,8 @@ FIELD_RANGES = {
 }
 """Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number.
 
-A number must be in the range of each pattern that matches its field. A number of something may be 0, which some configs
-write for "none".
+A number must be in the range of each pattern that matches its field, or be the default of its config class. A number of
+something may be 0, which some configs write for "none".
 """
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
@@ -292,11 +292,15 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
+        # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
+        default_value = vars(default).get(default.attribute_map.get(key, key))
+        # The default of a flag, such as Evolla's token_dropout, is true or false.
+        is_number = isinstance(value, int | float) and not isinstance(default_value, bool)
         for pattern, allowed in FIELD_RANGES.items():
-            if isinstance(value, int | float) and re.search(pattern, key):
+            if is_number and value != default_value and re.search(pattern, key):
                 check_value(f'{path}.{key}', value, allowed)
-        inner = getattr(default, key, None)
-        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+        if isinstance(value, dict) and isinstance(default_value, PretrainedConfig):
+            inner = default_value
             # The settings may name another type of encoder or language model than the default one.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:
