@@ -571,8 +571,11 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
         if _is_given(value):
-            values = value if isinstance(value, list) else [value]
-            lists.append([_parse_medium(modality, value) for value in values])
+            files = value if isinstance(value, list) else [value]
+            media = []
+            for file in files:
+                media.append(_parse_medium(modality, file))
+            lists.append(media)
     if not lists:
         return []
     if any(media != lists[0] for media in lists):

@@ -126,8 +126,8 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
-        self._file_names = _names_of_files({record.path for record in self.records})
-        self._has_several_files = len(set(self._file_names.values())) > 1
+        paths = {record.path for record in self.records}
+        self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
             self._measure(
                 patch_size_of(patch_size, processor),
@@ -180,8 +180,8 @@ class LlavaDataset(Dataset):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
-        if self._has_several_files:
-            sample['source'] = [self._file_names[record.path]]
+        if self._source_names:
+            sample['source'] = [self._source_names[record.path]]
         return sample
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
@@ -335,14 +335,27 @@ class LlavaDataset(Dataset):
 
 
 def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
-    """Returns the name of each file by its path, with folders if two files would have the same name."""
-    absolute_paths = {path: os.path.abspath(path) for path in paths}
-    files = set(absolute_paths.values())  # two paths may lead to one file
-    names = {os.path.basename(file) for file in files}
-    if len(names) == len(files):
-        return {path: os.path.basename(file) for path, file in absolute_paths.items()}
-    common_folder = os.path.commonpath(files)
-    return {path: os.path.relpath(file, common_folder) for path, file in absolute_paths.items()}
+    """Returns the name of each file by its path, with folders if two files would have the same name.
+
+    Returns nothing for a single file, to which several paths may lead.
+    """
+    files = {}
+    short_names = {}
+    for path in paths:
+        file = os.path.abspath(path)
+        files[path] = file
+        short_names[path] = os.path.basename(file)
+    num_files = len(set(files.values()))
+    num_names = len(set(short_names.values()))
+    if num_files < 2:
+        return {}
+    if num_names == num_files:
+        return short_names
+    common_folder = os.path.commonpath(files.values())
+    long_names = {}
+    for path, file in files.items():
+        long_names[path] = os.path.relpath(file, common_folder)
+    return long_names
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:

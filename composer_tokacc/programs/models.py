@@ -293,12 +293,14 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     check_names(path, settings, known_names)
     for key, value in settings.items():
         # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
-        default_value = vars(default).get(default.attribute_map.get(key, key))
-        # The default of a flag, such as Evolla's token_dropout, is true or false.
-        is_number = isinstance(value, int | float) and not isinstance(default_value, bool)
-        for pattern, allowed in FIELD_RANGES.items():
-            if is_number and value != default_value and re.search(pattern, key):
-                check_value(f'{path}.{key}', value, allowed)
+        name_of_default = default.attribute_map.get(key, key)
+        default_value = vars(default).get(name_of_default)
+        is_number = isinstance(value, int | float)
+        is_flag = isinstance(default_value, bool)  # such as Evolla's token_dropout
+        if is_number and not is_flag and value != default_value:
+            for pattern, allowed in FIELD_RANGES.items():
+                if re.search(pattern, key):
+                    check_value(f'{path}.{key}', value, allowed)
         if isinstance(value, dict) and isinstance(default_value, PretrainedConfig):
             inner = default_value
             # The settings may name another type of encoder or language model than the default one.
