@@ -66,8 +66,8 @@ FIELD_RANGES = {
 }
 """Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number.
 
-A number must be in the range of each pattern that matches its field, or be the default of its config class. A number of
-something may be 0, which some configs write for "none".
+A number must be in the range of each pattern that matches its field. A number of something may be 0, which some configs
+write for "none".
 """
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
@@ -282,6 +282,8 @@ def read_config(
 
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
+
+    A number that is the default of its field is always accepted.
 
     Args:
         settings: The user's fields.
