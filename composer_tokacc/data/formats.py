@@ -319,8 +319,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        role_name = turn.get('role', turn.get('from'))
-        if ROLES.get(str(role_name)) == 'assistant':
+        if _role_of(turn) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
     return [*_with_media_first(turns, data), *completion]
@@ -370,6 +369,18 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     return _with_media_first([*turns, *_turns_of(pairs)], data)
 
 
+def _role_of(turn: JsonObject) -> str | None:
+    """Returns ``Turn.role`` of a turn as it stands in a record. None if it names no known role.
+
+    A table that unites two spellings has both keys in each turn, one of them without a value.
+    """
+    for key in ('role', 'from'):
+        role_name = turn.get(key)
+        if _is_given(role_name):
+            return ROLES.get(str(role_name))
+    return None
+
+
 def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
     """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
@@ -378,7 +389,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
         # or the turn is refused later.
         if not isinstance(content, str):
             return list(turns)
-        may_hold_media = ROLES.get(str(turn.get('role'))) in ROLES_WITH_MEDIA
+        may_hold_media = _role_of(turn) in ROLES_WITH_MEDIA
         if may_hold_media and MEDIUM_IN_TEXT.search(content):
             return list(turns)
     placeholders = ''
@@ -386,7 +397,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
         placeholders += f'<{modality}>' * len(_listed_media(data, modality))
     placed = []
     for turn in turns:
-        if ROLES.get(str(turn.get('role'))) == 'user':
+        if _role_of(turn) == 'user':
             turn = {**turn, 'content': placeholders + turn['content']}
             placeholders = ''
         placed.append(turn)
@@ -561,12 +572,16 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
         if _is_given(value):
-            lists.append(value if isinstance(value, list) else [value])
+            files = value if isinstance(value, list) else [value]
+            media = []
+            for file in files:
+                media.append(_parse_medium(modality, file))
+            lists.append(media)
     if not lists:
         return []
-    if any(values != lists[0] for values in lists):
+    if any(media != lists[0] for media in lists):
         raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
-    return [_parse_medium(modality, value) for value in lists[0]]
+    return lists[0]
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:

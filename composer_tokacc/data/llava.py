@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files each sample carries the name of its file as ``source``.
+    With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
+    the path below the folder that all files have in common, such as ``a/train.json``.
 
     A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
     samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
@@ -125,8 +126,8 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
-        file_names = {record.file_name for record in self.records}
-        self._has_several_files = len(file_names) > 1
+        paths = {record.path for record in self.records}
+        self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
             self._measure(
                 patch_size_of(patch_size, processor),
@@ -180,8 +181,8 @@ class LlavaDataset(Dataset):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
-        if self._has_several_files:
-            sample['source'] = [record.file_name]
+        if self._source_names:
+            sample['source'] = [self._source_names[record.path]]
         return sample
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
@@ -332,6 +333,30 @@ class LlavaDataset(Dataset):
                     f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}',
                 )
                 return
+
+
+def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each file by its path, with folders if two files would have the same name.
+
+    Returns nothing for a single file, to which several paths may lead.
+    """
+    files = {}
+    short_names = {}
+    for path in paths:
+        file = os.path.abspath(path)
+        files[path] = file
+        short_names[path] = os.path.basename(file)
+    num_files = len(set(files.values()))
+    num_names = len(set(short_names.values()))
+    if num_files < 2:
+        return {}
+    if num_names == num_files:
+        return short_names
+    common_folder = os.path.commonpath(files.values())
+    long_names = {}
+    for path, file in files.items():
+        long_names[path] = os.path.relpath(file, common_folder)
+    return long_names
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -83,13 +83,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file whose content is part of the record."""
+    """A file whose content is part of the record. Files of the same content are equal."""
 
-    name: str
+    name: str = field(compare=False)
     """Used in messages."""
     checksum: int
     """CRC-32 of the content, for the fingerprint of the data."""
-    read: Callable[[], bytes]
+    read: Callable[[], bytes] = field(compare=False)
     """Reads the content. In a table, such as parquet, it stays on disk until then."""
 
     @classmethod
@@ -123,7 +123,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`file_name` reads the path from it."""
+    """``PATH, line 3``, for messages. :attr:`path` reads the path from it."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
@@ -150,10 +150,10 @@ class Record:
         return files
 
     @property
-    def file_name(self) -> str:
-        """Name of the file that holds the record, without its folder."""
+    def path(self) -> str:
+        """Path of the file that holds the record."""
         path, _, _ = self.source.rpartition(', ')
-        return os.path.basename(path)
+        return path
 
     def count(self, modality: str) -> int:
         """Returns the number of its media of a modality."""

@@ -284,6 +284,8 @@ def read_config(
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
 
+    A number that is the default of its field is always accepted.
+
     Args:
         settings: The user's fields.
         default: A config of the same class without any settings. It tells which fields there are.
@@ -293,11 +295,17 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
-        for pattern, allowed in FIELD_RANGES.items():
-            if isinstance(value, int | float) and re.search(pattern, key):
-                check_value(f'{path}.{key}', value, allowed)
-        inner = getattr(default, key, None)
-        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+        # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
+        name_of_default = default.attribute_map.get(key, key)
+        default_value = vars(default).get(name_of_default)
+        is_number = isinstance(value, int | float)
+        is_flag = isinstance(default_value, bool)  # such as Evolla's token_dropout
+        if is_number and not is_flag and value != default_value:
+            for pattern, allowed in FIELD_RANGES.items():
+                if re.search(pattern, key):
+                    check_value(f'{path}.{key}', value, allowed)
+        if isinstance(value, dict) and isinstance(default_value, PretrainedConfig):
+            inner = default_value
             # The settings may name another type of encoder or language model than the default one.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:

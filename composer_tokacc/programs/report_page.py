@@ -152,6 +152,8 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
             x = MARGIN + (WIDTH - 2 * MARGIN) * across
             y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
             points.append(f'{x:.1f},{y:.1f}')
+            if len(steps) == 1:  # a line of one point cannot be seen
+                lines.append(f'<circle fill="{color}" r="3" cx="{x:.1f}" cy="{y:.1f}"/>')
         lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
         legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
     # The numbers are pixels, so that the texts stand beside the axes without touching the curves.

@@ -514,6 +514,30 @@ def test_weight_0_of_an_answer(folder):
     assert learned_text(plain, tokenizer) == 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>'
 
 
+@pytest.mark.parametrize('empty', [None, ''])
+def test_prompt_of_a_table_with_two_spellings(empty):
+    """Turns have both keys of the role, and one of them is empty. Answers of the prompt carry no loss."""
+    prompt = [
+        {'role': 'user', 'from': empty, 'content': 'Which colour?'},
+        {'role': empty, 'from': 'gpt', 'content': 'Red?'},
+        {'role': empty, 'from': 'human', 'content': 'And?'},
+    ]
+    completion = [{'role': empty, 'from': 'gpt', 'content': 'Blue.'}]
+    record = parse({'prompt': prompt, 'completion': completion})
+    assert lines_of(record) == [
+        'user: Which colour?',
+        'assistant: Red? (no loss)',
+        'user: And?',
+        'assistant: Blue.',
+    ]
+
+
+def test_media_before_a_question_of_two_spellings():
+    prompt = [{'role': None, 'from': 'human', 'content': 'Which colour?'}]
+    record = parse({'prompt': prompt, 'completion': [ANSWER], 'images': ['red.png']})
+    assert lines_of(record) == LINES_ABOUT_RED
+
+
 def test_no_tools_as_a_json_text(folder):
     assert image_colours(parse(about_red(tools='[]'), folder)) == ['red']
 

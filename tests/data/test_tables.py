@@ -126,6 +126,19 @@ def test_records_hold_no_image(tmp_path):
     assert dataset.fingerprint() == LlavaDataset(path, small()).fingerprint()
 
 
+def test_same_images_under_two_keys(tmp_path):
+    """They are read once. Other images under the second key are refused."""
+    red = {'bytes': png(), 'path': None}
+    row = {'image': red, 'images': [{**red, 'path': 'red.png'}], 'conversations': turns('<image>?', 'Red.')}
+    path = to_parquet(datasets.Dataset.from_list([row]), tmp_path)
+    sample = LlavaDataset(path, small())[0]
+    assert sample['num_images'] == [1]
+    row['images'] = [{'bytes': png('blue'), 'path': None}]
+    path = to_parquet(datasets.Dataset.from_list([row]), tmp_path)
+    with pytest.raises(BadSampleError, match='must name the same files'):
+        LlavaDataset(path, small())
+
+
 def test_bad_rows_are_named(tmp_path):
     rows = [
         {'image': {'bytes': png()[:40], 'path': None}, 'conversations': turns('<image>?', 'No.')},

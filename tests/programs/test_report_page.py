@@ -25,7 +25,7 @@ SHAPE = [(4, 2), (9, 7), (6, 1)]
 
 
 class Page(HTMLParser):
-    """Collects captions, the points of each line, and the addresses that a browser would load."""
+    """Collects captions, points of lines, the number of marks, and addresses that a browser would load."""
 
     def __init__(self, text):
         super().__init__()
@@ -33,10 +33,13 @@ class Page(HTMLParser):
         self.fetched = []
         self.captions = []
         self.lines = []
+        self.num_marks = 0
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.open_tags.append(tag)
+        if tag == 'circle':
+            self.num_marks += 1
         for name, value in attrs:
             if name in ('src', 'href'):
                 self.fetched.append(value)
@@ -117,6 +120,14 @@ def test_long_run_is_drawn_by_means(tmp_path):
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
     assert list(ys) == sorted(ys, reverse=True)
+
+
+def test_single_value_has_a_mark(tmp_path):
+    """An evaluation at the end of a run gives one point. A line of one point cannot be seen."""
+    metrics = {'metrics/eval/a': ([8], [1.5]), 'metrics/eval/b': ([4, 8], [2.0, 1.0])}
+    path = tmp_path / 'report.html'
+    write_page(path, 'short', [], metrics)
+    assert Page(path.read_text()).num_marks == 1
 
 
 def test_attributes_of_a_users_dataset_are_not_ours():
