@@ -632,6 +632,7 @@ class TokenAccumulation(Algorithm):
         self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
         run = self._run
         step = run.step
+        run.reductions.note_reached()
         run.reductions.complete_for_ddp()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
@@ -651,6 +652,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         check_reduced(state.model)
+        run.reductions.check_reached()
         if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
