@@ -23,7 +23,6 @@ import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-
 from torch.distributed.tensor import DTensor
 
 # The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
