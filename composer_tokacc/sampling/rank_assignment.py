@@ -141,7 +141,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
         )
 
 
-def _without_weight(batch: dict[str, Any]) -> BatchDict:
+def _without_weight(batch: Batch) -> BatchDict:
     """Marks the only row of a batch as no sample, and masks its labels, which also metrics of an evaluation read."""
     if 'labels' in batch:
         batch = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
