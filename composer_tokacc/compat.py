@@ -23,6 +23,7 @@ import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 # The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -194,6 +195,8 @@ def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     if gradient is None:
         return 0, 0
+    if isinstance(gradient, DTensor):
+        gradient = gradient._local_tensor  # FSDP2 adds to this tensor, which the DTensor itself does not count
     return id(gradient), gradient._version
 
 

@@ -147,6 +147,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
+        self._num_read = 0  # batches that were read from the loader since it was last iterated from its start
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
@@ -159,6 +160,7 @@ class TokenAccumulation(Algorithm):
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
             Event.FIT_START: TokenAccumulation._start_fit,
+            Event.BEFORE_DATALOADER: TokenAccumulation._note_read,
             Event.BATCH_START: TokenAccumulation._begin_step,
             Event.BEFORE_TRAIN_BATCH: TokenAccumulation._start_attempt,
             Event.BEFORE_FORWARD: TokenAccumulation._begin_forward,
@@ -168,6 +170,7 @@ class TokenAccumulation(Algorithm):
             Event.AFTER_TRAIN_BATCH: TokenAccumulation._finish,
             Event.BATCH_END: TokenAccumulation._end_step,
             Event.EPOCH_END: TokenAccumulation._end_epoch,
+            Event.ITERATION_END: TokenAccumulation._note_restart,
             Event.EVAL_START: TokenAccumulation._give_rule_to_eval_split,
             Event.FIT_END: TokenAccumulation._end_fit,
         }
@@ -284,6 +287,7 @@ class TokenAccumulation(Algorithm):
         self._end_fit(state)  # FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
+        self._num_read = 0
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -291,8 +295,21 @@ class TokenAccumulation(Algorithm):
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
 
+    def _note_read(self, state: State) -> None:
+        """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
+
+        ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
+        checkpoint or from the last fit, but the loader is read from its start.
+        """
+        self._num_read += 1
+
+    def _note_restart(self, state: State) -> None:
+        """ITERATION_END: the loader is iterated from its start after this, also within an epoch."""
+        self._num_read = 0
+
     def _end_epoch(self, state: State) -> None:
         """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
+        self._num_read = 0
         # The timestamp itself is already that of the next epoch.
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
@@ -324,7 +341,7 @@ class TokenAccumulation(Algorithm):
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = int(state.timestamp.batch_in_epoch)
+        batch_index = max(self._num_read - 1, 0)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -641,6 +658,7 @@ class TokenAccumulation(Algorithm):
         self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
         run = self._run
         step = run.step
+        run.reductions.note_reached()
         run.reductions.complete_for_ddp()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
@@ -662,6 +680,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         check_reduced(state.model)
+        run.reductions.check_reached()
         if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)

@@ -155,6 +155,7 @@ def build_trainer(
         parts.processor,
         adapter=identify_adapter(parts.model.model),
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
+        order=source_of(config).order(),
         model=parts.model,
         trainer=config.trainer,
         on_other_data=config.loader.on_other_data,

@@ -351,6 +351,8 @@ class SameData(Callback):
         adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
         optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
             the settings in the checkpoint.
+        order: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
+            run goes on within an epoch, because it would repeat some samples and lose others.
         model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
@@ -363,6 +365,7 @@ class SameData(Callback):
         *,
         adapter: Section,
         optimizer: Section | None = None,
+        order: Section | None = None,
         model: torch.nn.Module | None = None,
         trainer: Section,
         on_other_data: str = 'raise',
@@ -386,15 +389,16 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        # Only a streaming dataset orders its samples itself. Other datasets have a sampler. It compares the order when
-        # it loads its state.
+        # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
             self._fingerprints['order'] = dataset.identity_of_order()
         for name, value in (optimizer or {}).items():
             if name not in SPEED_SETTINGS:
-                # As it comes back from a checkpoint, which holds JSON: tuples become lists.
-                as_json = json.dumps(value, default=str)
-                self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
+                self._fingerprints[f'optimizer.{name}'] = _as_json(value)
+        if order is not None:
+            self._fingerprints['batches'] = _as_json(order)
+        self._other_batches = ''
+        """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
@@ -454,11 +458,21 @@ class SameData(Callback):
         """Lets checkpoints hold the fingerprints again. Forgets the model, which is not compared after that."""
         self._is_loading = False
         self.model = None
+        # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
+        if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
+            self._refuse(
+                'a run that is resumed within an epoch must have the batches of its checkpoint, or some samples are '
+                f'repeated and others left out, got: {self._other_batches}'
+            )
 
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
         with building('fingerprints'):  # turns errors into one line, because somebody may have changed the checkpoint
             saved = check_value('fingerprints', json.loads(saved_json or '{}'), dict)
+        saved_batches = saved.pop('batches', None)
+        batches = self._fingerprints.get('batches')
+        if saved_batches is not None and batches is not None and saved_batches != batches:
+            self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
@@ -469,10 +483,13 @@ class SameData(Callback):
         if not differing:
             return
         details = ', '.join(differing.values())
-        message = (
+        self._refuse(
             'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
             f'got: other {" and ".join(differing)} ({details})'
         )
+
+    def _refuse(self, message: str) -> None:
+        """Raises ConfigError with this message and the remedies; only warns if the user wants to go on."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -534,6 +551,12 @@ def _compare_shapes(
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value as it comes back from a checkpoint, which holds JSON: tuples become lists."""
+    text = json.dumps(value, default=str)
+    return json.loads(text)
 
 
 def _short(value: Any) -> str:

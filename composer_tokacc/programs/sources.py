@@ -146,6 +146,21 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
+    def order(self) -> dict[str, Any] | None:
+        """Returns the settings that decide which samples a batch holds; None: the dataset itself decides that."""
+        loader = self.config.loader
+        settings = {
+            'seed': self.config.seed,
+            'loader.shuffle': loader.shuffle,
+            'loader.drop_last': loader.drop_last,
+            'loader.modality': loader.modality,
+        }
+        if loader.global_batch_tokens is None:
+            settings['loader.global_batch_size'] = loader.global_batch_size
+        else:
+            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+        return settings
+
     def by_index(self, dataset: Any) -> Any:
         """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
         return dataset
@@ -725,6 +740,9 @@ class ShardSource(Source):
             **options,
         )
         return loader, slot_tokens
+
+    def order(self) -> None:
+        """Returns None, because the dataset holds the order in its own state."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples. The dataset's own length counts only the samples of this rank."""

@@ -380,6 +380,26 @@ def test_other_betas_of_optimizer_are_refused():
         resume_with_optimizer({'betas': (0.9, 0.99)})
 
 
+def resume_with_batches(batch_in_epoch, **options):
+    """Loads the state of a run with twice as large batches."""
+    saved = same_data(Named('ab'), order={'loader.global_batch_size': 8}, trainer={})
+    callback = same_data(Named('ab'), order={'loader.global_batch_size': 4}, trainer={}, **options)
+    callback.load_state_dict(saved.state_dict())
+    timestamp = SimpleNamespace(batch_in_epoch=batch_in_epoch)
+    callback.after_load(SimpleNamespace(timestamp=timestamp), None)
+
+
+def test_other_batches_within_an_epoch(caplog):
+    """They would repeat some samples of the epoch and leave others out."""
+    with pytest.raises(ConfigError, match=r'batches .* got: {"loader.global_batch_size": 8} there, {.*: 4} here'):
+        resume_with_batches(3)
+    resume_with_batches(3, on_other_data='warn')
+    assert 'goes on because of `loader.on_other_data`' in caplog.text
+    caplog.clear()
+    resume_with_batches(0)
+    assert not caplog.records
+
+
 def test_autoresume_ignores_load_ignore_keys(tmp_path):
     """They are for another `load_path`, so the run's own checkpoint is still compared."""
     latest = tmp_path / 'latest-rank0.pt'
