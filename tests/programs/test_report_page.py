@@ -156,6 +156,15 @@ def test_only_numbers_are_written(tmp_path):
     lines = JsonLines(str(tmp_path))
     lines.run_event(Event.FIT_START, state_at(0), None)
     lines.log_metrics({'loss': torch.tensor(1.5), 'phase': 'warm-up', 'nothing': None, 'vector': torch.ones(1)})
+    lines.log_metrics({'rows': [[1, 2], [3]], 'large': 10**400, 'complex': torch.tensor(1j)})
+    lines.run_event(Event.BATCH_END, state_at(1), None)
+    assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_metric_named_step(tmp_path):
+    lines = JsonLines(str(tmp_path))
+    lines.run_event(Event.FIT_START, state_at(0), None)
+    lines.log_metrics({'loss': 1.5, 'step': 70.5})
     lines.run_event(Event.BATCH_END, state_at(1), None)
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
 
