@@ -154,18 +154,26 @@ class Source(ABC):
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
+        maker = self.processor_maker()
+        arguments = self._small_processor_arguments(maker)
         with building('dataset.processor'):
-            return self.processor_maker()(**self._small_processor_arguments())
+            return maker(**arguments)
 
-    def _small_processor_arguments(self) -> dict[str, Any]:
-        """Returns the settings in ``dataset.processor``. Sizes that it leaves out come from the config of the model."""
+    def _small_processor_arguments(self, maker: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the checked settings in ``dataset.processor``, the arguments of ``maker``.
+
+        Sizes that the section leaves out come from the config of the model.
+        """
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        return arguments
+        # An argument of a user's function may have the name of one of ours, but another range.
+        is_ours = isinstance(maker, partial) and maker.func is build_small_processor
+        hints = DATASET_HINTS if is_ours else None
+        return check_arguments('dataset.processor', maker, arguments, hints=hints)
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -177,11 +185,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            maker = self.processor_maker()
-            # An argument of a user's function may have the name of one of ours, but another range.
-            is_ours = isinstance(maker, partial) and maker.func is build_small_processor
-            hints = DATASET_HINTS if is_ours else None
-            check_arguments('dataset.processor', maker, self._small_processor_arguments(), hints=hints)
+            self._small_processor_arguments(self.processor_maker())
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -322,7 +326,7 @@ class FileSource(Source):
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
-            if part.keys() & SHARE_KEYS.keys():
+            if 'parts' in self.section and part.keys() & SHARE_KEYS.keys():
                 key_needing_plan = 'dataset.parts'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
@@ -405,21 +409,27 @@ class FileSource(Source):
         if is_eval:
             if not self.section.get('eval'):
                 return None
-            return self._open('dataset.eval', self._eval_section(), processor)
+            return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
+        extra_keys = PART_KEYS if 'parts' in self.section else {'name': Any}
         datasets = []
         for name, part in parts.items():
             path = f'dataset.parts.{name}' if name else 'dataset'
-            dataset = self._open(path, part, processor)
+            dataset = self._open(path, part, extra_keys, processor)
             if self.token_weights == 'column' and not self.shares_by_weights:
                 _check_loss_weights(dataset)
             datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
-    def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
-        """Builds one dataset from its complete settings. ``path`` is its key in the config."""
+    def _open(self, path: str, part: Section, extra_keys: Section, processor: Processor) -> Dataset:
+        """Builds one dataset from its complete settings. ``path`` is its key in the config.
+
+        ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
+        """
         cls = _dataset_class(path, part['name'])
-        arguments = without(part, *PART_KEYS)
+        arguments = without(_check_dataset(path, part, extra_keys), *extra_keys)
+        if _is_ours(cls) and 'video' in part:
+            arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
             # of the loader, so the dataset gets this size.
@@ -562,11 +572,11 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
-    """Refuses settings that are neither arguments of the dataset's class nor ``extra_keys``."""
+def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
+    """Returns the checked settings. Refuses those that are neither arguments of the class nor ``extra_keys``."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
+    return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):

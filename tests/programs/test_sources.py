@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,28 @@ def test_image_cap_of_plans_and_split(tmp_path):
     assert most_image_tokens(free, token_id) > cap
     assert 0 < most_image_tokens(capped, token_id) <= cap
     assert capped.split_batch.__self__._split.options.max_image_tokens == cap
+
+
+class Pairs:
+    """A dataset of a user, with arguments that YAML has no values for, and one with the name of a key of parts."""
+
+    def __init__(self, path: Path, pairs: list[tuple[int, int]], processor: set[str], weight: float = 0.0):
+        self.arguments = path, pairs, processor, weight
+
+    @staticmethod
+    def build_processor(words: set[str]) -> set[str]:
+        return words
+
+
+def test_values_that_yaml_does_not_have(tmp_path):
+    file = tmp_path / 'pairs.yaml'
+    file.write_text(
+        f'dataset: {{name: {__name__}.Pairs, path: data.json, pairs: [[1, 2]], weight: -1, processor: {{words: [a]}}}}'
+    )
+    source = source_of(load_config(file))
+    source.check()
+    dataset = source.build_dataset(source.build_processor())
+    assert dataset.arguments == (Path('data.json'), [(1, 2)], {'a'}, -1)
 
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
