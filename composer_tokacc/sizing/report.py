@@ -187,7 +187,7 @@ class SizingReport:
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings, such as about rough figures, samples that are too large, and a smaller size that is faster."""
+        """Returns warnings, such as those about rough figures, samples that are too large, and a faster size."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
