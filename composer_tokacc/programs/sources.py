@@ -107,8 +107,10 @@ class NamedParts(ConcatDataset):
         self.names = list(names)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        name = self.names[bisect_right(self.cumulative_sizes, index)]
-        return {**super().__getitem__(index), 'source': [name]}
+        sample = super().__getitem__(index)  # raises if the index is out of range
+        from_start = index % len(self)  # -1 is the last sample
+        part = bisect_right(self.cumulative_sizes, from_start)
+        return {**sample, 'source': [self.names[part]]}
 
 
 class Source(ABC):
@@ -411,12 +413,16 @@ class FileSource(Source):
                 return None
             return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
-        extra_keys = PART_KEYS if 'parts' in self.section else {'name': Any}
+        extra_keys = {'name': Any}
+        if 'parts' in self.section:
+            extra_keys = PART_KEYS
         datasets = []
         for name, part in parts.items():
             path = f'dataset.parts.{name}' if name else 'dataset'
             dataset = self._open(path, part, extra_keys, processor)
-            if self.token_weights == 'column' and not self.shares_by_weights:
+            needs_weights = self.token_weights == 'column' and not self.shares_by_weights
+            # Whether samples of other datasets have weights shows only in the batches.
+            if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
@@ -427,7 +433,8 @@ class FileSource(Source):
         ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
         """
         cls = _dataset_class(path, part['name'])
-        arguments = without(_check_dataset(path, part, extra_keys), *extra_keys)
+        checked = _check_dataset(path, part, extra_keys)
+        arguments = without(checked, *extra_keys)
         if _is_ours(cls) and 'video' in part:
             arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
@@ -546,12 +553,9 @@ def _smaller(first: int | None, second: int | None) -> int | None:
     return min(limits, default=None)
 
 
-def _check_loss_weights(dataset: Any) -> None:
-    """Refuses a dataset if one of its ``records``, as LlavaDataset has them, has no weights.
-
-    Whether the samples of other datasets have weights shows only in the batches.
-    """
-    for record in getattr(dataset, 'records', ()):
+def _check_loss_weights(dataset: LlavaDataset) -> None:
+    """Refuses a dataset if one of its records has no weights."""
+    for record in dataset.records:
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
 

@@ -148,6 +148,39 @@ def test_values_that_yaml_does_not_have(tmp_path):
     assert dataset.arguments == (Path('data.json'), [(1, 2)], {'a'}, -1)
 
 
+class Rows:
+    """A dataset of a user, whose ``records`` are not those of LlavaDataset."""
+
+    def __init__(self, processor=None, first: int = 0):
+        self.records = [{'number': first}, {'number': first + 1}]
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return dict(self.records[index])
+
+    @staticmethod
+    def build_processor():
+        return None
+
+
+def test_parts_of_a_user(tmp_path):
+    file = tmp_path / 'rows.yaml'
+    file.write_text(
+        f'dataset: {{name: {__name__}.Rows, parts: {{a: {{}}, b: {{first: 10}}}}}}\n'
+        'algorithms: {token_accumulation: {token_weights: column}}\n'
+    )
+    dataset = source_of(load_config(file)).build_dataset(None)
+    first_sample = {'number': 0, 'source': ['a']}
+    last_sample = {'number': 11, 'source': ['b']}
+    assert dataset[0] == dataset[-4] == first_sample
+    assert dataset[3] == dataset[-1] == last_sample
+    for index in (4, -5):
+        with pytest.raises((IndexError, ValueError)):
+            dataset[index]
+
+
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as if scikit-learn were not installed
     # Without the scans that were loaded before.
