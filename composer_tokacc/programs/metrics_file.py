@@ -61,8 +61,9 @@ class JsonLines(LoggerDestination):
         because that is the key of the line's step.
         """
         for name, value in metrics.items():
-            is_array = getattr(value, 'ndim', 0) != 0  # an array with one element has a float, too
-            if is_array or name == STEP:
+            if name == STEP:
+                continue
+            if getattr(value, 'ndim', 0) != 0:  # `float` would also take an array with one value
                 continue
             try:
                 number = float(value)

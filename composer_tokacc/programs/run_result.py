@@ -183,8 +183,10 @@ def write_report(
             is_sharded=config.is_sharded,
         )
         add_to_result = import_by_name('report.name', config.report['name'])
-        settings = check_arguments('report', partial(add_to_result, None), config.report, extra_keys=REPORT_KEYS)
-        lines += add_to_result(run, **without(settings, *REPORT_KEYS)) or ()
+        function = partial(add_to_result, None)  # the run is not from the file
+        settings = check_arguments('report', function, config.report, extra_keys=REPORT_KEYS)
+        arguments = without(settings, *REPORT_KEYS)
+        lines += add_to_result(run, **arguments) or ()
     text = json.dumps(result, indent=2, default=str)
     (folder / 'result.json').write_text(f'{text}\n')
     if config.report.get('export'):

@@ -107,7 +107,7 @@ class NamedParts(ConcatDataset):
         self.names = list(names)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = super().__getitem__(index)  # raises if the index is out of range
+        sample: dict[str, Any] = super().__getitem__(index)  # raises if the index is out of range
         from_start = index % len(self)  # -1 is the last sample
         part = bisect_right(self.cumulative_sizes, from_start)
         return {**sample, 'source': [self.names[part]]}
@@ -427,7 +427,13 @@ class FileSource(Source):
             datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
-    def _open(self, path: str, part: Section, extra_keys: Section, processor: Processor) -> Dataset:
+    def _open(
+        self,
+        path: str,
+        part: Section,
+        extra_keys: Section,
+        processor: Processor,
+    ) -> Dataset:
         """Builds one dataset from its complete settings. ``path`` is its key in the config.
 
         ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
