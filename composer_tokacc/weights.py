@@ -106,6 +106,8 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     if isinstance(column, (list, tuple)):
         weights_of_rows = []
         for row, value in enumerate(column):
+            if getattr(value, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
+                value = value.item()
             if value is not None and not isinstance(value, (int, float)):
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'

@@ -8,6 +8,7 @@ A path may end in ``#name``: the name of a dataset in a ``dataset_info.json``, o
 
 from __future__ import annotations
 
+import glob
 import gzip
 import importlib.util
 import json
@@ -317,7 +318,9 @@ def _load_table(path: str) -> Any:
             if not file.is_dir():
                 regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
-    return datasets.Dataset.from_parquet(path)
+    # `datasets` takes a path as a glob pattern, and a relative one as the pattern of the whole path.
+    pattern = glob.escape(os.path.abspath(path))
+    return datasets.Dataset.from_parquet(pattern)
 
 
 def _without_decoding(feature: Any) -> Any:

@@ -9,22 +9,21 @@ Each of our sections is a dataclass, whose annotations are types, choices and ra
 
 from __future__ import annotations
 
-import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 from composer_tokacc.planning import CostModel, mean_samples
 from composer_tokacc.programs.errors import ConfigError, building, shorten, unknown_name
@@ -444,8 +443,9 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
 def check_value(path: str, value: Any, hint: Hint) -> Any:
     """Returns the value if it fits the annotation. Raises ConfigError if it does not.
 
-    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and a list for a
-    tuple becomes a tuple. A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
+    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and that a list
+    or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
+    fit, because hosts treat the text ``'no'`` as true.
     """
     # The annotation itself, and the types in its brackets: the branches of a union, or the type in Annotated.
     branches = (hint, *get_args(hint))
@@ -453,17 +453,30 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     for branch in branches:
         if _is_section(branch) and not is_null:
             return build_dataclass(path, branch, value)
-        if get_origin(branch) is tuple and isinstance(value, list):
-            value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
     if checker is None:
         return value
     try:
-        checker.validate_python(value)
+        return _fit(value, checker)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
-    return value
+
+
+def _fit(value: Any, checker: TypeAdapter) -> Any:
+    """Returns the value if it fits the annotation, or else as pydantic reads it from JSON. Raises ValidationError.
+
+    Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is as
+    strict about numbers and bools as otherwise.
+    """
+    try:
+        checker.validate_python(value)
+        return value
+    except ValidationError:
+        text = json.dumps(value, default=repr)
+        if json.loads(text) != value:  # keys that are not texts would become texts; NaN is never equal
+            raise
+        return checker.validate_json(text)
 
 
 def _is_section(hint: Hint) -> bool:
@@ -485,7 +498,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     return path, value
 
 
-@functools.lru_cache
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
     if isinstance(hint, str):  # an annotation that is a plain text
@@ -493,7 +505,7 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         checker = TypeAdapter(hint, config=config)
-    except (PydanticUserError, NameError):
+    except Exception:  # of any kind, because an annotation may be any object
         return None
     # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.
     return checker if checker.pydantic_complete else None
@@ -508,6 +520,9 @@ def _requirement(error: ValidationError) -> str:
     for detail in error.errors():
         _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
+        reason = reason.replace('an object', 'a mapping').replace('valid array', 'list')  # the words for JSON
+        if detail['type'] == 'missing':
+            reason = 'have more entries'
         # A YAML file cannot hold an object of a class, so this branch of a union is not named.
         if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)

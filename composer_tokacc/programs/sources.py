@@ -107,8 +107,10 @@ class NamedParts(ConcatDataset):
         self.names = list(names)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        name = self.names[bisect_right(self.cumulative_sizes, index)]
-        return {**super().__getitem__(index), 'source': [name]}
+        sample: dict[str, Any] = super().__getitem__(index)  # raises if the index is out of range
+        from_start = index % len(self)  # -1 is the last sample
+        part = bisect_right(self.cumulative_sizes, from_start)
+        return {**sample, 'source': [self.names[part]]}
 
 
 class Source(ABC):
@@ -169,18 +171,26 @@ class Source(ABC):
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
+        maker = self.processor_maker()
+        arguments = self._small_processor_arguments(maker)
         with building('dataset.processor'):
-            return self.processor_maker()(**self._small_processor_arguments())
+            return maker(**arguments)
 
-    def _small_processor_arguments(self) -> dict[str, Any]:
-        """Returns the settings in ``dataset.processor``. Sizes that it leaves out come from the config of the model."""
+    def _small_processor_arguments(self, maker: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the checked settings in ``dataset.processor``, the arguments of ``maker``.
+
+        Sizes that the section leaves out come from the config of the model.
+        """
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        return arguments
+        # An argument of a user's function may have the name of one of ours, but another range.
+        is_ours = isinstance(maker, partial) and maker.func is build_small_processor
+        hints = DATASET_HINTS if is_ours else None
+        return check_arguments('dataset.processor', maker, arguments, hints=hints)
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -192,11 +202,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            maker = self.processor_maker()
-            # An argument of a user's function may have the name of one of ours, but another range.
-            is_ours = isinstance(maker, partial) and maker.func is build_small_processor
-            hints = DATASET_HINTS if is_ours else None
-            check_arguments('dataset.processor', maker, self._small_processor_arguments(), hints=hints)
+            self._small_processor_arguments(self.processor_maker())
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -337,7 +343,7 @@ class FileSource(Source):
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
-            if part.keys() & SHARE_KEYS.keys():
+            if 'parts' in self.section and part.keys() & SHARE_KEYS.keys():
                 key_needing_plan = 'dataset.parts'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
@@ -420,21 +426,38 @@ class FileSource(Source):
         if is_eval:
             if not self.section.get('eval'):
                 return None
-            return self._open('dataset.eval', self._eval_section(), processor)
+            return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
+        extra_keys = {'name': Any}
+        if 'parts' in self.section:
+            extra_keys = PART_KEYS
         datasets = []
         for name, part in parts.items():
             path = f'dataset.parts.{name}' if name else 'dataset'
-            dataset = self._open(path, part, processor)
-            if self.token_weights == 'column' and not self.shares_by_weights:
+            dataset = self._open(path, part, extra_keys, processor)
+            needs_weights = self.token_weights == 'column' and not self.shares_by_weights
+            # Whether samples of other datasets have weights shows only in the batches.
+            if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
-    def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
-        """Builds one dataset from its complete settings. ``path`` is its key in the config."""
+    def _open(
+        self,
+        path: str,
+        part: Section,
+        extra_keys: Section,
+        processor: Processor,
+    ) -> Dataset:
+        """Builds one dataset from its complete settings. ``path`` is its key in the config.
+
+        ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
+        """
         cls = _dataset_class(path, part['name'])
-        arguments = without(part, *PART_KEYS)
+        checked = _check_dataset(path, part, extra_keys)
+        arguments = without(checked, *extra_keys)
+        if _is_ours(cls) and 'video' in part:
+            arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
             # of the loader, so the dataset gets this size.
@@ -551,12 +574,9 @@ def _smaller(first: int | None, second: int | None) -> int | None:
     return min(limits, default=None)
 
 
-def _check_loss_weights(dataset: Any) -> None:
-    """Refuses a dataset if one of its ``records``, as LlavaDataset has them, has no weights.
-
-    Whether the samples of other datasets have weights shows only in the batches.
-    """
-    for record in getattr(dataset, 'records', ()):
+def _check_loss_weights(dataset: LlavaDataset) -> None:
+    """Refuses a dataset if one of its records has no weights."""
+    for record in dataset.records:
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
 
@@ -577,11 +597,11 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
-    """Refuses settings that are neither arguments of the dataset's class nor ``extra_keys``."""
+def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
+    """Returns the checked settings. Refuses those that are neither arguments of the class nor ``extra_keys``."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
+    return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):

@@ -223,7 +223,7 @@ def suggest_microbatching(
     max_tokens = token_budget(size, slot)
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
-    stock_size = max(min(stock_size, rows_per_rank), 1)  # one row, even if that does not fit
+    stock_size = min(stock_size, rows_per_rank)
     options = replace(options, max_tokens=max_tokens)
 
     @cache  # because the samples that go alone are the same for most of the sizes
@@ -278,7 +278,7 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
-        figures=_figures(simulate, options, stock_size),
+        figures=_figures(simulate, options, max(stock_size, 1)),
         bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
         measured_cost=measured_cost,
         cost=cost,

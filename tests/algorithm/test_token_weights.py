@@ -9,6 +9,7 @@ import copy
 import random
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from composer.algorithms import GradientClipping
@@ -266,6 +267,14 @@ def test_row_without_tokens_needs_no_weight():
     batch = collate(text_rows([(4, 2), (5, 0)]))
     weights = token_weights_of({**batch, 'loss_weights': [0.5, None]}, 'column')
     assert weights.sum(dim=1).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize('make_number', [np.float32, np.int64, np.array, torch.tensor])
+def test_weights_in_a_list_of_numbers(make_number):
+    batch = collate(text_rows([(4, 2), (5, 3)]))
+    expected = token_weights_of({**batch, 'loss_weights': [2.0, 0.5]}, 'column')
+    weights = token_weights_of({**batch, 'loss_weights': [make_number(2), 0.5]}, 'column')
+    assert torch.equal(weights, expected)
 
 
 def test_single_weight_for_batch_is_refused():

@@ -154,6 +154,19 @@ def test_bad_rows_are_named(tmp_path):
         dataset[0]
 
 
+@pytest.mark.parametrize('is_relative', [False, True])
+def test_brackets_in_a_path(tmp_path, monkeypatch, is_relative):
+    """`datasets` takes a path as a pattern: `a[1].parquet` would match `a1.parquet`."""
+    folder = tmp_path / 'data[12]'
+    folder.mkdir()
+    for name in ('a1.parquet', 'a[1].parquet'):
+        datasets.Dataset.from_dict({'name': [name]}).to_parquet(folder / name)
+    monkeypatch.chdir(folder)
+    path = 'a[1].parquet' if is_relative else folder / 'a[1].parquet'
+    (raw,) = read_raw_records(path)
+    assert raw.data == {'name': 'a[1].parquet'}
+
+
 def test_split_of_several_must_be_named(tmp_path):
     path = to_split(table_of_bytes(), tmp_path).removesuffix('#train')
     assert len(list(read_raw_records(f'{path}#test'))) == 1

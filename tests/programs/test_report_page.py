@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from composer.core import Callback, Event, Timestamp
+from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
-from composer_tokacc.programs.run_result import _sources, summarize
+from composer_tokacc.programs.run_result import FinishedRun, _sources, summarize, write_report
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 
@@ -140,6 +142,20 @@ def test_attributes_of_a_users_dataset_are_not_ours():
     assert result['fitted'] == []
 
 
+def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
+    """Reports a run, as a function of the user does."""
+    return [('file', file.name)]
+
+
+def test_report_gets_a_path(tmp_path):
+    report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
+    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    state = SimpleNamespace(run_name='run', timestamp=Timestamp())
+    result = summarize(state, {}, parts, first_step=0, seconds=1.0)
+    summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
+    assert ['file', 'notes.txt'] in [line.split() for line in summary.splitlines()]
+
+
 def state_at(step):
     return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
 
@@ -167,6 +183,15 @@ def test_only_numbers_are_written(tmp_path):
     lines = JsonLines(str(tmp_path))
     lines.run_event(Event.FIT_START, state_at(0), None)
     lines.log_metrics({'loss': torch.tensor(1.5), 'phase': 'warm-up', 'nothing': None, 'vector': torch.ones(1)})
+    lines.log_metrics({'rows': [[1, 2], [3]], 'large': 10**400, 'complex': torch.tensor(1j)})
+    lines.run_event(Event.BATCH_END, state_at(1), None)
+    assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_metric_named_step(tmp_path):
+    lines = JsonLines(str(tmp_path))
+    lines.run_event(Event.FIT_START, state_at(0), None)
+    lines.log_metrics({'loss': 1.5, 'step': 70.5})
     lines.run_event(Event.BATCH_END, state_at(1), None)
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
 
