@@ -55,7 +55,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def load_kept(path: Path, load: Callable[[Path], CachedValue]) -> CachedValue | None:
-    """Returns the value in a file of the cache, or None if there is no file. Logs a warning if it is damaged.
+    """Returns the value in a file of the cache. None if there is no file, or, with a warning, if it cannot be read.
 
     Args:
         path: The file.
@@ -66,7 +66,7 @@ def load_kept(path: Path, load: Callable[[Path], CachedValue]) -> CachedValue | 
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # numpy, zlib, json and constructors raise errors of many kinds
-        log.warning('%s is damaged (%s); it is made again.', path, error)
+        log.warning('%s is damaged or cannot be read (%s); it is made again.', path, error)
         return None
 
 

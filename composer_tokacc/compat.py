@@ -4,14 +4,14 @@
 """Uses of private names of the hosts: torch, Transformers and Composer.
 
 If a release of a host changes one, this is the only module that breaks. All of them exist in torch 2.7, transformers
-5.23 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``, which does not import torch.
+5.24 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``, which does not import torch.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
@@ -23,6 +23,7 @@ import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 # The common base classes of the layers for one, two and three dimensions. SyncBatchNorm has the same base.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -114,11 +115,13 @@ def _missing_class(module_name: str, name: str) -> type:
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     """Returns the model without the wrappers of DDP and torch.compile."""
     while True:
-        # Both wrappers have one child, with one of these names.
-        children = dict(model.named_children())
-        if list(children) not in (['module'], ['_orig_mod']):
+        # Not every child with the name `module` is wrapped: a user's model may have one.
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, '_orig_mod'):
+            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        else:
             return model
-        (model,) = children.values()
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -192,6 +195,8 @@ def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     if gradient is None:
         return 0, 0
+    if isinstance(gradient, DTensor):
+        gradient = gradient._local_tensor  # FSDP2 adds to this tensor, which the DTensor itself does not count
     return id(gradient), gradient._version
 
 
@@ -206,6 +211,15 @@ def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
     An example is an optimizer that makes its step within the backward.
     """
     return _hooks_of_others(getattr(parameter, '_post_accumulate_grad_hooks', None))
+
+
+def hook_numbers(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Returns the numbers of all hooks on the gradients of parameters. Torch gives each new hook a new number."""
+    numbers: list[int] = []
+    for parameter in parameters:
+        numbers += parameter._backward_hooks or ()
+        numbers += getattr(parameter, '_post_accumulate_grad_hooks', None) or ()
+    return numbers
 
 
 def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:

@@ -133,7 +133,8 @@ def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
     """Returns which labels are counted, bool ``(rows, width)``.
 
     They are those of :func:`loss_mask`, without the first token of each further document of a packed row, because the
-    document before would predict it. By ``'unshifted'`` it is counted, because no token predicts the next one's label.
+    document before would predict it. The rule ``'unshifted'`` counts it, because no token predicts the label of the
+    next one.
     """
     counted = loss_mask(batch, loss_tokens)
     starts = None if loss_tokens == 'unshifted' else document_starts(batch)
@@ -146,8 +147,8 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     Args:
         batch: A batch with ``labels`` of shape ``(rows, width)``. ``attention_mask`` (absent: all positions are real)
             and ``position_ids`` are used if they are present.
-        loss_tokens: The rule, see :func:`.loss_mask`. In a packed row the first token of each further document counts
-            only by ``'unshifted'``.
+        loss_tokens: The rule, see :func:`.loss_mask`. In a packed row only ``'unshifted'`` counts the first token of
+            each further document.
 
     Example:
         >>> labels = torch.tensor([[5, 6, 7], [-100, 8, -100]])

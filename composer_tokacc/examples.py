@@ -98,7 +98,7 @@ def _sources_of_checkout(checkout: Path) -> dict[Path, Path]:
     yaml_files = checkout.glob('yamls/*.yaml')
     example_files = checkout.glob('examples/**/*.*')
     paths = [checkout / 'overrides.txt', *yaml_files, *example_files]
-    return {path.relative_to(checkout): path for path in paths if path.suffix != '.pyc'}
+    return {path.relative_to(checkout): path for path in paths if path.is_file() and path.suffix != '.pyc'}
 
 
 if __name__ == '__main__':

@@ -61,13 +61,13 @@ class InvarianceCase:
 
     cut: str
     """``'again'`` (the rows of all ranks in one microbatch, as for the reference), ``'in order'``, ``'by length'``
-    (trimmed if padded on the right), ``'uneven'`` (one row, then all others). In the program: ``'stock Composer'``,
-    ``'in order'`` or ``'regrouped'``."""
+    (trimmed if padded on the right), ``'uneven'`` (all rows but one, then this one). In the program:
+    ``'stock Composer'``, ``'in order'`` or ``'regrouped'``."""
     padding: str
     """``'right'`` or ``'left'``."""
     microbatch_size: int
-    """Rows of a microbatch on each rank. Two cuts have no such size. For ``'again'``, which computes the rows of all
-    ranks at once, this is the number of rows that each rank brought. For ``'uneven'`` it is 1."""
+    """Rows of a microbatch on each rank. For ``'again'``, which computes the rows of all
+    ranks at once, this is the number of rows that each rank brought. For ``'uneven'`` it is one less."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
@@ -272,7 +272,8 @@ def verify_invariance(
 
     Raises:
         ValueError: If the rows prove nothing: fewer than two rows, the same number of labels in each, or different
-            numbers of rows on the ranks. Also if the reference is zero or not finite.
+            numbers of rows on the ranks. Also if the reference is zero or not finite, or if ``gradients`` does not
+            depend on the rows that it gets.
         TypeError: If the gradients of the reference are not a mapping of tensors by name.
 
     Example:
@@ -335,7 +336,18 @@ def verify_invariance(
                 gradients=partial(gradients_of, microbatches),
             )
 
-    return compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
+    report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
+    if all(case.error == 0 for case in report.cases):
+        # Not even round-off, so `gradients` may read other batches than those that it gets.
+        of_all_rows = _cloned(gradients([prepared(all_rows('right'))]))
+        row = max(rows_of_rank, key=_labels_by_rule)
+        error, _ = relative_error(gradients_of([row]), of_all_rows)
+        if error == 0:
+            raise InvalidInputError(
+                '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row '
+                'as for all rows. Does it read other batches?'
+            )
+    return report
 
 
 def _cloned(gradients: Gradients) -> Gradients:
@@ -429,7 +441,7 @@ def _cuts(
 ) -> Iterator[tuple[str, int, list[BatchDict]]]:
     """Yields cuts of the rows: the name, the size of a microbatch in rows, and the microbatches.
 
-    The last microbatch of a cut may be smaller. In ``'uneven'`` it holds all rows but one.
+    The last microbatch of a cut may be smaller. In ``'uneven'`` it holds one row.
     """
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)
@@ -447,4 +459,5 @@ def _cuts(
         if padding == 'right':
             by_length = [layout.trim(microbatch) for microbatch in by_length]
         yield 'by length', size, by_length
-    yield 'uneven', 1, layout.split(batch, [in_order[:1], in_order[1:]])
+    # The smaller microbatch comes last, because some loops drop it, as a loader with `drop_last` does.
+    yield 'uneven', num_rows - 1, layout.split(batch, [in_order[1:], in_order[:1]])

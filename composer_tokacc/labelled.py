@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.compat import is_in_backward
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -132,8 +133,10 @@ def batch_at_logits(
     if positions is None:
         positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
-    if LOSS_WEIGHTS in batch:
-        selected[LOSS_WEIGHTS] = positions.select_labels(batch[LOSS_WEIGHTS], 0.0)
+    weights = batch.get(LOSS_WEIGHTS)
+    # A column of the user that is not used may have another shape, such as one number for each row.
+    if isinstance(weights, torch.Tensor) and weights.shape == labels.shape:
+        selected[LOSS_WEIGHTS] = positions.select_labels(weights, 0.0)
     return selected, positions
 
 
@@ -175,6 +178,7 @@ class LabelSelector:
             raise InvalidInputError(
                 f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.'
             )
+        self._head = head
         # Of the next forward, see arm().
         self._rule = ''
         self._num_labels: int | None = None  # None: it computes all logits
@@ -190,10 +194,12 @@ class LabelSelector:
         Unless it is 1, :meth:`arm` must not be called. A model with a fused loss does not call its output embedding. So
         its hidden states would not be selected, and the kernel of the loss would read beyond the end of the labels.
         """
+        # torch.compile must leave the hooks alone, because they do something else in each forward.
+        uncompiled = torch.compiler.disable
         self._handles = [
-            model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
-            head.register_forward_pre_hook(self._select_hidden_states),
-            model.register_forward_hook(self._check_selected),
+            model.register_forward_pre_hook(uncompiled(self._select_labels), with_kwargs=True),
+            head.register_forward_pre_hook(uncompiled(self._select_hidden_states)),
+            model.register_forward_hook(uncompiled(self._check_selected)),
         ]
 
     def arm(self, rule: str, num_labels: int) -> None:
@@ -229,7 +235,9 @@ class LabelSelector:
         num_labels = self._num_labels
         self._num_labels = None
         labels = kwargs.get('labels')
-        if labels is None or num_labels is None:
+        # The hook is on the output embedding that the model had at first. The model may have another one now.
+        has_hook = output_embedding(module) is self._head
+        if labels is None or num_labels is None or not has_hook:
             return args, kwargs
         if kwargs.get('shift_labels') is not None:
             raise NotExactError(
@@ -248,7 +256,11 @@ class LabelSelector:
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Hook before the output embedding: keeps only the hidden states that predict a label."""
         self._num_calls += 1
-        if self._positions is None:
+        positions = self._positions
+        if positions is None and is_in_backward():
+            # A checkpoint around the output embedding computes the last forward again.
+            positions = self.positions_of_logits
+        if positions is None:
             return None
         hidden_states = args[0]
         if hidden_states.shape[:2] != self._labels_shape:
@@ -257,7 +269,7 @@ class LabelSelector:
                 f'got: {tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the '
                 'way.'
             )
-        return (self._positions.select(hidden_states), *args[1:])
+        return (positions.select(hidden_states), *args[1:])
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """Hook after the model: records where logits were computed.

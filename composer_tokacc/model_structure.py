@@ -1,9 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds parts of a Transformers model by the names and types of its modules."""
+"""Finds parts of a Transformers model by the names and types of its modules, and the arguments of its forward."""
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -70,3 +74,14 @@ def fsdp_units(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, FSDPModule) or type(module).__name__ == 'FullyShardedDataParallel':
             units.append(module)
     return units
+
+
+def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a Hugging Face model's forward, by name and in their order.
+
+    A model of PEFT names only some of them, or none. It passes the others on to the model that it adapts.
+    """
+    parameters = dict(inspect.signature(model.forward).parameters)
+    if hasattr(model, 'get_base_model'):
+        parameters |= inspect.signature(model.get_base_model().forward).parameters
+    return parameters

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWeightsReport]]:
     """A context around one optimizer step that fails the test unless all tokens weigh the same in the gradient.
 
-    The test also fails if a forward with labels adds nothing to the gradient, if parameters or gradients change between
-    two backwards, and if a forward writes state on which the next one depends. Run an evaluation inside of the context
+    The test also fails if a forward adds nothing to the gradient, or leaves out some of its labels; if parameters or
+    gradients change between two backwards; if gradients are lost before the step, or not averaged over the ranks; and
+    if a forward writes state on which the next one depends. Run an evaluation inside of the context
     under ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
 
     Example:
@@ -41,7 +42,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     # Imported here, because pytest loads this module in every run, also in those that do not need torch.
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.collectives import values_of_ranks
-    from composer_tokacc.step_watch import StepWatch
+    from composer_tokacc.step_watch import StepWatch, listed, unequal_on_ranks
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
@@ -51,6 +52,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     have_others = [bool((weights >= 0).any()) for weights in report.weights]
     any_negative = any(values_of_ranks(any(have_negative)))
     any_others = any(values_of_ranks(any(have_others)))
+    unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
     # Round-off may lift the spread by `known_to`. Not written with `>`, which would be False for NaN.
@@ -60,9 +62,14 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.'
         )
-    # The spread compares only the sizes of the weights.
+    # The spread compares only the absolute values of the weights.
     if any_negative and any_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
+    if unequal_names:
+        faults.append(
+            f'Each rank has other gradients at the step of the optimizer: {listed(unequal_names)}. Average them over '
+            'the ranks. With DDP, the last backward must not be in `no_sync`.'
+        )
     for rank, sentences in enumerate(faults_by_rank):
         prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
         for sentence in sentences:

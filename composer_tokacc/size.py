@@ -16,8 +16,8 @@ own model without allocating its memory. Prints a table, YAML lines to paste, an
     num_ranks=8             ranks of the run (default: 1)
     device_memory_gib=80    memory of a device (default: that of this machine)
     safety=0.92             share of this memory that the plan may use (default: 0.92)
-    time_steps=true         times a few real steps on this machine: the report then has seconds, and the cost of a
-                            microbatch and its vision encoder (`microbatching.cost`)
+    time_steps=true         times a few real steps on this machine. Then the report has seconds, and its YAML lines have
+                            the cost of a microbatch on this machine (`microbatching.cost`)
     folder=runs/size        folder of the files (default: runs/size)
 
 With `lengths` the Hugging Face hub is not needed if `model.pretrained` is a folder with the config and the processor,
@@ -121,7 +121,7 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     except ImportError:
         written += ' (no picture: matplotlib is not installed)'
     if overwrites:
-        written += ', over those of the `size` before (folder=... keeps both)'
+        written += ', over those of an earlier `size` (folder=... keeps both)'
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 
@@ -179,7 +179,7 @@ def time_steps(
 
     Args:
         config: The run.
-        size: A microbatch has the memory of so many rows of ``slot_tokens``.
+        size: Size of a microbatch, in rows of ``slot_tokens``.
         slot_tokens: Width of such a row in tokens.
         num_steps: Steps to train.
         width_multiple: Widths are rounded up to a multiple of it. With ``slot_tokens`` every row has the full width.

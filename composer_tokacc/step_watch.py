@@ -10,6 +10,7 @@ all microbatches except the last one. :class:`StepWatch` sees that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -32,6 +33,9 @@ Checksum = tuple[str, str]
 """The sum of a tensor's entries and the sum of their absolute values, each as :meth:`float.hex`."""
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
 """Checksum of a gradient that is 0, or absent."""
+SAME_GRADIENT = 1e-3
+"""Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
+types. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
@@ -66,10 +70,14 @@ class StepWatch:
         """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
+        self.gradients_at_step: dict[str, Checksum] = {}
+        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
         self._last_weights: dict[str, Checksum] = {}
         """Weights at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
         """Gradients at the last start or end of a backward."""
+        self._inputs: tuple[Any, Any] = ((), {})
+        """Positional and named arguments of the forward that runs, before other hooks change them."""
         self._has_repeated = False
         """Whether the first forward that returns logits with a graph was repeated. Later ones are not repeated."""
 
@@ -87,7 +95,8 @@ class StepWatch:
             self._hooks.enter_context(node.register_prehook(self._on_backward_start))
         handles = [
             register_optimizer_step_pre_hook(self._on_optimizer_step),
-            self._model.register_forward_hook(self._after_forward, with_kwargs=True),
+            self._model.register_forward_pre_hook(self._keep_inputs, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(self._after_forward),
         ]
         for handle in handles:
             self._hooks.enter_context(handle)
@@ -112,7 +121,7 @@ class StepWatch:
             names = [name for name, checksum in gradients_now.items() if checksum != ZERO]
             if names:
                 self.faults.append(
-                    f'Gradients were not 0 before the first backward: {_listed(names)}. Call `zero_grad` first.'
+                    f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
                 )
         else:
             self._list_changes(weights_now, gradients_now)
@@ -130,15 +139,15 @@ class StepWatch:
             return
         names = _changed_names(self._last_weights, weights_now)
         if names:
-            self.faults.append(f'Parameters changed {between}: {_listed(names)}.')
+            self.faults.append(f'Parameters changed {between}: {listed(names)}.')
         names = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         if names:
-            self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
+            self.faults.append(f'Parameters were frozen {between}: {listed(names)}.')
         names = _changed_names(self._last_gradients, gradients_now)
         # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.
         if names and self._has_accumulated:
             self.faults.append(
-                f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
+                f'Gradients changed {between}: {listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
                 'in every microbatch.'
             )
 
@@ -157,7 +166,7 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        """Records that an optimizer makes a step. It is a fault if all its gradients were set to 0 before."""
+        """Records that an optimizer makes a step. It is a fault if gradients of its parameters were set to 0 before."""
         stepped: set[int] = set()
         for group in optimizer.param_groups:
             stepped |= {id(parameter) for parameter in group['params']}
@@ -168,11 +177,20 @@ class StepWatch:
         # a backward has added, none can have been lost.
         if self._in_backward or not self._has_accumulated:
             return
-        gradients_now = self._gradient_checksums()
-        names = [name for name, parameter in self._parameters.items() if id(parameter) in stepped]
-        has_gradient = any(self._last_gradients[name] != ZERO for name in names)
-        if has_gradient and all(gradients_now[name] == ZERO for name in names):
-            self.faults.append('Gradients were set to 0 between the last backward and the step of the optimizer.')
+        lost_names = []
+        for name, gradient in self._gradient_checksums().items():
+            parameter = self._parameters[name]
+            if id(parameter) not in stepped:
+                continue
+            if gradient == ZERO and self._last_gradients[name] != ZERO:
+                lost_names.append(name)
+            if not isinstance(parameter, DTensor):
+                self.gradients_at_step[name] = gradient
+        if lost_names:
+            self.faults.append(
+                'Gradients were set to 0 between the last backward and the step of the optimizer: '
+                f'{listed(lost_names)}.'
+            )
 
     def _gradient_states(self) -> list[tuple[int, int]]:
         return [state_of_gradient(parameter) for parameter in self._parameters.values()]
@@ -182,17 +200,20 @@ class StepWatch:
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         return dict.fromkeys(gradients, ZERO) | _checksums(present)
 
-    def _after_forward(
-        self,
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        outputs: Any,
-    ) -> None:
+    def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        # A hook that computes logits only at labels replaces the labels, and does so once. So if the forward is
+        # repeated, it must get the arguments that it had before.
+        if module is self._model:
+            self._inputs = args, kwargs
+
+    def _after_forward(self, module: torch.nn.Module, inputs: object, outputs: Any) -> None:
         """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
+        if module is not self._model:  # copies of the model have its hooks
+            return
+        args, kwargs = self._inputs
+        self._inputs = (), {}  # the batch must not stay in memory
         logits = logits_of(outputs)
-        is_copy = module is not self._model  # copies of the model have its hooks
-        if is_copy or logits is None or logits.grad_fn is None:
+        if logits is None or logits.grad_fn is None:
             return
         # A backward reaches the logits first. With FSDP2 it never reaches the nodes of `__enter__`, because the forward
         # uses gathered parameters.
@@ -205,7 +226,7 @@ class StepWatch:
         difference, written = _difference_of_forwards(module, args, kwargs)
         # Not written with `>`: the difference may be NaN.
         if not difference <= tolerance_of(logits.dtype):
-            names = _listed(written) if written else 'state that is no tensor or number of a module'
+            names = listed(written) if written else 'state that is no tensor or number of a module'
             self.faults.append(
                 f'A forward writes {names}, and the next one depends on it: the logits of the same rows differ by '
                 f'{difference:.1e}. Freeze this state, or update it once a step.'
@@ -306,7 +327,28 @@ def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]
     return [name for name, checksum in after.items() if checksum != before[name]]
 
 
-def _listed(names: Sequence[str]) -> str:
+def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
+    """Returns the names of the gradients that differ between ranks; none if any gradient is the same on all ranks.
+
+    Some gradients may differ, because ranks have other experts. If all differ, none was averaged.
+
+    Args:
+        gradients_by_rank: ``StepWatch.gradients_at_step`` of each rank.
+    """
+    names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
+    unequal = []
+    for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
+        sizes = [float.fromhex(gradients[name][1]) for gradients in gradients_by_rank]
+        if max(sizes) == 0:
+            continue
+        # A loop may add up the gradients in another order on each rank.
+        if math.isclose(min(sizes), max(sizes), rel_tol=SAME_GRADIENT):
+            return []
+        unequal.append(name)
+    return unequal
+
+
+def listed(names: Sequence[str]) -> str:
     """Returns the first three names as text, and the number of the others."""
     listed = ', '.join(f'`{name}`' for name in names[:3])
     if len(names) > 3:

@@ -95,7 +95,8 @@ def _dry_run(config: TrainConfig) -> None:
     trainer, _ = _build(config, InMemoryLogger(), build_trainer_parts(config))
     trainer.state.callbacks.append(_StopBeforeStep())
     with suppress(_DryRunEnd):
-        trainer.fit()
+        if not _has_ended(trainer):
+            trainer.fit()
     trainer.close()
     epoch_length = trainer.state.dataloader_len
     num_steps = '?' if epoch_length is None else epoch_length.value
@@ -110,11 +111,12 @@ def _train(config: TrainConfig) -> None:
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
     watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
-    # A callback that lets the model answer eval samples. None if the config asks for no answers, for example.
+    # A callback that lets the model answer eval samples. None if it answers none.
     answers = answers_of(config, parts)
     if answers is not None:
         trainer.state.callbacks.append(answers)
-    finished_steps = int(trainer.state.timestamp.batch.value)  # above 0 if the run was resumed
+    # Above 0 if the run was resumed. The result has it as `first_step`.
+    finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     _fit(trainer, finished_steps)
     seconds = time.monotonic() - started
@@ -155,11 +157,16 @@ def _build(
     return trainer, parts
 
 
-def _fit(trainer: Trainer, finished_steps: int) -> None:
-    """Trains the rest of the run. Does nothing if no step is left, because Composer's ``fit`` would raise an error."""
+def _has_ended(trainer: Trainer) -> bool:
+    """Returns whether no step of a resumed run is left. Composer's ``fit`` would raise an error."""
     duration = trainer.state.max_duration
     elapsed = trainer.state.timestamp
-    if duration is not None and elapsed.get(duration.unit) >= duration:
+    return duration is not None and elapsed.get(duration.unit) >= duration
+
+
+def _fit(trainer: Trainer, finished_steps: int) -> None:
+    """Trains the rest of the run, if there is one."""
+    if _has_ended(trainer):
         return
     say(f'training from step {finished_steps + 1}, after a check of the model on the first batch ...')
     trainer.fit()

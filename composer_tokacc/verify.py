@@ -7,9 +7,9 @@
 
 Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
 split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
-of this package is over the tolerance, 2 if the config is wrong. Dropout and the noise of routers are off. Weights are
-float32, without TF32, and adapters that are zero get small values. FSDP is not used, because DDP computes the same
-gradient. Rows are not packed.
+of this package is over the tolerance, 2 if the config is wrong. The default tolerance is 1e-6, and 1e-5 on a GPU.
+Dropout and the noise of routers are off. Weights are float32, without TF32, and adapters that are zero get small
+values. FSDP is not used, because DDP computes the same gradient. Rows are not packed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
 from composer_tokacc.refusals import NotExactError
+from composer_tokacc.row_counts import without_rows
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -73,7 +74,7 @@ ROUND_OFF_NOTE = (
     'padding.'
 )
 _NAMES_OF_RANDOMNESS = re.compile('drop|jitter')
-"""Is in the names of the numbers that make a forward random: of dropout, and of the noise of routers of experts."""
+"""Matches the names of numbers that make a forward random: dropout rates, and the noise of routers of experts."""
 ROUTER_NOTE = (
     'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
     '`algorithms.token_accumulation.router_balance=step` it does not.'
@@ -180,7 +181,7 @@ class _VerifiedRun:
     rows_of_all_ranks: list[dict[str, Any]]
     options: AlgorithmOptions
     loss_rule: str
-    """The rule by which the model averages. Empty if all tokens weigh the same, because then nothing needs it."""
+    """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:
@@ -320,13 +321,16 @@ class _VerifiedRun:
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts."""
+    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts.
+
+    A row that only gives this rank as many rows as the others have counts like any other.
+    """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
     groups = [[round(place)] for place in places]
-    return [layout.trim(row) for row in layout.split(batch, groups)]
+    return [without_rows(layout.trim(row)) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):

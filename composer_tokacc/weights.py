@@ -26,9 +26,10 @@ batch holds the weights."""
 
 
 def with_weights_of_positions(batch: Batch) -> Batch:
-    """Returns the batch with a weight for each position of its labels, where its loader may have given one per row.
+    """Returns the batch with a weight for each position of its labels. The loader may have given one per row.
 
-    The loss rule is not known yet. By the rule ``'unshifted'`` every label that is not ignored keeps its weight.
+    For the check that finds the loss rule, so the rule is not known yet. The weights are those under ``'unshifted'``,
+    because by this rule every label that is not ignored keeps its weight.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)
@@ -105,6 +106,8 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     if isinstance(column, (list, tuple)):
         weights_of_rows = []
         for row, value in enumerate(column):
+            if getattr(value, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
+                value = value.item()
             if value is not None and not isinstance(value, (int, float)):
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'

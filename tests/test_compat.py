@@ -118,6 +118,13 @@ def test_inner_model_of_a_compiled_model():
     model = nn.Sequential(nn.Linear(2, 2))
     assert compat.inner_model(torch.compile(model)) is model
     assert compat.inner_model(model) is model
+    assert compat.inner_model(nn.DataParallel(model)) is model
+
+
+def test_a_child_named_module_is_not_unwrapped():
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert compat.inner_model(model) is model
 
 
 def test_only_backward_changes_state_of_gradient():
@@ -137,9 +144,11 @@ def test_hooks_of_a_parameter_are_listed():
     parameter = nn.Parameter(torch.ones(2))
     assert compat.gradient_hooks(parameter) == []
     assert compat.steps_after_gradients(parameter) == []
+    assert compat.hook_numbers([parameter]) == []
     parameter.register_hook(torch.neg)
     parameter.register_hook(print)
     parameter.register_post_accumulate_grad_hook(print)
+    assert len(set(compat.hook_numbers([parameter, nn.Parameter()]))) == 3
     assert compat.gradient_hooks(parameter) == [torch.neg, print]
     assert compat.steps_after_gradients(parameter) == [print]
 

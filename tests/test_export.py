@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
+from composer_tokacc.programs import export_folder
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.train import main as train
@@ -286,6 +287,23 @@ def test_export_replaces_an_earlier_one(tmp_path):
         assert [path.name for path in folder.glob('*.safetensors')] == [weights_file]
         assert (folder / 'adapter_config.json').exists() == (lora is not None)
         AutoProcessor.from_pretrained(folder)
+
+
+def test_export_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
+    model = build_model(config=tiny_config(), processor=build_digits_processor())
+    folder = tmp_path / 'exported'
+    export_model(model, folder)
+    files = {path: path.read_bytes() for path in folder.rglob('*')}
+
+    def fail(metadata, unfinished):
+        raise OSError('no space left')
+
+    monkeypatch.setattr(export_folder, '_write_processor', fail)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with pytest.raises(OSError, match='no space left'):
+        export_model(model, folder)
+    assert {path: path.read_bytes() for path in folder.rglob('*')} == files
 
 
 def damaged_checkpoints(checkpoint, folder):

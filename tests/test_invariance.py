@@ -18,7 +18,7 @@ from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import packed_row, ragged_batch, text_model, text_rows
+from tests.support.text import collate, packed_row, ragged_batch, text_model, text_rows
 from tests.support.training import hugging_face, reference_gradients
 
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
@@ -31,7 +31,7 @@ def test_mean_over_the_step_is_exact():
     report = verify_invariance(step_mean(model), text_rows(ROWS))
     assert report.is_exact, report
     cuts = {(case.cut, case.microbatch_size) for case in report.cases}
-    expected_cuts = {('again', 5), ('uneven', 1)}
+    expected_cuts = {('again', 5), ('uneven', 4)}
     for size in (1, 2, 3, 5):
         expected_cuts |= {('in order', size), ('by length', size)}
     assert cuts == expected_cuts
@@ -73,8 +73,21 @@ def changed_step(change, model=None):
 def test_undivided_sum_shows_its_factor():
     undivided = changed_step(lambda gradient, name, microbatches: len(microbatches) * gradient)
     report = verify_invariance(undivided, text_rows(ROWS), microbatch_sizes=[1])
-    factors = [case.factor for case in report.cases if case.microbatch_size == 1 and case.cut != 'uneven']
+    factors = [case.factor for case in report.cases if case.microbatch_size == 1]
     assert factors == pytest.approx([5.0] * 4)
+
+
+def test_dropped_smaller_microbatch_is_off():
+    """All sizes that are tried divide the number of rows. Only the uneven cut has a smaller microbatch."""
+    loop = step_mean(text_model())
+
+    def without_smaller_last(microbatches):
+        is_smaller = len(microbatches[-1]['labels']) < len(microbatches[0]['labels'])
+        return loop(microbatches[:-1] if is_smaller else microbatches)
+
+    report = verify_invariance(without_smaller_last, text_rows([*ROWS, (8, 3)]), padding_sides=['right'])
+    assert report.worst.cut == 'uneven'
+    assert not report.is_exact
 
 
 def test_step_that_differs_from_itself():
@@ -149,6 +162,14 @@ def test_lost_or_nan_gradient_is_off():
     assert report.worst.reason == f'most of all, {changed_name} has no gradient'
     report = verify_invariance(changed_step(nan_in_cuts), rows, **FEW_CUTS)
     assert report.worst.error == float('inf')
+
+
+def test_step_of_other_batches_is_refused():
+    """Its gradient is the same in every cut, so all errors are 0."""
+    rows = text_rows(ROWS)
+    loop = step_mean(text_model())
+    with pytest.raises(ValueError, match='the same gradient for one row as for all rows'):
+        verify_invariance(lambda microbatches: loop([collate(rows)]), rows, **FEW_CUTS)
 
 
 def test_infinite_reference_is_refused():

@@ -31,7 +31,8 @@ from tests.checks.test_written_state import (
 )
 from tests.support.launch import ROOT
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import RAGGED, collate, text_model, text_rows
+from tests.support.training import fit
 
 pytest_plugins = 'pytester'
 
@@ -72,10 +73,10 @@ def test_fixture_in_a_test_run(pytester):
     result.stdout.fnmatch_lines(
         [
             '*got: the heaviest weighs 4.0000 times the lightest.',
-            'backward 2: all of 1 tokens with loss: 4 times the median',
+            'forward 2: all of 1 tokens with loss: 4 times the median',
             'Divide by the loss tokens*',
             '*got: the heaviest weighs 2.0000 times the lightest.',
-            'backward 1: number 3 of 4 tokens with loss: 2 times the median',
+            'forward 1: number 3 of 4 tokens with loss: 2 times the median',
         ]
     )
 
@@ -126,6 +127,7 @@ class Loop:
         self.step = self.optimizer.step
         self.model = model
         self.losses = losses(model)
+        self.total = 0.0
         self.average = None
 
     def backward(self):
@@ -133,6 +135,15 @@ class Loop:
 
     def backward_of_both(self):
         sum(self.losses).backward()
+
+    def backward_of_total(self):
+        self.total = self.total + next(self.losses)
+        self.total.backward(retain_graph=True)
+
+    def backward_in_halves(self):
+        half = next(self.losses) / 2
+        half.backward(retain_graph=True)
+        half.backward()
 
     def backward_of_negative(self):
         (-next(self.losses)).backward()
@@ -181,8 +192,10 @@ RIGHT_LOOPS = [
     'step_with_closure',
     'update_average backward update_average backward update_average step',
     'add_gradient add_gradient step',
+    'backward_in_halves backward step',
 ]
 FAULTS = {
+    'backward_of_total backward_of_total step': 'got: the heaviest weighs 2.0000 times the lightest',
     'backward backward_of_negative': 'must weigh the same, got: positive and negative weights',
     'backward backward_of_zero': 'Forward 2 of 2 adds nothing to the gradient: its gradient is 0',
     'backward forward': 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits',
@@ -246,6 +259,13 @@ def test_empty_microbatch_and_evaluation(checkpoints, num_labels):
     assert faults_of(model, step) == ''
 
 
+@pytest.mark.parametrize('options', [{'logits': 'all'}, {'logits': 'labels'}, {'packing': True}], ids=str)
+def test_step_of_composer(options):
+    model = text_model()
+    batch = collate(text_rows(RAGGED))
+    assert faults_of(model, lambda: fit(model, batch, **options)) == ''
+
+
 def test_forgotten_backward_of_first_token():
     """The first label is token 0, which is also the label that an empty microbatch gets."""
     model = text_model()
@@ -258,6 +278,31 @@ def test_forgotten_backward_of_first_token():
         model(**forgotten)
 
     assert 'Forward 2 of 2 adds nothing to the gradient' in faults_of(model, step)
+
+
+def test_lost_label_of_each_row():
+    """The loss of the loop leaves out the last token. The other tokens weigh the same."""
+    model = text_model()
+    batch = collate(text_rows([(9, 4), (7, 2)]))
+
+    def step():
+        logits = model(**batch).logits[:, :-2]
+        cross_entropy(logits.transpose(1, 2), batch['labels'][:, 1:-1]).backward()
+
+    assert faults_of(model, step) == 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient.'
+
+
+def test_gradient_that_is_set_to_zero():
+    model = text_model()
+    batch = collate(text_rows([(9, 4)]))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step():
+        model(**batch).loss.backward()
+        model.lm_head.weight.grad = None
+        optimizer.step()
+
+    assert faults_of(model, step).endswith('the step of the optimizer: `lm_head.weight`.')
 
 
 @pytest.mark.parametrize('reentrant', [False, True])

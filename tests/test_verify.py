@@ -116,9 +116,9 @@ def test_on_two_ranks():
 def test_error_over_the_tolerance(capsys, monkeypatch):
     right_scaled = LossTerms.scaled
 
-    def wrong_scaled(self, loss, scales, observe):
+    def wrong_scaled(self, loss, scales, **options):
         wrong_scales = {unit: 1.001 * scale for unit, scale in scales.items()}
-        return right_scaled(self, loss, wrong_scales, observe)
+        return right_scaled(self, loss, wrong_scales, **options)
 
     monkeypatch.setattr(LossTerms, 'scaled', wrong_scaled)
     monkeypatch.setattr(step, '_check_tokens', lambda *_: None)  # it would refuse the step

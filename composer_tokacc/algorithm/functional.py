@@ -90,6 +90,12 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
+    # Another iterable would be used up here, or give the caller's loop other batches: `zip(loader, ...)`.
+    if not isinstance(microbatches, (Sequence, Mapping)):
+        raise TypeError(
+            f'`microbatches` must be a list of batches, got: a {type(microbatches).__name__}, which can be read only '
+            'once, or gives other batches each time. Pass `list(...)`, and loop over this list.'
+        )
     weight_sums = []
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)

@@ -26,6 +26,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, Any]]
@@ -79,7 +80,8 @@ class LogitsAtLabels:
     def __enter__(self) -> LogitsAtLabels:
         """Adds the hooks to the model."""
         # `_begin_forward` must run before the hooks of the selector. Hooks run in the order in which they were added.
-        self._handle = self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        begin_forward = torch.compiler.disable(self._begin_forward)
+        self._handle = self._model.register_forward_pre_hook(begin_forward, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
 
@@ -164,7 +166,7 @@ def _by_name(
         # Most loops pass none, and reading the signature would take time in every forward.
         return args, kwargs
     names = []
-    for name, parameter in inspect.signature(module.forward).parameters.items():
+    for name, parameter in forward_parameters(module).items():
         if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             names.append(name)
     by_name = dict(zip(names, args, strict=False))

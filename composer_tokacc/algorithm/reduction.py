@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes sure that DDP can reduce the gradients of a step, and that FSDP shards all parameters.
+"""Makes sure that DDP and FSDP2 can reduce the gradients of a step, and that FSDP shards all parameters.
 
 DDP waits until every rank has a gradient for every parameter. If the microbatch of one rank does not use a part of the
 model (text without images), or if one rank has fewer microbatches, the others would wait forever.
@@ -10,6 +10,7 @@ model (text without images), or if one rank has fewer microbatches, the others w
 from __future__ import annotations
 
 import logging
+import zlib
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.collectives import get_global_rank
+from composer_tokacc.collectives import get_global_rank, max_over_ranks
 from composer_tokacc.compat import is_reduced, num_reduced, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 from composer_tokacc.refusals import NotExactError
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 class ReductionWatch:
     """Notes which microbatches of a step reduce gradients under DDP, and adds the gradients that DDP waits for.
 
-    It does nothing without DDP.
+    Under FSDP2 it notes which parameters each backward reaches. Without DDP and FSDP2 it does nothing.
 
     Args:
         state: The trainer's state.
@@ -45,6 +46,7 @@ class ReductionWatch:
             for name, parameter in self._ddp.module.named_parameters():
                 if name not in self._ddp.parameters_to_ignore:
                     self._parameters_of_ddp.append(parameter)
+        self._parameters_of_fsdp = [parameter for parameter in self._parameters if isinstance(parameter, DTensor)]
         self.start_attempt()
         modules = state.model.modules()
         has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
@@ -63,6 +65,9 @@ class ReductionWatch:
         # For each parameter that DDP waits for: a pair of numbers that changes if a backward reaches the parameter. The
         # pairs are taken before the backward that reduces.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+        # Such a pair for each parameter of FSDP2, after the last backward.
+        self._fsdp_states: list[tuple[int, int]] = []
+        self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
     def note_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
         """Notes whether the backward of the next microbatch reduces gradients.
@@ -77,6 +82,7 @@ class ReductionWatch:
             RuntimeError: If gradients are reduced before the last microbatch against ``must_reduce_once``. Or if DDP
                 does not reduce the gradients of all trained parameters.
         """
+        self._fsdp_states = [state_of_gradient(parameter) for parameter in self._parameters_of_fsdp]
         if self._ddp is None:
             return
         reduces = self._ddp.require_backward_grad_sync
@@ -126,6 +132,29 @@ class ReductionWatch:
             no_elements = parameter.flatten()[:0]
             zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
+
+    def note_reached(self) -> None:
+        """Notes which parameters of FSDP2 the backward has reached. Called after the backward of each microbatch."""
+        states = [state_of_gradient(parameter) for parameter in self._parameters_of_fsdp]
+        is_reached = [after != before for after, before in zip(states, self._fsdp_states, strict=True)]
+        self._reached_checksum = zlib.crc32(bytes(is_reached), self._reached_checksum)
+
+    def check_reached(self) -> None:
+        """Raises RuntimeError on all ranks if their backwards have reached other parameters; a collective under FSDP2.
+
+        FSDP2 reduces only the gradients that a rank has, one behind the other. If another rank has gradients of other
+        parameters, and they are as large by chance, it adds up gradients of different parameters without an error.
+        """
+        if not self._parameters_of_fsdp:
+            return
+        largest, negative_smallest = max_over_ranks([self._reached_checksum, -self._reached_checksum])
+        if largest != -negative_smallest:
+            raise NotExactError(
+                'Under FSDP2 the backward must reach the same parameters on all ranks, got: a microbatch that uses '
+                'other parameters on some ranks, such as experts or branches that only some rows need. FSDP2 would '
+                'mix up their gradients. Have every forward use them (add 0 times their output for any row), freeze '
+                'them, or train with DDP (docs/errors.md#ranks).'
+            )
 
     def complete_for_composer(self) -> None:
         """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.

@@ -115,11 +115,12 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
 
-    def count(self, microbatches: Sequence[Batch]) -> None:
+    def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.
 
         Args:
             microbatches: The microbatches of this rank.
+            hides_weights: Whether the model does not get the weights of tokens in training, see :class:`.ModelBatch`.
         """
         self._counted.clear()
         self._loss_deviation = torch.zeros(())
@@ -128,9 +129,8 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # If tokens have weights, the model does not get them in training either, see `ModelBatch` of
-                # `token_accumulation.py`.
-                batch.pop(LOSS_WEIGHTS, None)
+                if hides_weights:
+                    del batch[LOSS_WEIGHTS]
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
                     outputs = self._model(batch)

@@ -33,7 +33,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_h
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.compat import BatchNorm, is_compiled
+from composer_tokacc.compat import BatchNorm, hook_numbers, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, output_embedding
@@ -147,7 +147,10 @@ class RunContext:
         _warn_of_surprises(state, options.token_weights)
         model = _unwrapped(state.model)
         _check_trains_something(model)
-        check_gradient_hooks(model)
+        self._model = model
+        self._parameters = list(model.parameters())
+        self._hook_numbers: list[int] | None = None  # of the hooks that were checked
+        self.check_gradient_hooks()
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if
         # token weights need the first-batch check.
         self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
@@ -270,6 +273,13 @@ class RunContext:
             )
         log.info('Logits are computed at all positions: %s.', why)
 
+    def check_gradient_hooks(self) -> None:
+        """Raises RuntimeError if a hook on a parameter is not linear. Checks them again if there are others now."""
+        numbers = hook_numbers(self._parameters)
+        if numbers != self._hook_numbers:
+            check_gradient_hooks(self._model)
+            self._hook_numbers = numbers
+
     def check_batch_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode.
 
@@ -363,8 +373,11 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
     labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
     embedding = None
     if is_hugging_face:
+        head = output_embedding(model.model)
+        # Not of a class that wraps one, such as those of PEFT, which may show another number.
+        if vocabulary is None and type(head) is torch.nn.Linear:
+            vocabulary = head.out_features
         with suppress(AttributeError, NotImplementedError):
-            vocabulary = vocabulary or getattr(model.model.get_output_embeddings(), 'out_features', None)
             embedding = model.model.get_input_embeddings()
     for microbatch in microbatches:
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.

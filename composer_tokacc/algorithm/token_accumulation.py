@@ -147,15 +147,20 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
+        self._num_read = 0  # batches that were read from the loader since it was last iterated from its start
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
+        # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
+        # in between.
+        self._outputs: Any = None
         # Outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD.
         self._edges_of_loss: Collection[Edge] = ()
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
             Event.FIT_START: TokenAccumulation._start_fit,
+            Event.BEFORE_DATALOADER: TokenAccumulation._note_read,
             Event.BATCH_START: TokenAccumulation._begin_step,
             Event.BEFORE_TRAIN_BATCH: TokenAccumulation._start_attempt,
             Event.BEFORE_FORWARD: TokenAccumulation._begin_forward,
@@ -165,6 +170,7 @@ class TokenAccumulation(Algorithm):
             Event.AFTER_TRAIN_BATCH: TokenAccumulation._finish,
             Event.BATCH_END: TokenAccumulation._end_step,
             Event.EPOCH_END: TokenAccumulation._end_epoch,
+            Event.ITERATION_END: TokenAccumulation._note_restart,
             Event.EVAL_START: TokenAccumulation._give_rule_to_eval_split,
             Event.FIT_END: TokenAccumulation._end_fit,
         }
@@ -258,7 +264,7 @@ class TokenAccumulation(Algorithm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
-        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_edges_of_loss': ()}
+        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_outputs': None, '_edges_of_loss': ()}
         attributes.pop('_model_batch', None)
         return attributes
 
@@ -281,6 +287,7 @@ class TokenAccumulation(Algorithm):
         self._end_fit(state)  # FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
+        self._num_read = 0
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -288,8 +295,21 @@ class TokenAccumulation(Algorithm):
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
 
+    def _note_read(self, state: State) -> None:
+        """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
+
+        ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
+        checkpoint or from the last fit, but the loader is read from its start.
+        """
+        self._num_read += 1
+
+    def _note_restart(self, state: State) -> None:
+        """ITERATION_END: the loader is iterated from its start after this, also within an epoch."""
+        self._num_read = 0
+
     def _end_epoch(self, state: State) -> None:
         """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
+        self._num_read = 0
         # The timestamp itself is already that of the next epoch.
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
@@ -321,7 +341,7 @@ class TokenAccumulation(Algorithm):
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = int(state.timestamp.batch_in_epoch)
+        batch_index = max(self._num_read - 1, 0)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -404,16 +424,18 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.check_batch_norms()
+        run.check_gradient_hooks()
         run.reductions.start_attempt()
         step.microbatches = []
         # The graph of a microbatch that failed would stay in memory.
         self._raw_loss = None
+        self._outputs = None
         self._edges_of_loss = ()
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
-            run.balance.count(step.planned)
+            run.balance.count(step.planned, hides_weights=step.is_weighted)
 
     # A microbatch.
 
@@ -441,6 +463,7 @@ class TokenAccumulation(Algorithm):
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
         state.batch = self._model_batch.put_back(state.batch)
+        self._outputs = state.outputs
         self._split_router_loss(state)
         if self._run.step.microbatches[-1].is_empty:
             self._zero_token_terms(state)
@@ -520,7 +543,7 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        _check_added_rows(state, record, run.terms)
+        _check_added_rows(state.loss, self._outputs, record, run.terms)
         self._weigh_and_measure_tokens(state, record, weight_of_mean)
         self._raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
@@ -528,7 +551,8 @@ class TokenAccumulation(Algorithm):
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
             num_microbatches = record.num_microbatches or 1
-            state.loss = run.balance.with_part_of_step(state.loss, state.outputs, num_microbatches)
+            state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
+        self._outputs = None
         scales = _scales_of(record, weight_of_mean)
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
@@ -560,7 +584,7 @@ class TokenAccumulation(Algorithm):
         is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
-        logits = logits_of(state.outputs)
+        logits = logits_of(self._outputs)
         # If tokens have weights, check_step() refuses the step after either of the next two returns.
         if logits is None or logits.grad_fn is None:
             return
@@ -573,7 +597,7 @@ class TokenAccumulation(Algorithm):
             return
         selected, record.positions_of_logits = at_logits
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(state.outputs)])
+        edges = _edges_of([logits, router_loss_of(self._outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
@@ -634,6 +658,7 @@ class TokenAccumulation(Algorithm):
         self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
         run = self._run
         step = run.step
+        run.reductions.note_reached()
         run.reductions.complete_for_ddp()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
@@ -655,6 +680,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         check_reduced(state.model)
+        run.reductions.check_reached()
         if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
@@ -772,19 +798,19 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
         )
 
 
-def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
+def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
     """Raises RuntimeError if a term over samples has a gradient in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
     # If all rows are added ones, all terms are multiplied by 0.
     if not 0 < len(added_rows) < row_count:
         return
-    logits = logits_of(state.outputs)
-    terms_of_samples = terms.of_unit(state.loss, 'samples')
+    logits = logits_of(outputs)
+    terms_of_samples = terms.of_unit(loss, 'samples')
     if not terms_of_samples or logits is None or not logits.requires_grad:
         return
-    loss = sum_of_means(terms_of_samples)
-    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
+    sum_over_samples = sum_of_means(terms_of_samples)
+    (gradient,) = torch.autograd.grad(sum_over_samples, logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():

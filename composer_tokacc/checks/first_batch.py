@@ -438,14 +438,22 @@ def find_loss_rule(
         if gradient is not None:
             norms = gradient.norm(dim=-1)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
+    is_named_possible = False
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
         predicting_norms = norms[predicts]
         other_norms = norms[~predicts]
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
-        if elsewhere < LARGEST_ELSEWHERE and (predicting_norms > 0).all():
+        if elsewhere >= LARGEST_ELSEWHERE:
+            continue
+        if (predicting_norms > 0).all():
             matching[rule] = elsewhere
+        elif rule == loss_tokens and (predicting_norms > 0).any():
+            is_named_possible = True
+    # A loss may have no gradient at some labels, such as a clipped policy gradient. Then the user must name the rule.
+    if not matching and is_named_possible:
+        return loss_tokens
     positions = _columns(norms)
     if not matching:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)

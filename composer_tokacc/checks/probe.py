@@ -9,7 +9,6 @@ layers, so a probe takes about half of the memory of training.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +24,12 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
-from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
+from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, edge_of, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import State, StateSnapshot, perturb, undisturbed
 from composer_tokacc.collectives import Gather, only_of_this_rank
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.labelled import LabelledPositions, LabelSelector
+from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.random_state import seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
@@ -213,7 +213,7 @@ class Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
             return cls(model, lambda outputs, batch: model.loss(outputs, batch), model, gather=gather)
-        names = inspect.signature(model.forward).parameters
+        names = forward_parameters(model)
 
         def forward(batch: Batch) -> Outputs:
             arguments = {key: value for key, value in batch.items() if key in names}
@@ -428,6 +428,10 @@ class Probe:
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
+        if logits is not None:
+            # accelerate and FSDP return a copy of the logits in another type, which the loss does not use.
+            node, _ = edge_of(logits)
+            logits = getattr(node, 'variable', logits)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         # No layer returns these logits, for example, if the model changes the output of its head once more.
@@ -490,7 +494,7 @@ def _result_of(
     if targets is not None and logits is not None and logit_gradient is not None:
         has_logits = are_logits(logit_gradient, targets)
         if has_logits is not False:
-            measured = measure(logits, logit_gradient)
+            measured = measure(logits, logit_gradient, targets)
     output_size = None
     output_address = None
     if logits is not None:

@@ -205,7 +205,8 @@ class MicrobatchRecord:
         measures_all: bool,
     ) -> None:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
-        self.tolerance = tolerance_of(gradient.dtype)
+        # One of them may be of a finer type, which holds rounded numbers, because the model converts its logits.
+        self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if self.positions_of_logits is None:
             # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the

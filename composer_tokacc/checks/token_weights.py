@@ -21,7 +21,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import edge_of, logits_of, measure, tolerance_of
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
-from composer_tokacc.counting import with_one_label
+from composer_tokacc.counting import counted_tokens, with_one_label
 from composer_tokacc.refusals import NotExactError
 
 SURE = 1e-3
@@ -45,7 +45,7 @@ class _Backward(NamedTuple):
     num_left_out: Tensor  # int64 (), positions that carry loss and have no reliable weight
     residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
     forward: int  # index of the forward that made the logits
-    has_weight: Tensor  # bool (), whether any token adds to the gradient
+    num_tokens: Tensor  # int64 (), tokens that add to the gradient
 
 
 @dataclass
@@ -55,8 +55,8 @@ class _WatchedForward:
     in_backward: bool
     """Whether it ran inside a backward. Activation checkpoints run a forward again there. Its logits may get no
     gradient."""
-    has_labels: Tensor | None
-    """See :func:`_has_labels`. A bool ``()`` on the device of the labels."""
+    num_labels: Tensor | None
+    """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
 
 
 class TokenWeightsReport:
@@ -71,8 +71,15 @@ class TokenWeightsReport:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Weights of tokens, float32 ``(tokens,)``: one tensor for each gradient of logits, in the order they came."""
-        return [backward.weights[backward.is_reliable] for backward in self._backwards]
+        """Weights of tokens, float32 ``(tokens,)``: one tensor for each forward whose logits got a gradient.
+
+        If several backwards reach the logits of a forward, their weights are added, as their gradients are.
+        """
+        sums: dict[int, Tensor] = {}  # (positions,), by the index of the forward
+        for backward in self._backwards:
+            weights = backward.weights.where(backward.is_reliable, 0)
+            sums[backward.forward] = sums.get(backward.forward, 0) + weights
+        return [weights[weights != 0] for weights in sums.values()]
 
     @property
     def spread(self) -> float:
@@ -104,25 +111,31 @@ class TokenWeightsReport:
     def forwards_without_weight(self) -> list[str]:
         """Returns a sentence for each forward of this rank that should add to the gradient and does not.
 
-        A forward whose labels are all ignored need not add to it. If a forward gets no labels, it should.
+        All of its labels should, unless they are ignored. If a forward gets no labels, some token should.
         """
+        num_tokens = [0] * len(self._forwards)  # that add to the gradient
+        for backward in self._backwards:
+            num_tokens[backward.forward] += int(backward.num_tokens)
         with_gradient = self._forwards_with_gradient()
-        with_weight = {backward.forward for backward in self._backwards if backward.has_weight}
         sentences = []
         for index, forward in enumerate(self._forwards):
-            is_empty = forward.has_labels is not None and not forward.has_labels
-            if index in with_weight or forward.in_backward or is_empty:
+            num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
+            if num_tokens[index] >= num_labels or forward.in_backward:
+                continue
+            name = f'Forward {index + 1} of {len(self._forwards)}'
+            if num_tokens[index] > 0:
+                sentences.append(f'{name} adds only {num_tokens[index]} of its {num_labels} labels to the gradient.')
                 continue
             reason = '`backward` did not reach its logits'
             if index in with_gradient:
                 reason = 'its gradient is 0'
-            sentences.append(f'Forward {index + 1} of {len(self._forwards)} adds nothing to the gradient: {reason}.')
+            sentences.append(f'{name} adds nothing to the gradient: {reason}.')
         return sentences
 
     def unequal_tokens(self) -> str:
-        """Returns a line for each backward of this rank that has tokens with another weight than the median.
+        """Returns a line for each forward of this rank that has tokens with another weight than the median.
 
-        The median is over the tokens of all backwards of this rank.
+        The median is over the tokens of all forwards of this rank.
         """
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).nanmedian().cpu()
@@ -130,11 +143,11 @@ class TokenWeightsReport:
         for number, weights in enumerate(self.weights, start=1):
             line = self._line_of_unequal(weights.cpu() / median)
             if line:
-                lines.append(f'backward {number}: {line}')
+                lines.append(f'forward {number}: {line}')
         return '\n'.join(lines)
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
-        """Returns a text about the tokens of a backward with another weight than the median. Empty if there are none.
+        """Returns a text about the tokens of a forward with another weight than the median. Empty if there are none.
 
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
@@ -237,19 +250,19 @@ class TokenWeightsReport:
         batch = kwargs
         if 'labels' not in kwargs:
             batch = next(iter(args), None)
-        has_labels = _has_labels(batch)
+        num_labels = _num_labels(batch)
         # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. So the
         # index of the forward is kept at the node of the graph that made the logits. If the part got no labels, those
         # of the whole model count.
         metadata_of_node: Any = node.metadata
         if (self, index) in metadata_of_node:
             forward = self._forwards[metadata_of_node[self, index]]
-            if forward.has_labels is None:
-                forward.has_labels = has_labels
+            if forward.num_labels is None:
+                forward.num_labels = num_labels
             return
         forward_index = len(self._forwards)
         metadata_of_node[self, index] = forward_index
-        self._forwards.append(_WatchedForward(is_in_backward(), has_labels))
+        self._forwards.append(_WatchedForward(is_in_backward(), num_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(
             partial(
@@ -296,7 +309,7 @@ class TokenWeightsReport:
                     num_left_out=zero.long(),
                     residual=zero,
                     forward=forward,
-                    has_weight=is_reliable.any(),
+                    num_tokens=is_reliable.sum(),
                 )
             )
             return
@@ -313,7 +326,7 @@ class TokenWeightsReport:
                 num_left_out=has_loss.sum() - is_reliable.sum(),
                 residual=measured.residual,
                 forward=forward,
-                has_weight=has_loss.any(),
+                num_tokens=has_loss.sum(),
             )
         )
 
@@ -393,8 +406,8 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
     return logits_of(outputs)
 
 
-def _has_labels(batch: Any) -> Tensor | None:
-    """Returns whether a batch has a label that counts by every loss rule, bool ``()``. None: it has no 2D ``labels``.
+def _num_labels(batch: Any) -> Tensor | None:
+    """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
     :func:`.with_one_label` writes a label into a microbatch that has none, and the loss of this label is multiplied by
     0. So a batch whose only label is the one that this function writes has no label that counts. A user's own label
@@ -403,12 +416,11 @@ def _has_labels(batch: Any) -> Tensor | None:
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get('labels')
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
         return None
-    has_label = labels != IGNORE_INDEX
-    mask = batch.get('attention_mask')
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        has_label = has_label & (mask != 0)
-    num_labels = has_label[:, 1:].sum()
+    if not isinstance(batch.get('attention_mask'), Tensor):  # some models take other objects as masks
+        batch = {**batch, 'attention_mask': None}
+    num_labels = counted_tokens(batch, 'causal_attended').sum()
     has_written_label = (labels == with_one_label(batch)['labels']).all()
-    return (num_labels > 1) | ((num_labels == 1) & ~has_written_label)
+    is_empty = (num_labels == 1) & has_written_label
+    return num_labels.masked_fill(is_empty, 0)

@@ -26,6 +26,8 @@ from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
 """Tensors in plain attributes that have more entries are not copied. FSDP1 keeps whole weights there."""
+MOST_OF_PARAMETER = 2**14
+"""Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
 """Relative size of the noise that :func:`perturb` adds to a state."""
 SMALLEST_STATE = 1e-2
@@ -43,9 +45,9 @@ class State:
     container: Namespace
     key: str
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
-    content: Tensor | float | None  # a copy of the value; None: it was not copied
+    content: Tensor | float | None  # a copy of the value, or of a part of its entries; None: it was not copied
     version: int | None  # number of writes into the tensor; None: they are not counted, or it is a number
-    is_parameter: bool = False  # then a replaced tensor is not a written state: FSDP1 replaces it during a forward
+    is_parameter: bool = False  # whether only some entries were copied, see _sample_of()
 
     @classmethod
     def now(
@@ -62,7 +64,11 @@ class State:
         content = value
         version = None
         if isinstance(value, Tensor):
-            content = value.detach().clone() if copies else None
+            content = None
+            if is_parameter:
+                content = _sample_of(value)
+            elif copies:
+                content = value.detach().clone()
             # Tensors made in inference mode do not count their writes.
             if not value.is_inference():
                 version = num_writes(value)
@@ -76,10 +82,16 @@ class State:
             is_equal = type(current) is type(self.value) and bool(current == self.value)
             return is_replaced and not is_equal  # a NaN that was not replaced is not equal to itself
         counts_writes = not is_replaced and not current.is_inference()
-        if counts_writes and num_writes(current) != self.version:
+        has_writes = counts_writes and num_writes(current) != self.version
+        if self.is_parameter:
+            # FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts experts, write
+            # a parameter into itself. Neither changes a value.
+            assert isinstance(self.content, Tensor), 'entries of every parameter are copied'
+            return has_writes and not _are_equal(_sample_of(current), self.content)
+        if has_writes:
             return True
         if not isinstance(self.content, Tensor):  # there is nothing to compare with
-            return is_replaced and not self.is_parameter
+            return is_replaced
         # `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal one.
         return not _are_equal(current, self.content)
 
@@ -94,7 +106,7 @@ class StateSnapshot:
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
         """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
 
-        All values are copied, also of parameters, so that :meth:`restore` puts all of them back.
+        Here a parameter is a state like any other: it is copied, and :meth:`restore` puts it back.
         """
         snapshot = []
         for state in states:
@@ -104,7 +116,7 @@ class StateSnapshot:
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
-        """Takes a snapshot of everything that a forward may write. Parameters are watched, but not copied."""
+        """Takes a snapshot of everything that a forward may write. Of parameters only some entries are copied."""
         return cls(_states_of(model))
 
     def written(self) -> list[State]:
@@ -139,7 +151,7 @@ class StateSnapshot:
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         lent = []
         for state in self.states:
-            if isinstance(state.content, Tensor):
+            if isinstance(state.content, Tensor) and not state.is_parameter:
                 state.container[state.key] = copies.setdefault(id(state.value), state.content)
                 # The copy no longer holds the old content. `restore` needs only the tensor, which nobody writes.
                 state = replace(state, content=None)
@@ -149,13 +161,15 @@ class StateSnapshot:
 
 @torch.no_grad()
 def perturb(states: Iterable[State]) -> None:
-    """Changes the present values of some states: floating point tensors get noise, and others the value in ``states``.
+    """Changes the present values of some states, to see whether the result of a forward depends on them.
 
-    Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
-    Other states get no noise, because they may be indices, and noise could move them out of range.
+    Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
+    converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
+    get the value that a forward has written.
 
     Args:
-        states: Copied states, as :meth:`StateSnapshot.written` returns them.
+        states: The states, with the values that a forward has written, as :meth:`StateSnapshot.written` returns them.
+            The model may have older values again.
     """
     # Not the global generator, so that the random numbers of the run stay the same.
     generator = torch.Generator().manual_seed(0)
@@ -207,6 +221,13 @@ def _can_be_compared(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not is_special
 
 
+def _sample_of(parameter: Tensor) -> Tensor:
+    """Returns a copy of some entries of a parameter, evenly spread."""
+    entries = parameter.detach().flatten()
+    stride = max(len(entries) // MOST_OF_PARAMETER, 1)
+    return entries[::stride].clone()
+
+
 def _are_equal(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors have the same entries. NaN counts as equal to NaN."""
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
@@ -215,7 +236,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _states_of(model: Module) -> Iterator[State]:
-    """Yields each tensor, number and flag that a forward of the model may write. Parameters are not copied."""
+    """Yields each tensor, number and flag that a forward of the model may write. Parameters are copied in part."""
     for module_name, module in model.named_modules():
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)

@@ -108,11 +108,26 @@ class ChatTemplate:
 
         1. The template writes every answer as it is.
         2. It writes the answers that carry loss as they are.
-        3. Only the last message carries loss, and the template writes it after its generation prompt.
+        3. It writes the last message, which carries loss, after its generation prompt, and the earlier answers that
+           carry loss as they are.
 
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
+        rendered = self._render(messages)
+        if rendered is None:
+            # Some templates write the date (Llama 3.2), and midnight may have come between two renderings.
+            rendered = self._render(messages)
+        if rendered is None:
+            raise InvalidInputError(
+                '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
+                'around them. Set another, or train only the last answer with `dataset.train_on=last`: templates of '
+                'reasoning models change earlier answers'
+            )
+        return rendered
+
+    def _render(self, messages: Sequence[Message]) -> Rendered | None:
+        """Does what :meth:`render` says. Returns None if none of the three is true."""
         text = self.apply(messages)
         answer_indices = _indices_of_answers(messages)
         learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
@@ -122,15 +137,12 @@ class ChatTemplate:
             rendered = self._render_around_markers(messages, learned_indices, text)
         # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
         # answer brings its own thought, so it does not fit between the texts around the marker.
-        if rendered is None and learned_indices == [len(messages) - 1]:
-            rendered = self._render_after_prompt(messages, text)
-        if rendered is None:
-            raise InvalidInputError(
-                '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
-                'around them. Set another, or train only the last answer with `dataset.train_on=last`: templates of '
-                'reasoning models change earlier answers'
-            )
-        self._check_all_written(messages, text)
+        if rendered is None and learned_indices[-1:] == [len(messages) - 1]:
+            earlier = self._render_around_markers(messages, learned_indices[:-1], text)
+            if earlier is not None:
+                rendered = self._render_after_prompt(messages, text, earlier)
+        if rendered is not None:
+            self._check_all_written(messages, text)
         return rendered
 
     def apply(
@@ -253,7 +265,7 @@ class ChatTemplate:
         # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
         return self.end_token, text_after.lstrip(' ')
 
-    def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
+    def _render_after_prompt(self, messages: Sequence[Message], text: str, earlier: Rendered) -> Rendered | None:
         """Finds the last answer after the generation prompt, where a model would write it. None if it is not there.
 
         Templates of reasoning models write the thoughts of the last answer with other line breaks than the data. So the
@@ -261,8 +273,9 @@ class ChatTemplate:
         learned.
 
         Args:
-            messages: The conversation. Its last message is the only answer that carries loss.
+            messages: The conversation. Its last message is an answer that carries loss.
             text: The conversation as the template writes it.
+            earlier: The conversation with the earlier answers that carry loss. Its text may have more ending tokens.
         """
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -280,8 +293,11 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        span = AnswerSpan(len(prompt), len(prompt) + len(reply))
-        return Rendered(prompt + reply + text_after, [span])
+        text_after_prompt = text[len(prompt) :]
+        before = earlier.text.removesuffix(text_after_prompt)
+        start = len(before)
+        span = AnswerSpan(start, start + len(reply))
+        return Rendered(before + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
@@ -382,10 +398,12 @@ def _find_endings(
         tokenizer: The tokenizer. An ending is one of its special and added tokens.
     """
     # Special or not: some tokenizers have ChatML's tokens as plain added ones.
-    tokens = {
+    added_tokens = {
         *map(str, tokenizer.added_tokens_decoder.values()),
         *tokenizer.all_special_tokens,
     }
+    # Gemma's tokenizer has added tokens of line breaks. Such a token ends nothing.
+    tokens = {token for token in added_tokens if token.strip()}
     tokens_after_last = _first_tokens(after_last, tokens)
     tokens_after_answer = _first_tokens(after_answer, tokens)
     # After an earlier answer, the tokens that begin the next question may follow. After the last one there are none.

@@ -73,6 +73,10 @@ class ControlTokenPolicy:
             error,
         )
 
+    def hides(self, text: str) -> bool:
+        """Tells whether :meth:`hide` replaces something in a text."""
+        return self.option == 'text' and self._pattern.search(text) is not None
+
     def hide(self, message: Message) -> Message:
         """Returns a message with stand-ins for the control tokens in its texts.
 

@@ -32,7 +32,8 @@ from composer_tokacc.data.control_tokens import (
 )
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import (
-    PLACEHOLDER,
+    PLACEHOLDERS,
+    ROLES_WITH_MEDIA,
     DecodedMedia,
     EncodedSample,
     MediaFile,
@@ -127,6 +128,9 @@ class ConversationEncoder:
             add_end_token=add_end_token,
         )
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
+        vocabulary = tokenizer.get_vocab()
+        self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
+        """Of ``<image>``, ``<video>`` and ``<audio>``."""
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
@@ -320,7 +324,9 @@ class ConversationEncoder:
         """
         self.control.check(record)
         for turn in record.turns:
-            for placeholder in PLACEHOLDER.finditer(turn.text):
+            if turn.role not in ROLES_WITH_MEDIA:
+                self._check_tags(record, turn.text)
+            for placeholder in turn.placeholders:
                 modality = placeholder[1]
                 if modality not in self.parts:
                     raise record.error(
@@ -331,6 +337,15 @@ class ConversationEncoder:
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
                     )
+
+    def _check_tags(self, record: Record, text: str) -> None:
+        """Refuses a text with a tag such as ``<image>`` if the tokenizer would encode it as the token of a medium."""
+        for tag in self._tags_that_are_tokens:
+            if tag in text and not self.control.hides(tag):
+                raise record.error(
+                    f'`{tag}` may stand only in turns of the user and of tools, because the tokenizer has this token. '
+                    'Set control_tokens=text'
+                )
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as the text for the processor, and finds the answers in it."""

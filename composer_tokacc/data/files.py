@@ -8,6 +8,7 @@ A path may end in ``#name``: the name of a dataset in a ``dataset_info.json``, o
 
 from __future__ import annotations
 
+import glob
 import gzip
 import importlib.util
 import json
@@ -93,7 +94,7 @@ def _list_paths(paths: PathLike | Sequence[PathLike]) -> Sequence[PathLike]:
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """Yields the entries of a file, a table or a dataset of the hub, in their order.
 
-    A line that is not JSON is yielded too, with the error as its ``data``.
+    A line or an entry that cannot be decoded is yielded too, with the error as its ``data``.
     """
     file, name = _split_name(path)
     entry = None
@@ -317,7 +318,9 @@ def _load_table(path: str) -> Any:
             if not file.is_dir():
                 regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
-    return datasets.Dataset.from_parquet(path)
+    # `datasets` takes a path as a glob pattern, and a relative one as the pattern of the whole path.
+    pattern = glob.escape(os.path.abspath(path))
+    return datasets.Dataset.from_parquet(pattern)
 
 
 def _without_decoding(feature: Any) -> Any:
@@ -355,7 +358,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
 
     Args:
         value: The row, or a value in it.
-        read_value: Reads the value of the row that some keys lead to.
+        read_value: Reads the value of the row that some keys lead to. Here the keys always lead to bytes.
         keys: The keys that lead from the row to the value.
     """
     if isinstance(value, bytes):

@@ -29,7 +29,8 @@ from composer_tokacc.data.videos import VideoSampling, make_video
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
-"""Steps that halve a budget. One step takes off only 4 %, so that little of a cap stays unused."""
+"""Number of steps that halve a budget. Budgets are lowered in steps: each takes off only 4 %, so that little of a cap
+stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
 """With this number of steps, 1 / 65,536 of a budget is left: less than the minimum of every processor."""
 BUDGETS = (
@@ -46,7 +47,8 @@ If a processor has a ``size`` with a ``longest_edge``, that is its only budget, 
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Side of the image, and frames of the video, that show whether a budget changes the number of tokens. The side of the
-video is half as long."""
+video is half as long. To show whether fewer frames make fewer tokens, the video has more frames if ``min_frames`` is
+large."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 DIMENSIONS_OF_CLIPS = 5
@@ -60,7 +62,7 @@ _POINT = re.compile(rf'point_2d\W+{_NUMBER},{_NUMBER}\]')
 
 
 def share_of(steps: int) -> float:
-    """Returns the share of a budget that is left after some steps."""
+    """Returns the share of a budget that is left after some steps: 1 after none, 1/2 after `STEPS_TO_HALF`."""
     return 2 ** (-steps / STEPS_TO_HALF)
 
 
@@ -181,7 +183,10 @@ class FittingEncoder(ConversationEncoder):
                 file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
         # The base class's method, because the method of this class would search for steps again.
-        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
+        # Otherwise each audio of this length would be encoded twice, see `_check_ends_of_audios`.
+        self._longest_read_audio = encoder._longest_read_audio
+        return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
@@ -195,7 +200,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried.
+                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried. If no
+                # smaller number fits, the caller encodes with this one, and the error of the processor is raised.
                 fits = True
             if fits:
                 high = middle
@@ -234,12 +240,17 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
+        """Tells whether ``min_frames`` make fewer tokens than `PROBE_FRAMES` do.
+
+        False if all videos must have the same number of frames.
+        """
         # At the minimum of the budgets, because some processors share one budget among all frames. Above the minimum,
         # fewer frames would only be larger.
         budgets = self._budgets['video']
-        many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
-        few = self._probe('video', budgets, num_frames=self.video.min_frames)
+        fewest_frames = self.video.min_frames
+        num_frames = min(max(PROBE_FRAMES, 2 * fewest_frames), self.video.max_frames)
+        many = self._probe('video', budgets, num_frames=num_frames)
+        few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
         # Without this entry it is not known whether clips are stacked.
         if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes records of conversations as other projects write them.
+"""Parses conversations of files, each written in the format of some project, into records.
 
 Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
 of a format is used as its own project means it, or the record is refused. A record is also refused if it has one of
@@ -24,7 +24,7 @@ from urllib.request import url2pathname
 
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import (
-    PLACEHOLDER,
+    ROLES_WITH_MEDIA,
     EmbeddedFile,
     JsonObject,
     Medium,
@@ -52,6 +52,9 @@ MODALITY_OF_TAG = {
 # A tag, or <img>NAME</img> with the name of an image's file, as Qwen-VL and Monkey write it. A name may not contain
 # `<img>`: otherwise a text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
+
+SWIFT_TAG = re.compile('<(ref-object|bbox)>')
+"""Stands for a name or a box in the ``objects`` of ms-swift."""
 
 MODALITY_OF_PART = {
     'text': 'text',
@@ -99,8 +102,6 @@ ROLES = {
     'observation': 'tool',
 }
 """The role that ``Turn.role`` gets, by the name that a project writes."""
-ROLES_WITH_MEDIA = ('user', 'tool')
-"""Roles whose turns may hold media. Those of the assistant are its answers, which are text."""
 FOLLOWS = {
     '': ('user',),
     'user': ('assistant',),
@@ -124,6 +125,8 @@ REFUSED_KEYS = {
     'kto_tag': _NO_PREFERENCES,
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
+    'system_prompt': 'because it would be dropped. Call it `system`, or take it out',
+    'chat_template_kwargs': "because it changes the template's text of this sample (TRL). Take it out",
 }
 """Keys that are not supported but would change the training, and the reason for the message."""
 
@@ -134,8 +137,8 @@ KEYS_OF_EVERY_FORMAT = {
     *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. The refused ones are among them, because they are refused before this set
-is used."""
+"""Keys that a record of any format may have. The refused keys are in this set, because at this point only those without
+a value are left."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -211,11 +214,12 @@ def _parse_data(data: object, record: Record) -> Record:
     if not isinstance(data, dict):
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
-        if key in REFUSED_KEYS and _is_given(value):
+        # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
+        if key in REFUSED_KEYS and _is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    # Parsing a turn appends a medium for each of its placeholders. It has no files if the text does not name them: then
-    # `_fill_slots` puts a listed medium in its place.
+    # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
+    # name has no files, and `_fill_slots` replaces it by a listed one.
     slots: list[Medium] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
@@ -232,11 +236,16 @@ def _parse_data(data: object, record: Record) -> Record:
     if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
         slots = [Medium('video')] * len(slots)
-        turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
+        turns = [_with_videos(turn) for turn in turns]
     media = _fill_slots(slots, listed)
     _check_turns(turns)
     for turn in turns:
         _check_characters(turn.text)
+        if _is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
+            raise InvalidInputError(
+                '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
+                'and `<bbox>`. Write them into the text'
+            )
     for medium in media:
         _check_characters(''.join(medium.names))
     loss_weights = _parse_loss_weights(data.get('loss_weights'))
@@ -246,6 +255,13 @@ def _parse_data(data: object, record: Record) -> Record:
         media=tuple(media),
         loss_weights=loss_weights,
     )
+
+
+def _with_videos(turn: Turn) -> Turn:
+    """Returns the turn with ``<video>`` in the place of ``<image>``."""
+    if not turn.placeholders:
+        return turn
+    return turn._replace(text=turn.text.replace('<image>', '<video>'))
 
 
 def _parse_loss_weights(value: Any) -> float | None:
@@ -303,8 +319,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        role_name = turn.get('role', turn.get('from'))
-        if ROLES.get(str(role_name)) == 'assistant':
+        if _role_of(turn) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
     return [*_with_media_first(turns, data), *completion]
@@ -354,20 +369,35 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     return _with_media_first([*turns, *_turns_of(pairs)], data)
 
 
+def _role_of(turn: JsonObject) -> str | None:
+    """Returns ``Turn.role`` of a turn as it stands in a record. None if it names no known role.
+
+    A table that unites two spellings has both keys in each turn, one of them without a value.
+    """
+    for key in ('role', 'from'):
+        role_name = turn.get(key)
+        if _is_given(role_name):
+            return ROLES.get(str(role_name))
+    return None
+
+
 def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
     """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
         # If the content is a list of parts, it says where its media belong. If there is none, a `value` may hold tags,
         # or the turn is refused later.
-        if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
+        if not isinstance(content, str):
+            return list(turns)
+        may_hold_media = _role_of(turn) in ROLES_WITH_MEDIA
+        if may_hold_media and MEDIUM_IN_TEXT.search(content):
             return list(turns)
     placeholders = ''
     for modality in MODALITIES:
         placeholders += f'<{modality}>' * len(_listed_media(data, modality))
     placed = []
     for turn in turns:
-        if ROLES.get(str(turn.get('role'))) == 'user':
+        if _role_of(turn) == 'user':
             turn = {**turn, 'content': placeholders + turn['content']}
             placeholders = ''
         placed.append(turn)
@@ -429,7 +459,8 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
 
 
 # Turns and their parts. A function with the argument `slots` appends a medium for each placeholder that it writes. This
-# is a medium without files if the text does not name the file, see `_fill_slots`.
+# is a medium without files if the text does not name the file, see `_fill_slots`. `slots` is None in a turn that may
+# hold no media, such as an answer: tags in it are text.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
@@ -444,16 +475,14 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     _check_keys(turn, TURN_KEYS, 'a turn')
     if not isinstance(role_name, str) or role_name not in ROLES:
         raise InvalidInputError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
+    role = ROLES[role_name]
+    slots_of_turn = slots if role in ROLES_WITH_MEDIA else None
     if isinstance(content, str):
-        text = _parse_text(content, slots)
+        text = _parse_text(content, slots_of_turn)
     elif isinstance(content, list):
-        text = ''.join(_parse_part(part, slots) for part in content)
+        text = ''.join(_parse_part(part, slots_of_turn) for part in content)
     else:
         raise InvalidInputError(f'the text of a turn must be a string, got: {type(content).__name__}')
-    role = ROLES[role_name]
-    placeholder = PLACEHOLDER.search(text)
-    if placeholder and role not in ROLES_WITH_MEDIA:
-        raise InvalidInputError(f'`{placeholder[0]}` may stand only in turns of the user and of tools')
     return Turn(role, text, _parse_carries_loss(turn, role))
 
 
@@ -473,7 +502,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     raise InvalidInputError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
 
 
-def _parse_part(part: object, slots: list[Medium]) -> str:
+def _parse_part(part: object, slots: list[Medium] | None) -> str:
     """Returns the text of one part of a content list. For a medium, this is its placeholder."""
     if not isinstance(part, dict):
         raise InvalidInputError(f'a part of `content` must be an object, got: {short_repr(part)}')
@@ -495,6 +524,8 @@ def _parse_part(part: object, slots: list[Medium]) -> str:
         if not isinstance(content, str):
             raise InvalidInputError(f'`text` of a part of `content` must be a string, got: {short_repr(content)}')
         return _parse_text(content, slots)
+    if slots is None:
+        raise InvalidInputError(f'a part of type {part_type} may stand only in turns of the user and of tools')
     next_index = sum(slot.modality == modality for slot in slots)
     if values.get('index', next_index) != next_index:
         got = f'{short_repr(values["index"])} for {modality} {next_index}'
@@ -508,9 +539,9 @@ def _parse_part(part: object, slots: list[Medium]) -> str:
     return f'<{modality}>'
 
 
-def _parse_text(text: str, slots: list[Medium]) -> str:
+def _parse_text(text: str, slots: list[Medium] | None) -> str:
     """Returns the text with one placeholder for each tag, and for each name of a file in it."""
-    if '<' not in text:
+    if slots is None or '<' not in text:
         return text
 
     def add_slot(match: re.Match[str]) -> str:
@@ -541,12 +572,16 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
         if _is_given(value):
-            lists.append(value if isinstance(value, list) else [value])
+            files = value if isinstance(value, list) else [value]
+            media = []
+            for file in files:
+                media.append(_parse_medium(modality, file))
+            lists.append(media)
     if not lists:
         return []
-    if any(values != lists[0] for values in lists):
+    if any(media != lists[0] for media in lists):
         raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
-    return [_parse_medium(modality, value) for value in lists[0]]
+    return lists[0]
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
@@ -672,7 +707,7 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # A byte 0x80 to 0xff became a surrogate from \udc80 to \udcff.
+        # For a byte it is one of \udc80 (0x80) to \udcff (0xff).
         got = f'the lone surrogate {text[error.start]!a}'
         raise InvalidInputError(
             f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out'

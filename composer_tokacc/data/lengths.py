@@ -44,7 +44,7 @@ from composer_tokacc.data.sizes import (
 )
 from composer_tokacc.refusals import InvalidInputError
 
-TABLE_VERSION = 8
+TABLE_VERSION = 9
 """Increased when the content of a table changes, so that files of older versions are not read."""
 TABLE_COLUMNS = (
     'lengths',
@@ -258,7 +258,16 @@ def _measure_rows(
     run: Callable[..., Iterator[Any]],
     on_error: OnError,
 ) -> list[MeasuredRow]:
-    """Returns the rows of the samples of some indices. With ``'raise'`` it stops at the first bad one."""
+    """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
+
+    But if headers are used, all samples that check them are read before, even if one of them is bad.
+
+    Args:
+        measurer: Measures one sample.
+        indices: The samples.
+        run: :func:`.map_samples`, which knows the number of processes.
+        on_error: See :func:`length_table`.
+    """
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
         rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)

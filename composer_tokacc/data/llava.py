@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class LlavaDataset(Dataset):
     """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files each sample carries the name of its file as ``source``.
+    With several files each sample carries the name of its file as ``source``. If two of them have the same name, it is
+    the path below the folder that all files have in common, such as ``a/train.json``.
 
     A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
     samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
@@ -62,7 +63,7 @@ class LlavaDataset(Dataset):
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
+        fit: Whether to make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
             ``docs/data.md``. Then all samples are measured at the start. :meth:`fitted` lists the changed ones.
         max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
@@ -125,8 +126,8 @@ class LlavaDataset(Dataset):
             read_records(path, image_dir=image_dir, allow_outside=allow_outside),
             on_error,
         )
-        file_names = {record.file_name for record in self.records}
-        self._has_several_files = len(file_names) > 1
+        paths = {record.path for record in self.records}
+        self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
             self._measure(
                 patch_size_of(patch_size, processor),
@@ -174,20 +175,21 @@ class LlavaDataset(Dataset):
         record = self.records[index]
         files = open_files(record)
         options = {}
-        # While the samples are measured there is no table yet. Then the encoder searches for the number of steps.
+        # The number of times that the media are made smaller. While the samples are measured there is no table yet, and
+        # the encoder searches for this number.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
-        if self._has_several_files:
-            sample['source'] = [record.file_name]
+        if self._source_names:
+            sample['source'] = [self._source_names[record.path]]
         return sample
 
     def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
         """Returns samples with placeholders that are not expanded, and width and height of their images.
 
-        This is enough to compute the length of a sample, see `sizes.py`. None for a sample whose length only reading it
-        can tell: one with videos or audio, or a bad one.
+        This is enough to compute the length of a sample, see `sizes.py`. The result is None for samples that must be
+        read to know their length: those with videos or audio, and bad ones.
         """
         conversations = [self.records[index].messages() for index in indices]
         samples = self.encoder.encode_unexpanded(conversations)
@@ -270,7 +272,7 @@ class LlavaDataset(Dataset):
         """Returns the samples whose media were made smaller.
 
         Each is a mapping: ``sample`` (its id), ``source`` (its file and place), ``tokens`` (its length now), and
-        ``share`` (of the processor's budget for media that is left, see ``share_of`` in ``data/fit.py``).
+        ``share`` (how much is left of the processor's budget for media, see ``share_of`` in ``data/fit.py``).
         """
         if self.measured is None:
             return []
@@ -333,9 +335,34 @@ class LlavaDataset(Dataset):
                 return
 
 
+def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each file by its path, with folders if two files would have the same name.
+
+    Returns nothing for a single file, to which several paths may lead.
+    """
+    files = {}
+    short_names = {}
+    for path in paths:
+        file = os.path.abspath(path)
+        files[path] = file
+        short_names[path] = os.path.basename(file)
+    num_files = len(set(files.values()))
+    num_names = len(set(short_names.values()))
+    if num_files < 2:
+        return {}
+    if num_names == num_files:
+        return short_names
+    common_folder = os.path.commonpath(files.values())
+    long_names = {}
+    for path, file in files.items():
+        long_names[path] = os.path.relpath(file, common_folder)
+    return long_names
+
+
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    # Not a list, of which `fingerprint` would hash the JSON text. An iterator of bytes gives another value.
+    # A generator, because `fingerprint` hashes the bytes of an iterator. Of a list it would hash the JSON text, which
+    # gives another value.
     texts = (repr(part).encode() for part in parts)
     return fingerprint(texts, length=64)
 

@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -34,8 +34,11 @@ EncodedSample = dict[str, Any]
 DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
+PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 """Finds the placeholder of a medium in the text of a turn. Its group is the modality."""
+ROLES_WITH_MEDIA = ('user', 'tool')
+"""Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 """Finds a placeholder with the line breaks around it."""
 
@@ -93,20 +96,27 @@ class Turn(NamedTuple):
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
     text: str
-    """``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
+    """In a turn that may hold media, ``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
     """False for an answer that the model reads and does not learn. True, without effect, for turns of other roles."""
+
+    @property
+    def placeholders(self) -> list[re.Match[str]]:
+        """The placeholders of its media."""
+        if self.role not in ROLES_WITH_MEDIA:
+            return []
+        return list(PLACEHOLDER.finditer(self.text))
 
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file whose content is part of the record."""
+    """A file whose content is part of the record. Files of the same content are equal."""
 
-    name: str
+    name: str = field(compare=False)
     """Used in messages."""
     checksum: int
     """CRC-32 of the content, for the fingerprint of the data."""
-    read: Callable[[], bytes]
+    read: Callable[[], bytes] = field(compare=False)
     """Reads the content. In a table, such as parquet, it stays on disk until then."""
 
     @classmethod
@@ -140,7 +150,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`file_name` reads the path from it."""
+    """``PATH, line 3``, for messages. :attr:`path` reads the path from it."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
@@ -152,7 +162,10 @@ class Record:
     @property
     def texts(self) -> list[str]:
         """Text of every turn, without placeholders."""
-        return [PLACEHOLDER.sub('', turn.text) for turn in self.turns]
+        texts = []
+        for turn in self.turns:
+            texts.append(PLACEHOLDER.sub('', turn.text) if turn.placeholders else turn.text)
+        return texts
 
     @property
     def files(self) -> list[tuple[str, str | EmbeddedFile]]:
@@ -164,10 +177,10 @@ class Record:
         return files
 
     @property
-    def file_name(self) -> str:
-        """Name of the file that holds the record, without its folder."""
+    def path(self) -> str:
+        """Path of the file that holds the record."""
         path, _, _ = self.source.rpartition(', ')
-        return os.path.basename(path)
+        return path
 
     def count(self, modality: str) -> int:
         """Returns the number of its media of a modality."""
@@ -192,8 +205,11 @@ class Record:
         messages = []
         for turn in self.turns:
             content = []
-            # The pattern has one group, the modality. So `split` alternates between texts and modalities.
-            for position, piece in enumerate(_PLACEHOLDER_ON_LINES.split(turn.text)):
+            pieces = [turn.text]
+            if turn.placeholders:
+                # The pattern has one group, the modality. So `split` alternates between texts and modalities.
+                pieces = _PLACEHOLDER_ON_LINES.split(turn.text)
+            for position, piece in enumerate(pieces):
                 if position % 2 == 1:
                     content.append({'type': piece})
                 elif piece:

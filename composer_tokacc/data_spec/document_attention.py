@@ -223,7 +223,7 @@ def _padding_position_of(model: nn.Module) -> int | None:
 class _Run(NamedTuple):
     """Consecutive documents that one call of the attention function can compute as a batch.
 
-    They have the same length and no mask. A document with a mask is a run by itself.
+    Several documents of a run have the same length and no mask. A document with a mask is a run by itself.
     """
 
     length: int
@@ -347,8 +347,9 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
     """Yields layers that would mix documents: the innermost modules that take a mask and ``states_name``.
 
     They have a state or a convolution, or are embeddings that look at the mask. Attention modules (``is_causal``) are
-    left out: they receive :class:`_Documents`, and ``torch.compile`` can compile them. Models, and wrappers of models
-    such as PEFT's, are left out too, although they take ids and a mask.
+    left out: they receive :class:`_Documents`, and ``torch.compile`` can compile them. So are decoder layers, because
+    their attention takes a mask, too, and is further in. Models, and wrappers of models such as PEFT's, are left out
+    too, although they take ids and a mask.
     """
     from transformers import PreTrainedModel
 
@@ -363,6 +364,7 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
         if is_attention or not takes_mask(module):
             continue
         _, *inner_modules = module.modules()  # the first one is the module itself
+        # Attention counts here, so that a decoder layer is not yielded.
         if not any(takes_mask(inner) for inner in inner_modules):
             yield module
 

@@ -38,7 +38,7 @@ from composer_tokacc.data_spec.pieces import (
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.layout import inferred_layout
-from composer_tokacc.layout.pre_split import joined_with_lists
+from composer_tokacc.layout.pre_split import joined_with_lists, with_plain_values
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -292,8 +292,9 @@ class MicrobatchSplit:
         The order must stay, because in evaluation Composer drops a repeated sample, the last of ``n`` rows, by
         ``split_batch(microbatch, n - 1)[0]``.
         """
-        if isinstance(batch, PreSplitBatch):
-            batch = joined_with_lists(batch, layout)
+        pre_split = batch if isinstance(batch, PreSplitBatch) else None
+        if pre_split is not None:
+            batch = joined_with_lists(pre_split, layout)
         facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
@@ -303,7 +304,10 @@ class MicrobatchSplit:
         for start in range(0, num_rows, size):
             end = min(start + size, num_rows)
             pieces.append(all_rows.take(range(start, end)))
-        return build(pieces)
+        microbatches = build(pieces)
+        if pre_split is not None:
+            microbatches = [with_plain_values(microbatch, pre_split) for microbatch in microbatches]
+        return microbatches
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each of its microbatches. Uses the step's facts if they still hold."""

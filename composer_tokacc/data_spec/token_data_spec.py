@@ -84,6 +84,7 @@ def token_data_spec(
 
     Raises:
         ValueError: If an argument is out of range, or a function that this one provides is passed as well.
+        TypeError: If ``dataloader`` is a DataSpec, or cannot be iterated.
 
     Example:
         .. code-block:: python

@@ -381,7 +381,8 @@ FAMILIES: tuple[Family, ...] = (
             'image_sizes': _IMAGE,
         },
         media={'image': Media(sizes=placeholders.patch_counts)},
-        matches=_Format({'pixel_values': 4}),
+        # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
+        matches=_Format({'pixel_values': 4}, lacks=('target_sizes',)),
     ),
     # Only needed if the model is not known.
     Family(

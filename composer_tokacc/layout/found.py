@@ -193,7 +193,7 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
 
     Then another tensor, ``(images, 2)``, holds the height and the width of each image in patches.
     """
-    if value.dim() < 3 or value.shape[0] != 1:
+    if value.dim() != 4 or value.shape[0] != 1:
         return False
     patch_side = value.shape[-2]
     for key, sizes in batch.items():

@@ -72,13 +72,20 @@ def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
     """Adds up the counts of the rows of a batch."""
     counts = summed(rows)
     positions = num_positions(batch)
-    num_dummies = sum(row.samples == 0 for row in rows)  # dummy rows and repeated samples
+    positions_of_row = positions / len(rows)  # all rows are equally wide
+    dummy_positions = 0.0
+    for row in rows:
+        if row.samples == 0:  # a dummy row or a repeated sample
+            dummy_positions += positions_of_row
+        elif any(document.samples == 0 for document in row.documents):
+            # In a packed row, the positions that are no real tokens are those of dummy rows.
+            dummy_positions += positions_of_row - row.real_tokens
     return BatchCounts(
         samples=counts.samples,
         real_tokens=counts.real_tokens,
         loss_tokens=counts.loss_tokens,
         positions=positions,
-        dummy_positions=positions * num_dummies / len(rows),  # all rows are equally wide
+        dummy_positions=dummy_positions,
     )
 
 
@@ -138,7 +145,17 @@ def _unpacked(
     for row in rows:
         if not row.documents:
             counts.append((row, width))
+        # The tokens of dummy rows do not count as real tokens. They are all other positions of the packed row, and
+        # each dummy row is taken to have equally many.
+        num_dummies = 0
+        for document in row.documents:
+            if document.samples == 0:
+                num_dummies += 1
+        dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             # A document of a packed row has no padding of its own, so its positions are its tokens.
-            counts.append((document, document.real_tokens))
+            num_positions_of_document = document.real_tokens
+            if document.samples == 0:
+                num_positions_of_document = dummy_tokens
+            counts.append((document, num_positions_of_document))
     return counts

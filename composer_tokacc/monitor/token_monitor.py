@@ -19,6 +19,8 @@ from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
 from torch.distributed.tensor import DTensor, Replicate
 
+from composer_tokacc.batch import labels_of
+from composer_tokacc.checks.logits import logits_of
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
@@ -52,6 +54,15 @@ class Flops(Protocol):
 
     def media(self, batch: Mapping[str, Any]) -> float:
         """Returns the operations of the encoders. The batch is still on the CPU, so its values can be read."""
+        ...
+
+
+@runtime_checkable
+class _LogitFlops(Protocol):
+    """Also predicts the operations of the output embedding, which a run saves with logits only at labels."""
+
+    def logits(self, positions: int) -> float:
+        """Returns the operations of the output embedding at this many positions. They are a part of the text's."""
         ...
 
 
@@ -101,9 +112,10 @@ class TokenMonitor(Callback):
             each row. ``False``: never. Default: ``'auto'``.
         device_tflops (float, optional): Peak rate of a device, in 10^12 operations per second, for ``mfu``. Default:
             ``None``, the rate in Composer's table for the GPU and the precision.
-        flops (Flops, optional): Predicts the operations of a microbatch, as :class:`.FlopModel` does. Default:
-            ``None``, no operations are logged. The program ``composer_tokacc.train`` fills it in if the peak rate is
-            set or in Composer's table.
+        flops (Flops, optional): Predicts the operations of a microbatch, as :class:`.FlopModel` does. If it also has
+            the method ``logits(positions)``, only the logits that are computed count. Default: ``None``, no operations
+            are logged. The program ``composer_tokacc.train`` fills it in if the peak rate is set or in Composer's
+            table.
 
     Raises:
         ValueError: If an argument is not one of the above.
@@ -180,6 +192,8 @@ class TokenMonitor(Callback):
         if self.flops is not None:
             for width, rows in rows_by_width(state.batch).items():
                 self._text_flops += self.flops.text(rows, width)
+            if isinstance(self.flops, _LogitFlops):
+                self._text_flops -= self.flops.logits(_positions_without_logits(state))
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
@@ -247,6 +261,15 @@ class TokenMonitor(Callback):
             steps_left = max(all_steps - state.timestamp.batch.value, 0.0)
             metrics['hours_left'] = steps_left * p50 / 3600
         return metrics
+
+
+def _positions_without_logits(state: State) -> int:
+    """Returns at how many positions of a microbatch no logits were computed; 0 if the model returns no logits."""
+    logits = logits_of(state.outputs)
+    if logits is None:
+        return 0
+    rows, width = logits.shape[:2]
+    return max(labels_of(state.batch).numel() - rows * width, 0)
 
 
 def _steps_of_run(state: State) -> float | None:

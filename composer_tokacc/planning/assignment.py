@@ -144,9 +144,10 @@ def best_slot_order(
     encoder, and at the end of the microbatch. So a slot takes the time of its slowest encoder plus the time of its
     slowest remainder.
 
-    Without images, sorting by cost is optimal. Take any slots, the slowest first. The first k of them hold
-    k * num_ranks microbatches, so one of the k * num_ranks + 1 costliest microbatches is in a later slot. So the
-    slowest of the later slots takes at least the time of the cheapest of these. Sorted slots take just that time.
+    Without images, sorting by cost is optimal. Take any other slots, and put the slowest first. The first k slots hold
+    only k * num_ranks microbatches. So at least one of the k * num_ranks + 1 costliest microbatches is in a later slot,
+    and slot k + 1, the slowest of the later ones, takes at least as long as the cheapest of these microbatches. If
+    microbatches are sorted by cost, slot k + 1 begins with that microbatch, and takes just its time.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.

@@ -243,7 +243,7 @@ class LeastPaddedCuts:
         # The left end of the curve. No cut saves more than the cost of all rows at the greatest width, so above this
         # price another microbatch never pays. Twice as much, because of rounding.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
-        self.fewest = self._add_corner(2.0 * cost_at_greatest_width + 1.0)
+        self.fewest = self._add_corner(2.0 * cost_at_greatest_width)
         """The fewest microbatches under the caps."""
         # The right end of the curve: one row each.
         bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)

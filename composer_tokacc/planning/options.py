@@ -32,7 +32,8 @@ class CostModel:
     Args:
         quadratic: Width at which attention costs as much as the dense layers: six times the hidden size for a standard
             transformer block. ``math.inf`` for no quadratic term.
-        vision_per_token: Cost of the vision encoder for one image token, if nothing else is known about its cost.
+        vision_per_token: Cost of the vision encoder for one image token. It is added to the prices of images and
+            patches, so leave it at 0 if these are set.
         vision_per_image: Cost of the vision encoder for one image of any size.
         vision_per_patch: Cost of the vision encoder for one patch.
         vision_per_square: Factor of the squared number of patches of an image: attention over the whole image.
@@ -166,8 +167,9 @@ class CutOptions:
     """How rows are cut into microbatches. The split, the samplers, the planner and sizing share this class.
 
     Args:
-        max_tokens: Token budget of a microbatch, padding included. The split computes it for each batch: the microbatch
-            size times ``slot_tokens`` (plus the labels of the decoder, if the model has an encoder, too).
+        max_tokens: Token budget of a microbatch, padding included. Samplers, planner and sizing pass it. Only the split
+            replaces it for each batch: by the microbatch size times ``slot_tokens`` (for an encoder-decoder model the
+            labels of the decoder count, too).
         slot_tokens: Width in tokens that one row of the microbatch size stands for; None: the width of each device
             batch.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
@@ -176,7 +178,8 @@ class CutOptions:
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.
-        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: if they wait in each.
+        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: if the ranks wait for each other in
+            every microbatch, as FSDP does.
         packing: Whether the rows of a microbatch become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
         on_oversize: What the split does with a row that is over a cap by itself: ``'raise'`` an error, or ``'warn'``

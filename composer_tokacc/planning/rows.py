@@ -63,7 +63,7 @@ class Rows:
         self.lengths = checked_table('lengths', lengths, least=1)
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        """Tables of image tokens and loss tokens, int64 (n,), by name. One without a cap may be missing."""
+        """Tables of image tokens and loss tokens, int64 (n,), by name. A size without a cap may have no table."""
         self.vision_cost_table: np.ndarray | None = None
         """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it from image tokens."""
         if vision_cost is not None:
@@ -237,8 +237,7 @@ def _reach(
     """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
-    # Every row makes a microbatch larger, or leaves it as large, in every size. So the first row that breaks a cap ends
-    # it.
+    # A further row never makes a microbatch smaller in any size. So the first row that breaks a cap ends it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]

@@ -58,8 +58,8 @@ class RunParts:
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     """Builds algorithms, callbacks, scheduler and loggers.
 
-    A program calls it before :func:`build_parts`, because these constructors find mistakes of the config in a moment,
-    but reading the data and loading the model may take minutes.
+    A program calls it before :func:`build_parts`. These constructors find mistakes of the config in a moment, whereas
+    reading the data and loading the model may take minutes.
     """
     return TrainerParts(
         loggers=build_all('trainer.loggers', config.trainer.get('loggers')),
@@ -123,7 +123,7 @@ def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Opt
     else:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
-    save_empty_states(optimizer)
+    save_empty_states(optimizer)  # in every checkpoint, for parameters that never had a gradient
     return optimizer
 
 
@@ -155,6 +155,7 @@ def build_trainer(
         parts.processor,
         adapter=identify_adapter(parts.model.model),
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
+        order=source_of(config).order(),
         model=parts.model,
         trainer=config.trainer,
         on_other_data=config.loader.on_other_data,

@@ -282,6 +282,11 @@ def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     return shapes
 
 
+def _parameter_names(model: torch.nn.Module) -> list[str]:
+    """Returns the names of a model's parameters. Of tied ones, such as head and embeddings, only one name."""
+    return [name for name, _ in model.named_parameters()]
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """The parts of a checkpoint that :class:`SameData` compares with the run."""
@@ -355,6 +360,8 @@ class SameData(Callback):
         adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
         optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
             the settings in the checkpoint.
+        order: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
+            run goes on within an epoch, because it would repeat some samples and lose others.
         model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
@@ -367,6 +374,7 @@ class SameData(Callback):
         *,
         adapter: Section,
         optimizer: Section | None = None,
+        order: Section | None = None,
         model: torch.nn.Module | None = None,
         trainer: Section,
         on_other_data: str = 'raise',
@@ -376,8 +384,11 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._unsharded_shapes: dict[str, Shape] = {}
         """Shapes of the model's weights before FSDP divides them."""
+        self._unwrapped_names: list[str] = []
+        """Names of the model's parameters before FSDP 1 adds to them."""
         if model is not None:
             self._unsharded_shapes = _shapes_of(model.state_dict())
+            self._unwrapped_names = _parameter_names(model)
         num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
@@ -387,15 +398,16 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        # Only a streaming dataset orders its samples itself. Other datasets have a sampler. It compares the order when
-        # it loads its state.
+        # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
             self._fingerprints['order'] = dataset.identity_of_order()
         for name, value in (optimizer or {}).items():
             if name not in SPEED_SETTINGS:
-                # As it comes back from a checkpoint, which holds JSON: tuples become lists.
-                as_json = json.dumps(value, default=str)
-                self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
+                self._fingerprints[f'optimizer.{name}'] = _as_json(value)
+        if order is not None:
+            self._fingerprints['batches'] = _as_json(order)
+        self._other_batches = ''
+        """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
@@ -428,16 +440,20 @@ class SameData(Callback):
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
         if self.model is None or load_arguments.get('load_ignore_keys'):
             return
-        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present shapes are
-        # compared, because algorithms may have changed the model since __init__().
-        shapes = self._unsharded_shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
+        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
+        # because algorithms may have changed the model since __init__().
+        if state.fsdp_enabled:
+            shapes = self._unsharded_shapes
+            names = self._unwrapped_names
+        else:
+            shapes = _shapes_of(self.model.state_dict())
+            names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         required: list[str] = []
         if is_strict:
-            # Of tied weights, such as head and embeddings, one name is enough. named_parameters() gives only one. The
-            # frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name, _ in self.model.named_parameters() if name in shapes]
+            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+            required = [name for name in names if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
@@ -451,11 +467,21 @@ class SameData(Callback):
         """Lets checkpoints hold the fingerprints again. Forgets the model, which is not compared after that."""
         self._is_loading = False
         self.model = None
+        # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
+        if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
+            self._refuse(
+                'a run that is resumed within an epoch must have the batches of its checkpoint, or some samples are '
+                f'repeated and others left out, got: {self._other_batches}'
+            )
 
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
         with building('fingerprints'):  # turns errors into one line, because somebody may have changed the checkpoint
             saved = check_value('fingerprints', json.loads(saved_json or '{}'), dict)
+        saved_batches = saved.pop('batches', None)
+        batches = self._fingerprints.get('batches')
+        if saved_batches is not None and batches is not None and saved_batches != batches:
+            self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
@@ -466,10 +492,13 @@ class SameData(Callback):
         if not differing:
             return
         details = ', '.join(differing.values())
-        message = (
+        self._refuse(
             'a resumed run must have the data, order, processor, vocabulary, adapter and optimizer of its checkpoint, '
             f'got: other {" and ".join(differing)} ({details})'
         )
+
+    def _refuse(self, message: str) -> None:
+        """Raises ConfigError with this message and the remedies; only warns if the user wants to go on."""
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -531,6 +560,12 @@ def _compare_shapes(
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
+
+
+def _as_json(value: Any) -> Any:
+    """Returns a value as it comes back from a checkpoint, which holds JSON: tuples become lists."""
+    text = json.dumps(value, default=str)
+    return json.loads(text)
 
 
 def _short(value: Any) -> str:

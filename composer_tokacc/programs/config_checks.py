@@ -138,7 +138,8 @@ def _check_trainer(trainer: Section) -> None:
 def _check_duration(config: TrainConfig) -> None:
     """Refuses a missing duration, and one in a unit that cannot be used.
 
-    Composer itself refuses such units after the model is loaded, except iterations: that run would never end.
+    Composer itself refuses seconds, but only after the model is loaded. It accepts iterations, and the run would never
+    end.
     """
     duration = config.trainer.get('max_duration')
     if duration is None:
@@ -155,7 +156,7 @@ def _check_duration(config: TrainConfig) -> None:
 
 
 def _check_optimizer(optimizer: Section) -> None:
-    """Builds the optimizer for a single weight, once with the arguments of each part of the model.
+    """Builds the optimizer for a single weight: with its own arguments, then with those of each part of the model.
 
     So its constructor refuses wrong arguments now. In the run it is only called after the model was loaded.
     """
@@ -221,7 +222,8 @@ def _check_report(config: TrainConfig) -> None:
     if 'name' in report:
         # Its first argument, a FinishedRun, is not from the file.
         function = partial(import_by_name('report.name', str(report['name'])), None)
-        # `func` is not the partial of a user, whose module would be functools, but the function in it.
+        # If the user's object is a partial itself, partial() unpacks it: `func` is the user's function. The module of
+        # the user's partial would be functools.
         module = str(getattr(function.func, '__module__', ''))
         # A file from somebody else must not call functions such as os.system().
         if module.partition('.')[0] in sys.stdlib_module_names:
@@ -244,7 +246,8 @@ def _check_report(config: TrainConfig) -> None:
 
 def check_folders(config: TrainConfig) -> None:
     """Refuses folders of the config that the run cannot write."""
-    # Without a name Composer generates one later. Any name does here, because the nearest existing parent is checked.
+    # Without a name Composer generates one later. Here any text does ('None'), because only the nearest existing parent
+    # is checked.
     run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')

@@ -99,20 +99,33 @@ def _write_folder(
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
     """Writes a model in memory as :func:`export_checkpoint` does, and replaces an earlier one in the folder.
 
-    The model must not be sharded. Of a model with an adapter, only the adapter is written.
+    The model must not be sharded. Of a model with an adapter, only the adapter is written. If it cannot be written, the
+    earlier export stays.
     """
     inner_model: Any = model.model
     _check_finite(dict(inner_model.named_parameters()), 'the trained model')
-    # A file of an earlier export would stay if this model has none of that name: an adapter, or a further shard.
+    folder.mkdir(parents=True, exist_ok=True)
+    # Inside the folder, because files are moved only within one file system.
+    with tempfile.TemporaryDirectory(dir=folder, prefix='unfinished-') as scratch:
+        unfinished = Path(scratch)
+        _save_pretrained(inner_model, unfinished)
+        _write_processor(model.get_metadata(), unfinished)
+        new_files = []
+        for file in sorted(unfinished.rglob('*')):
+            if file.is_file():
+                new_file = folder / file.relative_to(unfinished)
+                new_file.parent.mkdir(exist_ok=True)
+                os.replace(file, new_file)
+                new_files.append(new_file)
+    # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
     for pattern in ('*.safetensors*', '*config.json'):
-        for stale_file in folder.glob(pattern):
-            stale_file.unlink()
-    _save_pretrained(inner_model, folder)
-    _write_processor(model.get_metadata(), folder)
+        for file in folder.glob(pattern):
+            if file not in new_files:
+                file.unlink()
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Returns the part ``state`` of a checkpoint. Of a sharded one it writes a single file into ``scratch`` before."""
+    """Returns the part ``state`` of a checkpoint. A sharded one is first written as a single file into ``scratch``."""
     check_checkpoint('CHECKPOINT', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
@@ -238,7 +251,8 @@ def _write_processor(metadata: Section, folder: Path) -> None:
 def _bytes_of(file: Section) -> bytes:
     """Returns the bytes of a file of a processor.
 
-    Composer saves a text file as its lines, a JSON file as its value. This package saves a file as its bytes.
+    This package saves every file as its bytes. Composer saves a ``.txt`` file as its lines, a JSON file as its value, a
+    sentencepiece model as bytes, and other files as a string.
     """
     content = file['content']
     if isinstance(content, bytes):

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from composer.core import Event, State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
@@ -24,6 +23,8 @@ from composer_tokacc.cache import whole_file
 from composer_tokacc.programs.errors import building
 
 METRICS_FILE = 'metrics.jsonl'
+STEP = 'step'
+"""Key of the step in a line. The other keys are names of metrics."""
 
 Series = tuple[list[int], list[float]]
 """Steps in the order of the file, and a finite value for each step."""
@@ -54,16 +55,20 @@ class JsonLines(LoggerDestination):
             self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds the numbers among the metrics to the next line.
+        """Adds the numbers among the metrics to the next line. Leaves out arrays and values that are no numbers.
 
-        NaN and infinity become null, because JSON has no numbers for them.
+        NaN and infinity become null, because JSON has no numbers for them. Leaves out a metric with the name ``step``,
+        because that is the key of the line's step.
         """
         for name, value in metrics.items():
-            if np.ndim(value) != 0:
+            if name == STEP:
+                continue
+            if getattr(value, 'ndim', 0) != 0:  # `float` would also take an array with one value
                 continue
             try:
                 number = float(value)
-            except (TypeError, ValueError):  # not a number: a callback of the user may log anything
+            except (OverflowError, RuntimeError, TypeError, ValueError):
+                # Not a number, or one that is too large for a float. A callback of the user may log anything.
                 continue
             self._line[name] = number if math.isfinite(number) else None
 
@@ -83,7 +88,7 @@ class JsonLines(LoggerDestination):
 
     def _write(self, state: State) -> None:
         """Appends the numbers that were logged since the last line, if there are any."""
-        line = {'step': state.timestamp.batch.value, **self._line}
+        line = {STEP: state.timestamp.batch.value, **self._line}
         has_numbers = bool(self._line)
         self._line = {}  # before writing, because that fails on a full disk, and close() would write the line again
         if self._path is not None and has_numbers:
@@ -99,7 +104,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict) and isinstance(line.get('step'), int):
+        if isinstance(line, dict) and isinstance(line.get(STEP), int):
             lines.append(line)
     return lines
 
@@ -114,7 +119,7 @@ def keep_lines(path: Path, *, until: int) -> None:
         return
     text = ''
     for line in _read_lines(path):
-        if line['step'] <= until:
+        if line[STEP] <= until:
             text += json.dumps(line) + '\n'
     with whole_file(path) as new_file:
         new_file.write_text(text, encoding='utf-8')
@@ -131,7 +136,7 @@ def read_metrics(folder: Path) -> dict[str, Series]:
         return {}
     values_by_name: dict[str, dict[int, float]] = {}
     for line in _read_lines(path):
-        step = line.pop('step')
+        step = line.pop(STEP)
         for name, value in line.items():
             if isinstance(value, int | float):  # not null
                 values_by_step = values_by_name.setdefault(name, {})

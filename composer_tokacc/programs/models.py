@@ -66,7 +66,7 @@ FIELD_RANGES = {
 }
 """Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number.
 
-A number must be in the range of each pattern that matches its field. A number of something may be 0, which some configs
+A number must be in the range of each pattern that matches its field. Fields ``num_...`` may be 0, which some configs
 write for "none".
 """
 TRAIN_METRICS = (LanguageCrossEntropy,)
@@ -252,10 +252,11 @@ def read_config(
     config: Section | None,
     processor: Processor | None = None,
 ) -> PretrainedConfig:
-    """Returns the config of a checkpoint, or a fresh one with the fields of ``config``. Builds no model.
+    """Returns the config of a checkpoint as it is, or a fresh one with the fields of ``config``. Builds no model.
 
-    Refuses fields that the config class does not have, because Transformers would accept them without any effect.
-    Vocabulary size, special tokens and placeholders that ``config`` leaves out come from ``processor``.
+    For a fresh config, refuses fields that the config class does not have, because Transformers would accept them
+    without any effect. Vocabulary size, special tokens and placeholders that ``config`` leaves out come from
+    ``processor``.
     """
     if pretrained is not None:
         with building('model.pretrained'):
@@ -283,6 +284,8 @@ def read_config(
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
 
+    A number that is the default of its field is always accepted.
+
     Args:
         settings: The user's fields.
         default: A config of the same class without any settings. It tells which fields there are.
@@ -292,11 +295,17 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
-        for pattern, allowed in FIELD_RANGES.items():
-            if isinstance(value, int | float) and re.search(pattern, key):
-                check_value(f'{path}.{key}', value, allowed)
-        inner = getattr(default, key, None)
-        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+        # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
+        name_of_default = default.attribute_map.get(key, key)
+        default_value = vars(default).get(name_of_default)
+        is_number = isinstance(value, int | float)
+        is_flag = isinstance(default_value, bool)  # such as Evolla's token_dropout
+        if is_number and not is_flag and value != default_value:
+            for pattern, allowed in FIELD_RANGES.items():
+                if re.search(pattern, key):
+                    check_value(f'{path}.{key}', value, allowed)
+        if isinstance(value, dict) and isinstance(default_value, PretrainedConfig):
+            inner = default_value
             # The settings may name another type of encoder or language model than the default one.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:
@@ -324,7 +333,7 @@ def _complete_placeholders(
     default: PretrainedConfig,
     processor: Processor,
 ) -> None:
-    """Adds the ids of the processor's placeholder tokens, under the names that the config class has for them."""
+    """Adds the ids of the processor's placeholder tokens, each under a name that the config class has for it."""
     for modality in ('image', 'video', 'audio'):
         token_id = getattr(processor, f'{modality}_token_id', None)
         token = getattr(processor, f'{modality}_token', None)
@@ -401,7 +410,7 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
             f'must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < {num_tokens}. Call '
             f'resize_token_embeddings({num_tokens}) on it, save it and name that folder',
         )
-    log.warning('Enlarging the embeddings from %d to %d tokens, as the tokenizer has.', num_rows, num_tokens)
+    log.warning('Enlarging the embeddings from %d tokens to at least the %d of the tokenizer.', num_rows, num_tokens)
     model.resize_token_embeddings(num_tokens, pad_to_multiple_of=64)  # a width at which tensor cores are fast
 
 
@@ -458,8 +467,8 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     """Returns the names of the parameters of a vision encoder that do not change its hidden states at these layers.
 
-    A backward from these states through a copy without memory finds them. Names of layers do not tell them: in some
-    releases of Transformers the last hidden state is taken after the final norm, in others before it.
+    A backward from these states through a copy without memory finds them. They cannot be found by the names of layers:
+    in some releases of Transformers the last hidden state is taken after the final norm, in others before it.
     """
     config = copy.deepcopy(encoder.config)
     sides = config.image_size

@@ -391,10 +391,7 @@ def _run_all(
     All ranks run the same microbatches, so that ranks with equal memory fail together. Under FSDP a rank that failed
     without the others would leave them waiting in a collective.
     """
-    if len(candidates) == 1:
-        # In a step the gradients of an earlier microbatch are in memory. In the second run they are, too.
-        candidates = candidates * 2
-    for candidate in candidates:
+    for candidate in _in_order(candidates):
         peak = _peak(run, candidate, report.microbatch_size)
         fails, num_bytes = max_over_ranks([peak is None, peak or 0])
         outcome = 'does not fit' if fails else f'measured {_gib(num_bytes)}'
@@ -402,6 +399,23 @@ def _run_all(
         if fails:
             return candidate
     return None
+
+
+def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates, lightest first, but the one with the most logits right before the heaviest.
+
+    A microbatch begins with the gradients and the outputs of the one before in memory. If the heaviest one has the most
+    logits itself, it is run twice.
+    """
+    heaviest = candidates[-1]
+    most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
+    in_order = []
+    for candidate in candidates[:-1]:
+        if candidate is not most_logits:
+            in_order.append(candidate)
+    in_order.append(most_logits)
+    in_order.append(heaviest)
+    return in_order
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
@@ -415,6 +429,7 @@ def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
             raise
+    run.state.outputs = ()  # they would take memory from the next attempt, and Composer drops them, too
     gc.collect()  # outside of the handler, whose traceback holds tensors
     torch.cuda.empty_cache()
     return None
@@ -437,8 +452,9 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             # computed, because a microbatch with more labels may come later.
             if run.accumulation is not None and run.labels_per_sample is not None:
                 run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
-            outputs = model(batch)
-            loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
+            # As in Composer, the outputs of the microbatch before stay in memory until this forward has ended.
+            state.outputs = model(batch)
+            loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]
         # The loss may have several terms, of any shape. How they are added makes no difference to the memory.
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         means = [term.mean() for term in terms]
@@ -467,8 +483,9 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[B
 
 @contextmanager
 def _undisturbed(state: State) -> Iterator[None]:
-    """Restores gradients, state of the model and random numbers after this block, so that the run does not change."""
+    """Restores gradients, outputs, state of the model and random numbers after this block. The run does not change."""
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
+    outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out
     try:
         for parameter, _ in gradients:
             parameter.grad = None
@@ -477,6 +494,7 @@ def _undisturbed(state: State) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        state.outputs = outputs
 
 
 @contextmanager

@@ -22,11 +22,11 @@ MOST_POINTS = 400
 MOST_IMAGES = 12
 """Most images that are shown of an answered sample."""
 MAGNIFIED_SIDE = 48
-"""Small images are magnified by a whole factor, until their longer side has at most this many pixels. The digits of the
-demo, which have eight pixels, could not be seen otherwise."""
+"""Images are magnified by the largest whole factor that keeps their longer side within this many pixels. The digits of
+the demo, which have eight pixels, could not be seen otherwise. Larger images stay as they are."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH = 640
-"""Width of a chart, in pixels, as are the next four."""
+"""Width of a chart. This number and the next four are pixels."""
 HEIGHT = 200
 """Height of a chart."""
 MARGIN = 46
@@ -152,6 +152,8 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
             x = MARGIN + (WIDTH - 2 * MARGIN) * across
             y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
             points.append(f'{x:.1f},{y:.1f}')
+            if len(steps) == 1:  # a line of one point cannot be seen
+                lines.append(f'<circle fill="{color}" r="3" cx="{x:.1f}" cy="{y:.1f}"/>')
         lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
         legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
     # The numbers are pixels, so that the texts stand beside the axes without touching the curves.

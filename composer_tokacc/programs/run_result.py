@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.metrics_file import Series, select
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.report_page import write_page
-from composer_tokacc.programs.schema import REPORT_KEYS, TrainConfig, without
+from composer_tokacc.programs.schema import REPORT_KEYS, TrainConfig, check_arguments, without
 
 MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding without trimming', '{:.1%}'),
@@ -182,7 +183,10 @@ def write_report(
             is_sharded=config.is_sharded,
         )
         add_to_result = import_by_name('report.name', config.report['name'])
-        lines += add_to_result(run, **without(config.report, *REPORT_KEYS)) or ()
+        function = partial(add_to_result, None)  # the run is not from the file
+        settings = check_arguments('report', function, config.report, extra_keys=REPORT_KEYS)
+        arguments = without(settings, *REPORT_KEYS)
+        lines += add_to_result(run, **arguments) or ()
     text = json.dumps(result, indent=2, default=str)
     (folder / 'result.json').write_text(f'{text}\n')
     if config.report.get('export'):

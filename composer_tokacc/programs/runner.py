@@ -42,7 +42,7 @@ def run_program(
         num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
     """
-    keep_what_is_loaded()  # switches garbage collection on again
+    keep_what_is_loaded()  # switches garbage collection on again, except for all objects that are there already
     is_checked = False
     try:
         config = load_config(path, overrides)

@@ -9,22 +9,21 @@ Each of our sections is a dataclass, whose annotations are types, choices and ra
 
 from __future__ import annotations
 
-import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 from composer_tokacc.planning import CostModel, mean_samples
 from composer_tokacc.programs.errors import ConfigError, building, shorten, unknown_name
@@ -53,7 +52,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off."""
+"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off. It
+is passed for every section, because only :class:`.CostModel` has a key of this name."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
@@ -154,7 +154,7 @@ class LoaderConfig:
 
 @dataclass(kw_only=True)
 class MicrobatchingConfig:
-    """How a device batch is cut; the arguments of :func:`composer_tokacc.token_data_spec`."""
+    """How a device batch is cut: microbatch size and memory, and the arguments of :func:`.token_data_spec`."""
 
     device_train_microbatch_size: Count | Literal['auto', 'suggest'] | None = None
     """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
@@ -162,8 +162,8 @@ class MicrobatchingConfig:
     device_memory_gib: Positive | None = None
     """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
     slot_tokens: Count | None = None
-    """Width of such a row in tokens; null: that of the longest sample of the dataset, or without ``regroup_ranks`` that
-    of the longest sample of each device batch."""
+    """Width in tokens of a row of the microbatch size; null: that of the longest sample of the dataset, or without
+    ``regroup_ranks`` that of the longest sample of each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     max_loss_tokens: Count | None = None
@@ -185,7 +185,8 @@ class MicrobatchingConfig:
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
-    """A row over the token budget: ``raise``, naming it, or ``warn``, naming it, and compute it alone."""
+    """A row that is over the token budget or another cap by itself: ``raise``, naming it, or ``warn``, naming it, and
+    compute it alone."""
     rehearse: Literal['heaviest', 'none'] | None = None
     """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
     backward once, so that the run fails for memory then or not at all; null: on GPUs."""
@@ -202,7 +203,8 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
     """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
-    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
+    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs``, ``weight`` or
+    ``loss_share``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -441,26 +443,40 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
 def check_value(path: str, value: Any, hint: Hint) -> Any:
     """Returns the value if it fits the annotation. Raises ConfigError if it does not.
 
-    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and a list for a
-    tuple becomes a tuple. A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
+    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and that a list
+    or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
+    fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation itself, and what is inside it: the branches of a union, or the type in Annotated.
+    # The annotation itself, and the types in its brackets: the branches of a union, or the type in Annotated.
     branches = (hint, *get_args(hint))
     is_null = value is None and NoneType in branches
     for branch in branches:
         if _is_section(branch) and not is_null:
             return build_dataclass(path, branch, value)
-        if get_origin(branch) is tuple and isinstance(value, list):
-            value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
     if checker is None:
         return value
     try:
-        checker.validate_python(value)
+        return _fit(value, checker)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
-    return value
+
+
+def _fit(value: Any, checker: TypeAdapter) -> Any:
+    """Returns the value if it fits the annotation, or else as pydantic reads it from JSON. Raises ValidationError.
+
+    Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is as
+    strict about numbers and bools as otherwise.
+    """
+    try:
+        checker.validate_python(value)
+        return value
+    except ValidationError:
+        text = json.dumps(value, default=repr)
+        if json.loads(text) != value:  # keys that are not texts would become texts; NaN is never equal
+            raise
+        return checker.validate_json(text)
 
 
 def _is_section(hint: Hint) -> bool:
@@ -471,7 +487,8 @@ def _is_section(hint: Hint) -> bool:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping."""
     keys = error.errors()[0]['loc']
-    if '[key]' in keys:  # pydantic's mark after a key which itself is wrong, and not its value
+    # Pydantic's mark for a key that is itself wrong: `('lr', '[key]')` for the key `lr`.
+    if '[key]' in keys:
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
         # Skips the names of branches of a union, which pydantic has among the keys.
@@ -481,7 +498,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     return path, value
 
 
-@functools.lru_cache
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
     if isinstance(hint, str):  # an annotation that is a plain text
@@ -489,18 +505,24 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         checker = TypeAdapter(hint, config=config)
-    except (PydanticUserError, NameError):
+    except Exception:  # of any kind, because an annotation may be any object
         return None
     # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.
     return checker if checker.pydantic_complete else None
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'"."""
+    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'".
+
+    If only an object of a class would fit, no value of a YAML file does, so the key must "be left out".
+    """
     requirements = []
     for detail in error.errors():
         _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
+        reason = reason.replace('an object', 'a mapping').replace('valid array', 'list')  # the words for JSON
+        if detail['type'] == 'missing':
+            reason = 'have more entries'
         # A YAML file cannot hold an object of a class, so this branch of a union is not named.
         if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)

@@ -107,8 +107,10 @@ class NamedParts(ConcatDataset):
         self.names = list(names)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        name = self.names[bisect_right(self.cumulative_sizes, index)]
-        return {**super().__getitem__(index), 'source': [name]}
+        sample: dict[str, Any] = super().__getitem__(index)  # raises if the index is out of range
+        from_start = index % len(self)  # -1 is the last sample
+        part = bisect_right(self.cumulative_sizes, from_start)
+        return {**sample, 'source': [self.names[part]]}
 
 
 class Source(ABC):
@@ -146,6 +148,21 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
+    def order(self) -> dict[str, Any] | None:
+        """Returns the settings that decide which samples a batch holds; None: the dataset itself decides that."""
+        loader = self.config.loader
+        settings = {
+            'seed': self.config.seed,
+            'loader.shuffle': loader.shuffle,
+            'loader.drop_last': loader.drop_last,
+            'loader.modality': loader.modality,
+        }
+        if loader.global_batch_tokens is None:
+            settings['loader.global_batch_size'] = loader.global_batch_size
+        else:
+            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+        return settings
+
     def by_index(self, dataset: Any) -> Any:
         """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
         return dataset
@@ -154,18 +171,26 @@ class Source(ABC):
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
+        maker = self.processor_maker()
+        arguments = self._small_processor_arguments(maker)
         with building('dataset.processor'):
-            return self.processor_maker()(**self._small_processor_arguments())
+            return maker(**arguments)
 
-    def _small_processor_arguments(self) -> dict[str, Any]:
-        """Returns the settings in ``dataset.processor``. Sizes that it leaves out come from the config of the model."""
+    def _small_processor_arguments(self, maker: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the checked settings in ``dataset.processor``, the arguments of ``maker``.
+
+        Sizes that the section leaves out come from the config of the model.
+        """
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        return arguments
+        # An argument of a user's function may have the name of one of ours, but another range.
+        is_ours = isinstance(maker, partial) and maker.func is build_small_processor
+        hints = DATASET_HINTS if is_ours else None
+        return check_arguments('dataset.processor', maker, arguments, hints=hints)
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -177,11 +202,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            maker = self.processor_maker()
-            # An argument of a user's function may have the name of one of ours, but another range.
-            is_ours = isinstance(maker, partial) and maker.func is build_small_processor
-            hints = DATASET_HINTS if is_ours else None
-            check_arguments('dataset.processor', maker, self._small_processor_arguments(), hints=hints)
+            self._small_processor_arguments(self.processor_maker())
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -322,7 +343,7 @@ class FileSource(Source):
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
-            if part.keys() & SHARE_KEYS.keys():
+            if 'parts' in self.section and part.keys() & SHARE_KEYS.keys():
                 key_needing_plan = 'dataset.parts'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
@@ -347,10 +368,11 @@ class FileSource(Source):
                     '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
                     f'{share_keys_by_part} and token_weights {self.token_weights}',
                 )
-            # `loss_share` only sets the weights of tokens then, so `epochs` may say how often samples are drawn.
+            # `loss_share` only sets the weights of tokens then, so `epochs` may stand beside it.
             used_keys.discard('epochs')
-        # One key must say for all parts how often their samples are drawn.
-        keys_of_every_part = used_keys - {'epochs'}  # a part without `epochs` is read once
+        # Only one of the keys may be used, and every part must have it. Only `epochs` may be missing: a part without it
+        # is read once.
+        keys_of_every_part = used_keys - {'epochs'}
         is_complete = all(keys >= keys_of_every_part for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
@@ -404,21 +426,38 @@ class FileSource(Source):
         if is_eval:
             if not self.section.get('eval'):
                 return None
-            return self._open('dataset.eval', self._eval_section(), processor)
+            return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
+        extra_keys = {'name': Any}
+        if 'parts' in self.section:
+            extra_keys = PART_KEYS
         datasets = []
         for name, part in parts.items():
             path = f'dataset.parts.{name}' if name else 'dataset'
-            dataset = self._open(path, part, processor)
-            if self.token_weights == 'column' and not self.shares_by_weights:
+            dataset = self._open(path, part, extra_keys, processor)
+            needs_weights = self.token_weights == 'column' and not self.shares_by_weights
+            # Whether samples of other datasets have weights shows only in the batches.
+            if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
-    def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
-        """Builds one dataset from its complete settings. ``path`` is its key in the config."""
+    def _open(
+        self,
+        path: str,
+        part: Section,
+        extra_keys: Section,
+        processor: Processor,
+    ) -> Dataset:
+        """Builds one dataset from its complete settings. ``path`` is its key in the config.
+
+        ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
+        """
         cls = _dataset_class(path, part['name'])
-        arguments = without(part, *PART_KEYS)
+        checked = _check_dataset(path, part, extra_keys)
+        arguments = without(checked, *extra_keys)
+        if _is_ours(cls) and 'video' in part:
+            arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
             # of the loader, so the dataset gets this size.
@@ -430,7 +469,7 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _limits_of_sample(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits under which ``fit`` brings a sample: the dataset's or the microbatch's, if it is lower."""
+        """Returns the limits to which ``fit`` shrinks a sample: those of the dataset, or of a microbatch if lower."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -511,7 +550,9 @@ class FileSource(Source):
     def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns the sampler's arguments for the shares of the parts.
 
-        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
+        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh. If no
+        part has any of :data:`SHARE_KEYS`, the mixture draws each sample once an epoch.
+
         ``loss_tokens`` are those of each sample of all ``datasets``, (n,).
         """
         parts = self._parts().values()
@@ -533,9 +574,9 @@ def _smaller(first: int | None, second: int | None) -> int | None:
     return min(limits, default=None)
 
 
-def _check_loss_weights(dataset: Any) -> None:
-    """Refuses a LlavaDataset if a record has no weights. Weights of another dataset show only in its batches."""
-    for record in getattr(dataset, 'records', ()):
+def _check_loss_weights(dataset: LlavaDataset) -> None:
+    """Refuses a dataset if one of its records has no weights."""
+    for record in dataset.records:
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
 
@@ -552,15 +593,15 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset, or a subclass that takes its arguments."""
+    """Tells whether a dataset class is LlavaDataset or a subclass, which is taken to have the same arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
-    """Refuses settings that are neither arguments of the dataset's class nor ``extra_keys``."""
+def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
+    """Returns the checked settings. Refuses those that are neither arguments of the class nor ``extra_keys``."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
+    return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):
@@ -594,10 +635,11 @@ class ShardSource(Source):
             self._check_exchange()
 
     def _check_other_split(self) -> None:
-        """Refuses an eval set in the places of the training set if any of its shards are those of the training set.
+        """Refuses an eval set if any of its shards are those of the training set.
 
-        The eval set reads the same streams then. ``dataset.eval.split`` must be another split, and it does not change
-        a stream that has a split of its own.
+        Called if ``dataset.eval`` names no place, so that both read the same streams and may differ only in the split.
+        ``dataset.eval.split`` must then name another split. That is not enough for a stream with a split of its own,
+        which it does not change.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -704,16 +746,23 @@ class ShardSource(Source):
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
+        token_ids = image_token_ids(processor)
+        max_image_tokens = None
+        if token_ids:  # a tokenizer of text has no such tokens
+            max_image_tokens = microbatching.max_image_tokens
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),
-            image_token_ids=image_token_ids(processor),
-            max_image_tokens=microbatching.max_image_tokens,
+            image_token_ids=token_ids,
+            max_image_tokens=max_image_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planner_options,
             **options,
         )
         return loader, slot_tokens
+
+    def order(self) -> None:
+        """Returns None, because the dataset holds the order in its own state."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples. The dataset's own length counts only the samples of this rank."""

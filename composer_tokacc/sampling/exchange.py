@@ -104,6 +104,11 @@ class ExchangingDataLoader(DataLoader):
         super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
+        if max_image_tokens is not None and not image_token_ids:
+            raise InvalidInputError(
+                f'`image_token_ids` must be given with `max_image_tokens`, got: none, and {max_image_tokens}. Without '
+                'them no image token is counted. Pass `image_token_ids(processor)` of `composer_tokacc.data`.'
+            )
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
@@ -171,7 +176,7 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One column for each field of SampleSize.
+        # One array for each field of SampleSize, with a number for each sample.
         lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
         rows = Rows(
             lengths,
@@ -333,7 +338,7 @@ def to_bytes(samples: object) -> torch.Tensor:
 
 
 def from_bytes(packed: torch.Tensor) -> Any:
-    """Returns the samples that :func:`to_bytes` made these bytes of."""
+    """Returns the samples in the bytes of :func:`to_bytes`."""
     # Not weights_only, because a sample may hold any object. It is safe: the bytes come from a process of this run.
     buffer = io.BytesIO(packed.numpy().tobytes())
     return torch.load(buffer, weights_only=False)

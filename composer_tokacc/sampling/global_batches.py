@@ -326,16 +326,25 @@ def check_cap(
     option: str,
     cap: int,
     sizes: np.ndarray,
+    *,
+    unit: str = 'tokens',
 ) -> None:
     """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
 
-    `sizes` may be lengths, image tokens or loss tokens. The message calls the sample of the largest size the longest.
+    Args:
+        option: The option that sets the cap.
+        cap: The cap.
+        sizes: Size of each sample, (n,).
+        unit: What the sizes count: ``'tokens'``, ``'image tokens'`` or ``'loss tokens'``.
     """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
+        sample = 'the longest sample'
+        if unit != 'tokens':
+            sample = f'the {unit} of each sample'
         raise InvalidInputError(
-            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[largest]} (sample {largest}). '
-            'Raise it, or leave the sample out.'
+            f'`{option}` must be at least {sample}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
+            'leave the sample out.'
         )
 
 

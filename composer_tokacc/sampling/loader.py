@@ -78,12 +78,14 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset has collated the batches already. They are wrapped only if they must be pinned: when accelerate
-        # skips batches, it makes a plain DataLoader from the attributes of this one, and that does not unwrap them.
+        # The dataset has collated the batches already, so this function has nothing to collate. It wraps them if they
+        # must be pinned, and `__iter__` unwraps them. Otherwise they stay as they are, because accelerate skips batches
+        # with a plain DataLoader that it makes from the attributes of this one, and that would not unwrap them. So
+        # accelerate cannot skip batches with `pin_memory`.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         self._resume_at = (0, 0)
-        """Epoch and batch at which a resumed run goes on. Earlier batches are skipped."""
+        """Epoch and batch at which a resumed run goes on. Earlier batches are skipped. (0, 0): no batch is skipped."""
         self._witness = ''
         """Digest of the two samples that all ranks read; empty until a batch has brought it."""
 
@@ -120,7 +122,8 @@ class RegroupingDataLoader(DataLoader):
             yield SkippedBatch()
         if num_skipped == sampler.num_batches:
             return
-        # A run is resumed by `skip_to` of this loader, or by the state of the sampler, which yields nothing before.
+        # A run is resumed in one of two ways: by `skip_to` of this loader, which yields a SkippedBatch for each earlier
+        # batch, or by the state of the sampler, which yields nothing for them.
         first = num_skipped or sampler.first_batch
         batches = noting_progress(sampler, self._read_from(epoch, first), epoch, first)
         for index, batch in enumerate(batches, start=first):
@@ -160,6 +163,7 @@ class RegroupingDataLoader(DataLoader):
         # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
         # gets its own workers, so that it does not stop the first.
         needs_own_workers = self.persistent_workers and sampler.progress.has_reading_iterator
+        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin.
         sampler.start_of_loader = first
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():

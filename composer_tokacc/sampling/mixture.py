@@ -63,10 +63,10 @@ class Mixture:
     ) -> Mixture:
         """Returns a mixture by shares of the loss tokens, not of the samples.
 
-        The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
-        exact over as many epochs as read every dataset a whole number of times. In a single global batch the number of
-        samples of each dataset is right to within a few, see ``mixed_orders``. The number of tokens is less exact,
-        because samples differ in length.
+        The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the shares are
+        exact over several epochs, if these read every dataset a whole number of times. In a single global batch the
+        number of samples of each dataset is right to within a few, see ``mixed_orders``. The number of tokens is less
+        exact, because samples differ in length.
 
         Args:
             sizes: Samples of each dataset.
@@ -77,6 +77,8 @@ class Mixture:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
         checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        # Here, because the check of `weights` would name an argument that the user has not given.
+        _check_rates('shares', shares, len(sizes), highest=1e9)
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -107,7 +109,10 @@ class Mixture:
 
     @property
     def has_whole_passes(self) -> bool:
-        """Whether every epoch reads each dataset a whole number of times. Then all epochs have the same samples."""
+        """Whether the quota of each dataset is a whole number of passes.
+
+        Then all epochs have the same samples, unless an epoch only has full batches (see ``mixed_orders``).
+        """
         sizes_and_quotas = zip(self.sizes, self.quotas, strict=True)
         return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
@@ -161,7 +166,11 @@ class LossShares:
         self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
-        """Returns for each sample of a global batch the weight of each of its tokens, float64 (samples,)."""
+        """Returns for each sample of a global batch the weight of each of its tokens, float64 (samples,).
+
+        Args:
+            window: The samples of the global batch, by their index in the ``ConcatDataset``.
+        """
         datasets = self._dataset_of_sample[window]
         # Loss tokens of each dataset in this batch.
         num_datasets = len(self.shares)
@@ -322,10 +331,10 @@ def _merged(
     quotas = [stream.quota for stream in group]
     begins = counts_of_first(begin, quotas)
     ends = counts_of_first(end, quotas)
-    streams, positions = interleave(begins, ends, quotas)
+    stream_numbers, positions = interleave(begins, ends, quotas)
     samples = np.empty_like(positions)
     for number, stream in enumerate(group):
-        is_of_stream = streams == number
+        is_of_stream = stream_numbers == number
         entropy = None
         if seed is not None:
             # The first sample tells the stream from all others. SeedSequence takes no negative numbers.

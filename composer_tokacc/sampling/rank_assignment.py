@@ -12,8 +12,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
@@ -68,8 +69,9 @@ class RankAssignment:
             weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
+        # A dummy of the plan is marked `filled`.
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        # Without any, a dummy, which is a copy of a sample that another rank computes.
+        # A rank that has only dummies loads one: a copy of a sample that another rank computes.
         computed = computed or planned[:1]
         samples = []
         weights_of_samples = []
@@ -78,7 +80,12 @@ class RankAssignment:
             samples.append(global_batch[indices].tolist())
             if weights is not None:
                 weights_of_samples.append(weights[indices].tolist())
-        return cls(samples, computed[0].filled, weights_of_samples or None, plan_checksum)
+        return cls(
+            microbatches=samples,
+            is_copy=computed[0].filled,
+            weights=weights_of_samples or None,
+            plan_checksum=plan_checksum,
+        )
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
@@ -118,8 +125,7 @@ def collate(
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
         if assignment.is_copy:
-            # Marks the row as no sample. The labels of such rows are masked before the split, so they weigh nothing.
-            batch = with_rows(batch, [RowCounts(samples=0)])
+            batch = _without_weight(batch)
         microbatches.append(batch)
     return PreSplitBatch(microbatches, max_tokens=budget, indices=assignment.microbatches)
 
@@ -139,6 +145,13 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
             f'`collate_fn` must return a row for each sample, got: {len(text)} rows for {num_samples} samples, from '
             f'{sample_name(batch, 0)} on. Pack rows with `token_data_spec(..., packing=True)`.'
         )
+
+
+def _without_weight(batch: Batch) -> BatchDict:
+    """Marks the only row of a batch as no sample, and masks its labels, which also metrics of an evaluation read."""
+    if 'labels' in batch:
+        batch = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
+    return with_rows(batch, [RowCounts(samples=0)])
 
 
 def _with_weights(batch: Batch, weights: list[float]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class SkipReadBatches(Callback):
     Composer resumes by iterating the loader from the start of the epoch. It discards the batches that the run has
     trained on, and restores the random number generators at the last of them. With this callback a
     :class:`RegroupingDataLoader` yields markers for the batches that will be discarded, and does not read them. Without
-    it, or with another loader, all of them are read, with the same result. Checkpoints are the same. Do not use it with
-    ``Trainer(spin_dataloaders=False)``, which discards no batches: the markers would reach the model.
+    it, or with another loader, all of them are read, with the same result. Checkpoints do not depend on it. Do not use
+    it with ``Trainer(spin_dataloaders=False)``, which discards no batches: the markers would reach the model.
     """
 
     def fit_start(
@@ -46,6 +46,9 @@ class RestoreRandomState(Callback):
 
     Composer restores them mid-epoch only at the last batch that it discards. It discards none if the dataset has a
     ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the unbroken run.
+
+    Give a StreamingDataLoader a ``generator`` of its own. Without one it draws a seed from torch's generator when
+    its first batch is read and so after this callback. The unbroken run draws it only at the start of the epoch.
     """
 
     def __init__(self) -> None:
@@ -81,7 +84,7 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved generators before the first batch is read. So reading it must draw no random numbers."""
+        """Restores the saved generators, before the first batch is read."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None

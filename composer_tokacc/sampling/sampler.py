@@ -148,6 +148,9 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
+        # Of torch's class: the samples that all ranks read. By it Composer tells in an evaluation whether ranks repeat
+        # samples, and leaves out the last one of such ranks. Here no sample is repeated.
+        self.total_size = num_samples
         # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
             max_tokens=max_tokens,
@@ -166,7 +169,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         check_cap('max_tokens', options.max_tokens, self.rows.lengths)
         for size, cap in options.caps.items():
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], unit=size.replace('_', ' '))
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))

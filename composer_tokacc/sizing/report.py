@@ -77,7 +77,8 @@ class SizingReport:
     most_logits: int
     """At how many positions a microbatch of the suggested size computes logits, at most."""
     stock_microbatch_size: int
-    """Largest microbatch size of stock Composer at the same memory, in rows."""
+    """Largest safe microbatch size of stock Composer at the same memory, in rows. 0: even one row may not fit. The
+    figures of stock Composer are then those of one row."""
     regroup: bool
     width_multiple: int
     packing: bool
@@ -95,6 +96,9 @@ class SizingReport:
     """A lower bound of the cost of a step under any plan."""
     measured_cost: CostModel | None
     """The cost model that was fitted to times on the machine, for the lines to paste."""
+    cost: CostModel | None = None
+    """The cost model with which the run cuts. None: the planner's own."""
+    equal_counts: bool | str = 'auto'
     seconds_per_unit: float | None
     """Seconds of one unit of cost. None: no times were measured."""
     seconds_per_step: float
@@ -128,8 +132,13 @@ class SizingReport:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
 
-    def speedup(self, method: str = 'split') -> float:
-        """Returns the time of a step of stock Composer, divided by the time of a step of a method."""
+    def speedup(self, method: str = 'split') -> float | None:
+        """Returns the time of a step of stock Composer, divided by the time of a step of a method.
+
+        None: stock Composer has no safe microbatch size, so there is nothing to compare with.
+        """
+        if self.stock_microbatch_size == 0:
+            return None
         stock_time = self.time_of(self.figures['stock'].cost)
         method_time = self.time_of(self.figures[method].cost)
         return stock_time / method_time
@@ -145,18 +154,15 @@ class SizingReport:
         of 1 row.
         """
         rows_per_rank = self.global_batch_size // self.num_ranks
-        num_microbatches, remainder = divmod(rows_per_rank, self.stock_microbatch_size)
-        microbatches = f'{self.stock_microbatch_size} x {num_microbatches}'
+        size = max(self.stock_microbatch_size, 1)
+        num_microbatches, remainder = divmod(rows_per_rank, size)
+        microbatches = f'{size} x {num_microbatches}'
         if remainder:
             microbatches += f' + {remainder}'
         return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
-        """Returns the lines to paste into a run's YAML file.
-
-        They do not replace the whole section ``microbatching``: ``equal_counts`` and a cost model that was not measured
-        are not among them.
-        """
+        """Returns the lines to paste into a run's YAML file. If the cost model was measured, they hold that one."""
         section: dict[str, Any] = {
             'device_train_microbatch_size': self.device_train_microbatch_size,
             'slot_tokens': self.slot_tokens,
@@ -167,6 +173,7 @@ class SizingReport:
             'width_multiple': 1,
             'max_image_tokens': None,
             'max_loss_tokens': None,
+            'equal_counts': 'auto',
             'packing': False,
         }
         for name, default in defaults.items():
@@ -174,21 +181,30 @@ class SizingReport:
             if value != default:
                 section[name] = value
         if self.measured_cost is not None:
-            section['cost'] = _changed_terms(self.measured_cost)
+            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)
+        elif self.cost is not None:
+            section['cost'] = _changed_terms(self.cost, num_digits=17)  # enough for every float
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings about rough figures, samples that are too large, and a smaller size that is faster."""
+        """Returns warnings, such as those about rough figures, samples that are too large, and a faster size."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
+        # Samples that are too large are also over a cap. If there are any, only these are named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
         elif self.oversize:
             warnings.append(
                 f'{len(self.oversize)} samples are over a cap of a microbatch and go alone. The longest is '
                 f'{self.oversize[0]}.'
+            )
+        if self.stock_microbatch_size == 0:
+            warnings.append(
+                'stock Composer has no safe microbatch size, because even one row of the longest sample '
+                f'({self.profile.longest} tokens) may not fit. So there is no speed-up over it. Its figures are those '
+                'of one row.'
             )
         fitting_sizes = [row for row in self.sizes if row.fits]
         if fitting_sizes:
@@ -238,14 +254,14 @@ def warning_of_too_large(names: Sequence[str]) -> str:
     )
 
 
-def _changed_terms(cost: CostModel) -> dict[str, float]:
-    """Returns the terms of a cost model that differ from the default, with four significant digits."""
+def _changed_terms(cost: CostModel, *, num_digits: int) -> dict[str, float]:
+    """Returns the terms of a cost model that differ from the default, with this number of significant digits."""
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
         # The run cuts by units of cost, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
-            changed[name] = float(f'{value:.4g}')
+            changed[name] = float(f'{value:.{num_digits}g}')
     return changed
 
 
@@ -294,7 +310,7 @@ def _memory(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the largest microbatch', [('held by', 'GiB', 'share')], rows)
+    return _table('Memory at the peak of the heaviest microbatch', [('held by', 'GiB', 'share')], rows)
 
 
 def _methods(report: SizingReport) -> str:
@@ -311,11 +327,17 @@ def _methods(report: SizingReport) -> str:
             f'{figures.microbatches:.1f}',
             f'{figures.imbalance:.2f}',
             _time(report, figures.cost),
-            f'{report.speedup(method):.2f}x',
+            _speedup(report, method),
             f'{report.share_of_bound(method):.0%}',
         )
         rows.append(row)
     return _table('A step', header, rows)
+
+
+def _speedup(report: SizingReport, method: str) -> str:
+    """Returns the speed-up of a method over stock Composer as text. It is "-" if stock Composer has no safe size."""
+    speedup = report.speedup(method)
+    return '-' if speedup is None else f'{speedup:.2f}x'
 
 
 def _unit_of_time(report: SizingReport) -> str:
@@ -380,9 +402,13 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
     padding_axes, memory_axes = figure.subplots(1, 2)
+    comparison = 'where stock Composer may not fit'
+    if report.stock_microbatch_size > 0:
+        comparison = (
+            f'{_speedup(report, "split")} as fast as stock Composer, {_speedup(report, "planned")} with planned batches'
+        )
     figure.suptitle(
-        f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {report.speedup("split"):.2f}x as fast as '
-        f'stock Composer, {report.speedup("planned"):.2f}x with planned batches\n{report.identity()}'
+        f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {comparison}\n{report.identity()}'
     )
     _draw_padding(padding_axes, report)
     _draw_memory(memory_axes, report)

@@ -28,13 +28,15 @@ class BatchShape:
     image_tokens: int = 0
     """Placeholders of images, videos and audios, in all rows."""
     image_area: float = 0.0
-    """Sum of squared image tokens over the images. Eager attention in the vision encoder holds that many entries."""
+    """Sum of squared image tokens over the images, and over the frames of videos. Eager attention in the vision encoder
+    holds that many entries."""
     pixel_bytes: int = 0
     """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
     """Whether some position is padding. If none is, SDPA needs no mask."""
     labels: int | None = None
-    """If logits are computed only at labels: the number of their positions. None: they are computed everywhere."""
+    """If the run computes logits only at labels: the number of positions with logits, which may be higher than the
+    number of labels, see :func:`logit_positions`. None: at all positions."""
 
     @property
     def tokens(self) -> float:
@@ -63,7 +65,7 @@ class BatchShape:
         image_tokens = 0
         if layout.config is not None:
             image_tokens = sum(layout.image_tokens_per_row(batch))
-        mask = batch.get('attention_mask')  # packed rows have none
+        mask = batch.get('attention_mask')  # a batch without one has no padding
         pixel_bytes = 0
         for value in batch.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -83,7 +85,7 @@ def _image_area(
     layout: BatchLayout,
     image_tokens: int,
 ) -> float:
-    """Returns the sum over the images of a batch of their squared number of tokens."""
+    """Returns the sum of squared image tokens over the images of a batch, and over the frames of its videos."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
         # The batch does not say how large each image is, so all count as equally large: n * (tokens / n)^2.
@@ -116,7 +118,10 @@ def batch_of_width(
     samples: Sequence[Batch],
     width: int,
 ) -> Batch:
-    """Returns a batch with a row for each sample, padded to exactly this width. Several rows have some padding."""
+    """Returns a batch with a row for each sample, padded to exactly this width.
+
+    If it has several rows, at least one position is padding.
+    """
     batch = layout.concat(samples)
     if width < layout.width(batch):
         raise InvalidInputError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')

@@ -36,8 +36,8 @@ NUM_BATCHES = 24
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
-"""Terms that may limit the microbatch: from the short name in the report to the name in ``MemoryModel.terms``. The
-inputs shrink with it, too, but never limit it."""
+"""Terms of memory that shrink with the microbatch, and so may limit its size: from the short name in the report to the
+name in ``MemoryModel.terms``. The term of the inputs shrinks, too, but never limits the size."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
     A sample that is over a cap of a microbatch by itself is computed alone. That microbatch may need more memory than
-    fits here, see ``_heaviest_shape``. Its length and shares count all the same.
+    the worst shape here, see ``_heaviest_shape``. Yet such samples are not left out of ``table``: the longest length
+    and the largest shares are those of all samples.
     """
 
     memory: MemoryModel
@@ -97,8 +98,9 @@ class Capacity:
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # With L labels, all logits are computed if L >= DENSE * positions, so there are at most L / DENSE of them.
-            # Otherwise there are L + 1, see `logit_positions`. The sum is an upper bound of both.
+            # With L labels, there are two cases, see `logit_positions`. If L >= DENSE * positions, all positions have
+            # logits, which are at most L / DENSE. Otherwise L + 1 have logits. As DENSE is at most 1, neither is more
+            # than L / DENSE + 1.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -183,7 +185,8 @@ def suggest_microbatching(
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
         regroup: Whether the split may sort rows by length.
-        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP.
+        equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: only with FSDP, because DDP by
+            default reduces gradients only in the last microbatch.
         width_multiple: Widths are rounded up to a multiple of it.
         packing: Whether the rows of a microbatch become one packed row.
         sample_ids: Names of the samples, for messages.
@@ -220,7 +223,7 @@ def suggest_microbatching(
     max_tokens = token_budget(size, slot)
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
-    stock_size = max(min(stock_size, rows_per_rank), 1)
+    stock_size = min(stock_size, rows_per_rank)
     options = replace(options, max_tokens=max_tokens)
 
     @cache  # because the samples that go alone are the same for most of the sizes
@@ -275,9 +278,11 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
-        figures=_figures(simulate, options, stock_size),
+        figures=_figures(simulate, options, max(stock_size, 1)),
         bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
         measured_cost=measured_cost,
+        cost=cost,
+        equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,
@@ -393,7 +398,7 @@ def _size_row(
     heaviest: BatchShape,
     figures: dict[str, StepFigures],
 ) -> SizeRow:
-    """Returns padding, time and memory of one size, whose `heaviest` microbatch has this shape."""
+    """Returns padding, time and memory of one size. `heaviest` is the shape of its heaviest microbatch."""
     peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
     terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
     parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}

@@ -10,7 +10,6 @@ memory model to a few traced microbatches, and :func:`count_flops` fits a model 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,8 +26,9 @@ from transformers import PretrainedConfig
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import LabelSelector
+from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
@@ -109,7 +109,7 @@ class TracedStep:
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._autocast_dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
-        self._argument_names = _argument_names(self.model)
+        self._forward_parameters = forward_parameters(self.model)
         # Type of the logits of the last microbatch. None: there was no microbatch yet, or its outputs had no logits.
         self._logits_dtype: torch.dtype | None = None
         self._selector: LabelSelector | None = None
@@ -192,7 +192,7 @@ class TracedStep:
     def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> bool:
         """Runs forward and backward as the Trainer does. Returns whether the loss needs a gradient."""
         batch_with_media = self.layout.with_media(batch)  # some models need an image in every batch
-        inputs = {key: value for key, value in batch_with_media.items() if key in self._argument_names}
+        inputs = {key: value for key, value in batch_with_media.items() if key in self._forward_parameters}
         num_logits = self._num_logits(batch)  # before the modes, so that the memory of this count is not tracked
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
@@ -262,13 +262,6 @@ class TracedStep:
             optimizer_step=max(step_bytes, 0),
             compute_bytes=compute_dtype.itemsize,
         )
-
-
-def _argument_names(model: Any) -> set[str]:
-    """Returns the names of the arguments of a model's forward."""
-    if hasattr(model, 'get_base_model'):  # a model of peft, whose own forward takes any name
-        model = model.get_base_model()
-    return set(inspect.signature(model.forward).parameters)
 
 
 def calibrate_fake(
@@ -403,7 +396,8 @@ class FlopModel:
     """Predicts the floating point operations of a microbatch: a sum of coefficients times sizes, padding included."""
 
     coefficients: Mapping[str, float]
-    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it."""
+    """For each size in ``FLOP_TERMS``: operations of forward and backward for one unit of it. For ``'logits'``: the
+    operations of the output embedding for one position. ``'tokens'`` contains them."""
     layout: BatchLayout
     residual: float
     """Largest relative error among the traced microbatches."""
@@ -411,13 +405,17 @@ class FlopModel:
     def text(self, rows: int, width: int) -> float:
         """Returns the operations of the language model for this many rows of this padded width.
 
-        Counts logits at every position, also if the run computes them only at labels.
+        Counts logits at every position. If the run computes them only at labels, subtract :meth:`logits`.
         """
         return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
         """Returns the operations of encoders and of the layers behind them."""
         return self._sum(BatchShape.from_batch(batch, self.layout), MEDIA_TERMS)
+
+    def logits(self, positions: int) -> float:
+        """Returns the operations of the output embedding at this many positions. :meth:`text` contains them."""
+        return self.coefficients.get('logits', 0.0) * positions
 
     def _sum(self, shape: BatchShape, names: Sequence[str]) -> float:
         return sum(self.coefficients[name] * getattr(shape, name) for name in names)
@@ -451,8 +449,22 @@ def count_flops(
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     relative_errors = sizes @ solution / counted - 1
+    coefficients: dict[str, float] = dict(zip(FLOP_TERMS, solution.tolist(), strict=True))
+    coefficients['logits'] = _flops_of_logits(step.model)
     return FlopModel(
-        coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
+        coefficients=coefficients,
         layout=step.layout,
         residual=float(np.abs(relative_errors).max()),
     )
+
+
+def _flops_of_logits(model: nn.Module) -> float:
+    """Returns the operations of the output embedding for one position, forward and backward."""
+    weight = getattr(output_embedding(model), 'weight', None)
+    if weight is None:
+        return 0.0
+    num_products = 2  # one in the forward, and one for the gradient of the hidden states
+    if weight.requires_grad:
+        num_products += 1
+    # A product takes two operations for each entry of the weight.
+    return 2.0 * num_products * weight.numel()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import DataSpec
 
 from composer_tokacc import token_data_spec
 from tests.matrix.harness import measure_steps
@@ -16,7 +17,7 @@ from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.small_batches import square_mask
 from tests.support.text import VOCABULARY, named_batch, one_layer_model
-from tests.support.training import assert_exact, fit, loader
+from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
@@ -119,3 +120,27 @@ def test_batch_without_rows(batches_before, has_spec):
     empty_batch = {key: rows[:0] for key, rows in batch_of().items()}
     message = refusal(*batches_before, empty_batch, has_spec=has_spec)
     assert 'must hold at least one row of one token, got: labels of shape (0, 14)' in message
+
+
+def single_rows(batch, size):
+    """Splits a batch into its rows. Leaves out entries that are not one value per row."""
+    num_rows = len(batch['labels'])
+    of_rows = {key: value for key, value in batch.items() if len(value) == num_rows}
+    microbatches = []
+    for row in range(num_rows):
+        microbatches.append({key: value[row : row + 1] for key, value in of_rows.items()})
+    return microbatches
+
+
+def test_rows_that_cannot_be_told_apart(caplog):
+    """The user's own split knows the rows, but the check does not. The step is exact nevertheless."""
+    batch = batch_of()
+    expected, _ = reference_gradients(one_layer_model(), batch)
+    data = DataSpec(
+        loader(batch_of(notes=['one', 'two'])),
+        split_batch=single_rows,
+        get_num_samples_in_batch=lambda batch: len(batch['labels']),
+    )
+    recorder = fit(one_layer_model(), data, microbatch_size=1)
+    assert 'could not be told apart' in caplog.text
+    assert relative_error(recorder.gradients, expected) < 1e-6

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from composer_tokacc.algorithm import (
     apply_token_weights,
@@ -156,6 +157,13 @@ def test_packed_rows_are_returned_masked():
     for microbatch, factor in weighted_microbatches(microbatches):
         (model(**microbatch).loss * factor).backward()
     assert relative_error(composer_gradients(model), expected) < 1e-6
+
+
+@pytest.mark.parametrize('iterable', [iter([ragged_batch(SHAPE)]), DataLoader([ragged_batch(SHAPE)], batch_size=None)])
+def test_microbatches_that_are_no_list(iterable):
+    """An iterator would be used up when the loop comes, and a loader may give other batches."""
+    with pytest.raises(TypeError, match='must be a list of batches'):
+        step_loss_weights(iterable)
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, listed_microbatches])

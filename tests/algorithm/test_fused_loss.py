@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from composer.models import HuggingFaceModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from composer_tokacc import TokenAccumulation
@@ -33,10 +34,12 @@ class FusedLinear(torch.autograd.Function):
         hidden = hidden.detach().requires_grad_()
         weight = weight.detach().requires_grad_()
         with torch.enable_grad():
-            loss = F.cross_entropy(F.linear(hidden, weight), labels)
-            gradients = torch.autograd.grad(loss, [hidden, weight])
-        ctx.save_for_backward(*gradients)
-        return loss.detach()
+            sum_of_losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction='sum')
+            gradients = torch.autograd.grad(sum_of_losses, [hidden, weight])
+        # Without labels the mean and its gradients are NaN.
+        num_labels = (labels != -100).sum()
+        ctx.save_for_backward(*[gradient / num_labels for gradient in gradients])
+        return sum_of_losses.detach() / num_labels
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -87,6 +90,23 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
     assert relative_error(recorder.gradients, expected) < 1e-6
     for record in caplog.records:
         assert record.levelname == 'INFO' or not record.name.startswith('composer_tokacc')
+
+
+class NamedLoss(HuggingFaceModel):
+    """Returns its loss as the only term of a dict."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss']}
+
+
+def test_row_without_labels_in_named_loss():
+    """In a microbatch of this row the kernel would divide by zero labels."""
+    batch = ragged_batch(ONE_UNLABELLED)
+    expected, _ = reference_gradients(one_layer_model(), batch)
+    model = NamedLoss(fused(logits_in_eval=False), shift_labels=True, use_logits=True)
+    recorder = fit(model, batch, microbatch_size=1, loss_units={'lm': 'tokens'})
+    assert recorder.logged('token_accumulation/empty_microbatches') == [1]
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])

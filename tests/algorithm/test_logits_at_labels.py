@@ -14,6 +14,7 @@ import torch
 import transformers
 from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, LogitsAtLabels, TokenMonitor, weighted_microbatches
@@ -22,7 +23,7 @@ from composer_tokacc.labelled import LabelledPositions, batch_at_logits
 from tests.support.families import FAMILIES
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.mixtures import mixture_of_experts
-from tests.support.text import collate, named_batch, one_layer_model, text_rows
+from tests.support.text import collate, named_batch, next_token_loss, one_layer_model, text_rows
 from tests.support.training import (
     TOLERANCE,
     On,
@@ -75,12 +76,28 @@ def checkpointed():
     return model
 
 
+class CheckpointedHead(transformers.LlamaForCausalLM):
+    """Computes its output embedding again in the backward, to save the memory of its logits."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        hidden_states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = checkpoint(self.lm_head, hidden_states, use_reentrant=False)
+        loss = next_token_loss(logits, labels)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def checkpointed_head():
+    torch.manual_seed(0)
+    return CheckpointedHead(one_layer_model().config)
+
+
 CAUSAL = {
     'llama': one_layer_model,
     'tied': partial(one_layer_model, tie_word_embeddings=True),
     'soft cap': gemma2,
     'resized': resized,
     'checkpointed': checkpointed,
+    'checkpointed head': checkpointed_head,
 }
 
 
@@ -109,6 +126,7 @@ def without_sample_ids(batch):
         ('soft cap', 'right', 3),  # its eager attention in float64 is NaN with left padding
         ('resized', 'left', 1),
         ('checkpointed', 'left', 3),
+        ('checkpointed head', 'right', 3),
     ],
 )
 def test_gradient_of_causal_models(name, side, microbatch_size, shapes):
@@ -181,6 +199,14 @@ def test_token_weights(token_weights, microbatch_size):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
     assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+
+
+def test_column_that_is_not_used():
+    """It may have one number for each row."""
+    batch = batch_of()
+    num_rows = len(batch['input_ids'])
+    with_column = {**batch, 'loss_weights': torch.ones(num_rows)}
+    assert_exact(one_layer_model(), with_column, batch=batch, logits='labels')
 
 
 def test_dropout_keeps_the_gradient():
@@ -324,6 +350,20 @@ def test_model_that_does_not_call_head(caplog):
         fit(model, batch_of(), logits='labels')
 
 
+def test_head_that_is_replaced_later(shapes):
+    """The new output embedding has no hook, so its hidden states cannot be selected."""
+    model = one_layer_model()
+
+    def replace_head(state):
+        model.set_output_embeddings(copy.deepcopy(model.get_output_embeddings()))
+
+    callbacks = [On(Event.BATCH_END, replace_head), shapes]
+    assert_exact(model, batch_of(), batch_of(), callbacks=callbacks, microbatch_size=6)
+    at_labels, all_logits = shapes.values
+    assert at_labels[0] == 1
+    assert all_logits == (len(FEW_LABELS), max(LENGTHS))
+
+
 def test_dense_labels_compute_all_logits(shapes):
     """Nothing is gained by selecting nearly all positions."""
     shape = [(19, 19), (19, 19), (19, 19)]
@@ -362,17 +402,55 @@ def test_plain_loop(shifts_labels):
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
     model.train()
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
+    assert num_hooks(model) == 0
+
+
+def assert_one_forward_is_exact(model, call):
+    """Compares one forward with logits at labels with a forward that computes all logits."""
+    batch = without_sample_ids(batch_of())
+    expected, _ = reference_gradients(model, batch)
+    with LogitsAtLabels(model):
+        outputs = call(batch)
+        assert outputs.logits.shape[0] == 1
+        outputs.loss.backward()
+    assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
 def test_arguments_by_position():
     model = one_layer_model()
+    assert_one_forward_is_exact(
+        model, lambda batch: model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
+    )
+
+
+def test_adapted_model_without_a_task():
+    """Its forward names no arguments."""
+    model = with_lora()
+    assert_one_forward_is_exact(
+        model, lambda batch: model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
+    )
+
+
+def test_logits_that_accelerate_converts():
+    """In mixed precision it returns a copy of the outputs in float32. The noise of bfloat16 remains."""
+    accelerate = pytest.importorskip('accelerate')
+    model = one_layer_model()
+    prepared = accelerate.Accelerator(mixed_precision='bf16', cpu=True).prepare_model(copy.deepcopy(model))
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
-    with LogitsAtLabels(model):
-        outputs = model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
+    with LogitsAtLabels(prepared):
+        outputs = prepared(**batch)
         assert outputs.logits.shape[0] == 1
+        assert outputs.logits.dtype == torch.float32
         outputs.loss.backward()
-    assert relative_error(composer_gradients(model), expected) < TOLERANCE
+    assert relative_error(composer_gradients(prepared), expected) < 2e-2
+
+
+@pytest.mark.slow
+def test_compiled_model_in_a_plain_loop():
+    model = one_layer_model()
+    compiled = torch.compile(model, backend='eager')
+    assert_one_forward_is_exact(model, lambda batch: compiled(**batch))
 
 
 def test_plain_loop_refuses_a_wrong_shift():

@@ -65,6 +65,14 @@ class SequenceLoss(HuggingFaceModel):
         return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / 10}
 
 
+class LossOfEverySecondToken(HuggingFaceModel):
+    """Has no gradient at every second label, as clipped policy gradients have none at some. Divides by all labels."""
+
+    def loss(self, outputs, batch):
+        losses = next_token_loss(outputs['logits'], batch['labels'], reduction='none').view(len(batch['labels']), -1)
+        return losses[:, ::2].sum() / (batch['labels'][:, 1:] != -100).sum()
+
+
 def summed_by_row(logits, labels):
     losses = next_token_loss(logits, labels, reduction='none')
     return losses.view(len(labels), -1).sum(dim=1)
@@ -106,6 +114,15 @@ def test_every_term_has_its_own_denominator(model, batch, form, microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
     for name, value in terms.items():
         assert recorder.logged(f'loss/train/{name}') == pytest.approx([value.item()], rel=1e-6)
+
+
+def test_loss_without_a_gradient_at_each_label(model, batch):
+    composer_model = LossOfEverySecondToken(model)
+    expected = gradients_of(model, composer_model.loss({'logits': logits_of(model, batch)}, batch))
+    with pytest.raises(RuntimeError, match='no rule explains'):
+        fit(composer_model, batch, microbatch_size=1)
+    recorder = fit(composer_model, batch, microbatch_size=1, loss_tokens='causal')
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 def test_term_absent_in_some_microbatches(model, batch):

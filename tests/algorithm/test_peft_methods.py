@@ -19,13 +19,17 @@ peft = pytest.importorskip('peft')
 CAUSAL = 'CAUSAL_LM'
 WEIGHTS = {
     'dora': lambda: peft.LoraConfig(task_type=CAUSAL, target_modules=['q_proj'], use_dora=True),
+    # In PEFT 0.21 the wrapper of the head says that it has as many outputs as inputs.
+    'tied': lambda: peft.LoraConfig(
+        task_type=CAUSAL, target_modules=['q_proj'], modules_to_save=['embed_tokens'], ensure_weight_tying=True
+    ),
     'adalora': lambda: peft.AdaLoraConfig(task_type=CAUSAL, target_modules=['q_proj'], total_step=100),
 }
 
 
-def peft_model(config: Any) -> Any:
+def peft_model(config: Any, *, is_tied: bool = False) -> Any:
     """Returns a model in which no trained weight is 0, as many are when PEFT makes them."""
-    model = peft.get_peft_model(one_layer_model(), config)
+    model = peft.get_peft_model(one_layer_model(tie_word_embeddings=is_tied), config)
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad and not parameter.any():
@@ -49,7 +53,17 @@ def assert_is_one_forward(model: Any) -> None:
 
 @pytest.mark.parametrize('method', WEIGHTS)
 def test_added_weights(method: str) -> None:
-    assert_is_one_forward(peft_model(WEIGHTS[method]()))
+    assert_is_one_forward(peft_model(WEIGHTS[method](), is_tied=method == 'tied'))
+
+
+def test_head_that_is_converted() -> None:
+    """PEFT adds the adapter of a model in bfloat16 in float32, and converts the sum."""
+    config = peft.LoraConfig(task_type=CAUSAL, target_modules=['lm_head'], init_lora_weights=False)
+    model = peft.get_peft_model(one_layer_model().bfloat16(), config).train()
+    batch = ragged_batch(RAGGED)
+    expected, _ = reference_gradients(model, batch)
+    recorder = fit(composer_model(model), batch)
+    assert relative_error(recorder.gradients, expected) < 2e-2
 
 
 def test_learned_prefix() -> None:

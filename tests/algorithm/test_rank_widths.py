@@ -55,6 +55,25 @@ def test_width_matters_if_trimming_failed(rules, matters):
 
 
 @pytest.mark.parametrize(
+    ('rules', 'has_positions', 'matters'),
+    [
+        pytest.param(CutRules(left='trim', left_width=14), False, False, id='trimmed'),
+        pytest.param(CutRules(), False, True, id='nothing known'),
+        pytest.param(CutRules(), True, False, id='positions given'),
+    ],
+)
+def test_labels_behind_padding_prove_nothing(rules, has_positions, matters):
+    """Rows with a label behind their padding are never trimmed, so the check may not know how positions count."""
+    batch = ragged_batch([(4, 4), (9, 9), (14, 14)], side='left')
+    if has_positions:
+        batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    facts = describe(BatchLayout.infer(batch), batch)
+    # Unshifted, so that the labels are no reason by themselves.
+    width = RankWidth.of([facts], rules, 'unshifted')
+    assert bool(width.reason) is matters
+
+
+@pytest.mark.parametrize(
     ('make', 'has_positions', 'depends'),
     [
         (one_layer_model, False, False),

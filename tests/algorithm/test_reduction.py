@@ -9,11 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Algorithm, Event
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc import TokenAccumulation
 from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
+from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
+from tests.support.text import one_layer_model, ragged_batch
+from tests.support.training import On, fit, weights_unchanged
 
 
 class TwoHeads(torch.nn.Module):
@@ -152,6 +157,49 @@ def test_ignored_parameters_get_no_zeros():
     backward(watch, model, ())
     assert inner.first.weight.grad.tolist() == [[0.0, 0.0]]
     assert inner.second.weight.grad is None
+
+
+class WrapsInDDP(Algorithm):
+    """Wraps the model at the start of a fit, as Composer does on several ranks, and may then freeze a layer."""
+
+    def __init__(self, *, freezes_head=False):
+        self.freezes_head = freezes_head
+
+    def match(self, event, state):
+        return event == Event.FIT_START
+
+    def apply(self, event, state, logger):
+        head = state.model.model.lm_head
+        state.model = DistributedDataParallel(state.model)
+        if self.freezes_head:
+            head.requires_grad_(False)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Sets the variables that Composer reads if there is a process group."""
+    for name, value in {'LOCAL_WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'NODE_RANK': '0'}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures('launcher')
+def test_parameters_frozen_later_are_refused():
+    """DDP waits for their gradients."""
+    model = one_layer_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    algorithms = [WrapsInDDP(freezes_head=True), TokenAccumulation()]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='it still waits for some'):
+        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures('launcher')
+def test_ranks_differ_after_a_step_that_reduced_once():
+    """In the first step ranks must make equally many microbatches, because DDP may reduce in each of them."""
+    reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).reduces_once)
+    algorithms = [WrapsInDDP(), TokenAccumulation()]
+    batch = ragged_batch()
+    fit(one_layer_model(), batch, batch, algorithms=algorithms, callbacks=[reduces_once])
+    assert reduces_once.values == [False, True]
 
 
 def test_fsdp_shards_all_or_nothing():

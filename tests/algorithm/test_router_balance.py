@@ -16,10 +16,11 @@ import torch
 import transformers
 from composer.core import Event
 from composer.devices import DeviceCPU
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm import router_balance
-from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
@@ -203,6 +204,57 @@ def test_first_microbatch_without_tokens():
     balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
     batch = with_counts(ragged_batch([(6, 4)]))
     empty = {**batch, 'attention_mask': torch.zeros_like(batch['attention_mask'])}
-    balance.count([empty])
-    balance.count([batch])
+    balance.count([empty], hides_weights=False)
+    balance.count([batch], hides_weights=False)
     balance.check()
+
+
+class OneRouter(torch.nn.Module):
+    """The outputs of a mixture of four experts with one router, which chooses one expert for each position."""
+
+    def __init__(self, num_positions):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.logits = torch.randn(num_positions, 4, generator=generator)
+
+    def forward(self, batch):
+        router_logits = (self.logits,)
+        aux_loss = load_balancing_loss_func(router_logits, num_experts=4, top_k=1)
+        return {'router_logits': router_logits, 'aux_loss': aux_loss}
+
+
+@pytest.mark.parametrize(('num_changed', 'is_refused'), [(3, False), (5, True)])
+def test_few_choices_may_change(num_changed, is_refused):
+    """Between the count and training, 1 of 1,000 choices may change by rounding."""
+    batch = with_counts(ragged_batch([(1000, 1)] * 4))
+    model = OneRouter(4000)
+    state = SimpleNamespace(model=model, device=DeviceCPU(), auto_microbatching=False)
+    split = token_data_spec(loader()).split_batch
+    balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
+    balance.count([batch], hides_weights=False)
+    logits = model.logits.clone()
+    experts = logits.argmax(dim=1)
+    positions_of_first_expert = (experts == 0).nonzero().flatten()
+    changed_positions = positions_of_first_expert[:num_changed]
+    logits[changed_positions, 1] = 100.0
+    loss = SplitLoss(tokens=torch.tensor(1.0), router=torch.tensor(1.0))
+    balance.with_part_of_step(loss, {'router_logits': (logits,)}, 1)
+    refusal = pytest.raises(RuntimeError, match='more choices differ') if is_refused else nullcontext()
+    with refusal:
+        balance.check()
+
+
+def test_users_column_reaches_the_model():
+    """Without token weights, a column `loss_weights` is the user's. A model may need it."""
+    model = hugging_face(mixture_of_experts())
+    forward = model.forward
+    has_column = []
+
+    def forward_with_column(batch):
+        has_column.append('loss_weights' in batch)
+        return forward(batch)
+
+    model.forward = forward_with_column
+    batch = {**ragged_batch(ONE_UNLABELLED), 'loss_weights': torch.ones(len(ONE_UNLABELLED))}
+    fit(model, batch, router_balance='step')
+    assert all(has_column)

@@ -14,6 +14,7 @@ from composer.core import Event
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm import token_accumulation
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import (
     TOLERANCE,
@@ -76,6 +77,22 @@ def test_every_fit_measures_every_label_once():
     fit(WithoutOneToken(token=-1), batch, algorithms=[algorithm], microbatch_size=1)
     with pytest.raises(RuntimeError, match=f'where the label is {token}'):
         fit(WithoutOneToken(token), batch, algorithms=[algorithm], microbatch_size=1)
+
+
+@pytest.mark.parametrize(('spins', 'expected'), [(True, [0, 1, 2, 0]), (False, [0, 0, 1, 2])])
+def test_place_of_batches_in_loader(spins, expected, monkeypatch):
+    """By it the repeated sample is found. Without spinning, the second fit reads its epoch from the start again."""
+    places = []
+
+    def note_place(dataloader, batch_index, num_rows):
+        places.append(batch_index)
+        return 0
+
+    monkeypatch.setattr(token_accumulation, 'num_repeated', note_place)
+    three_batches = loader(*[ragged_batch()] * 3)
+    recorder = fit(one_layer_model(), token_data_spec(three_batches), spin_dataloaders=spins, max_duration='1ba')
+    recorder.trainer.fit(duration='3ba')
+    assert places == expected
 
 
 @pytest.mark.parametrize('copied', [copy.copy, copy.deepcopy, lambda algorithm: pickle.loads(pickle.dumps(algorithm))])

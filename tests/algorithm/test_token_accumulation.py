@@ -24,6 +24,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
+from tests.support.exactness import family_batch
+from tests.support.families import FAMILIES
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
 from tests.support.mixtures import mixture_of_experts
 from tests.support.text import (
@@ -304,6 +306,28 @@ class MaskedSum(torch.nn.Module):
         mask = (labels[:, 1:] != -100).float()
         losses = next_token_loss(logits, labels, reduction='none')
         return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
+
+
+def llava_with_trained_projector():
+    """Returns a model whose loss of text has no gradient, and a batch with four rows with images and two of text."""
+    case = FAMILIES['llava']()
+    case.model.requires_grad_(False)
+    projector = case.model.model.multi_modal_projector
+    projector.requires_grad_(True)
+    return case.model, projector, family_batch(case)
+
+
+def test_text_without_gradient_is_computed():
+    model, _, batch = llava_with_trained_projector()
+    assert_exact(model, batch, microbatch_size=1)
+
+
+def test_images_without_gradient_are_refused():
+    """Otherwise a model whose encoder is cut off by mistake would train nothing, without an error."""
+    model, projector, batch = llava_with_trained_projector()
+    projector.register_forward_hook(lambda module, arguments, output: output.detach())
+    with pytest.raises(RuntimeError, match='does not require grad'):
+        fit(model, batch, microbatch_size=1, loss_tokens='causal', check_loss=False)
 
 
 def test_masked_sum_without_labels_is_finite(model):

@@ -9,10 +9,11 @@ import copy
 import random
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from composer.algorithms import GradientClipping
-from composer.callbacks import NaNMonitor
+from composer.callbacks import FreeOutputs, NaNMonitor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_tokacc import (
@@ -80,6 +81,14 @@ def test_gradient_of_the_weighted_mean(model, token_weights, split, microbatch_s
     if split != 'stock':
         data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
     assert_weighted_exactly(model, batch, data, token_weights, microbatch_size)
+
+
+def test_outputs_that_a_callback_frees(model):
+    """Composer's callback empties `state.outputs` as soon as the loss is computed."""
+    batch = batch_of()
+    expected, _, _ = weighted_reference(model, batch, 'sqrt')
+    recorder = fit(model, batch, token_weights='sqrt', callbacks=[FreeOutputs()])
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_weights_change_the_gradient(model):
@@ -258,6 +267,14 @@ def test_row_without_tokens_needs_no_weight():
     batch = collate(text_rows([(4, 2), (5, 0)]))
     weights = token_weights_of({**batch, 'loss_weights': [0.5, None]}, 'column')
     assert weights.sum(dim=1).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize('make_number', [np.float32, np.int64, np.array, torch.tensor])
+def test_weights_in_a_list_of_numbers(make_number):
+    batch = collate(text_rows([(4, 2), (5, 3)]))
+    expected = token_weights_of({**batch, 'loss_weights': [2.0, 0.5]}, 'column')
+    weights = token_weights_of({**batch, 'loss_weights': [make_number(2), 0.5]}, 'column')
+    assert torch.equal(weights, expected)
 
 
 def test_single_weight_for_batch_is_refused():

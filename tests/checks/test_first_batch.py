@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
+from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from tests.support.small_batches import IMAGE, drawn_batch, numbered, text_batch
 from tests.support.text import (
     RAGGED,
     VOCABULARY,
@@ -186,3 +190,45 @@ def test_label_on_first_token_behind_padding(caplog):
         rules = rules_after_exact_steps(one_layer_model(), batch)
     assert rules == CutRules(left='trim', left_width=14)
     assert caplog.text.count('have a label on their first token') == 1
+
+
+@pytest.fixture
+def layout_with_images():
+    config = SimpleNamespace(model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE)
+    return BatchLayout.for_model(config)
+
+
+def test_rule_is_found_on_a_row_with_media(layout_with_images):
+    """Some models need media. Both rows have enough labels."""
+    batch = drawn_batch('12345678', '12ii3456', pixel_values=numbered(1, 3, 4, 4))
+    row = rule_batch(layout_with_images, batch)
+    assert row['input_ids'].tolist() == [[1, 2, IMAGE, IMAGE, 3, 4, 5, 6]]
+    assert 'pixel_values' in row
+
+
+def test_rows_with_new_images_are_kept(layout_with_images):
+    """Although there are rows of text that are shorter, and the microbatches of the run have two rows."""
+    rows = ['12345678', '12', '123', '124', '1iiii2', '123i4']
+    batch = drawn_batch(*rows, pixel_values=numbered(2, 3, 4, 4))
+    longest = 0
+    shortest = 1
+    largest_image = 4
+    smallest_image = 5
+    chosen = chosen_rows(layout_with_images, batch, missing=['images'], max_rows=2)
+    assert chosen == [longest, shortest, smallest_image, largest_image]
+
+
+def test_media_are_compared_if_padded_otherwise():
+    """Of each row that is asked for. Others would take another forward that shows nothing."""
+    one_tile = text_batch([4, 3])
+    one_tile['num_images'] = [1, 1]
+    one_tile['pixel_values'] = torch.ones(2, 1, 5)
+    two_tiles = text_batch([5, 2])
+    two_tiles['num_images'] = [1, 0]
+    two_tiles['pixel_values'] = torch.ones(1, 2, 5)
+    batch = PreSplitBatch([one_tile, two_tiles], max_tokens=20)
+    layout = BatchLayout.infer(batch)
+    collated = media_as_collated(layout, batch, rows=[3, 2, 1])
+    # Only the place of row 1, which gets a second tile in the batch.
+    assert collated.keys() == {2}
+    assert collated[2]['pixel_values'].shape == (1, 1, 5)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer.core import Event
 
 from composer_tokacc.checks.first_batch import check_gradient_hooks
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import fit, loader, reference_gradients, relative_error
+from tests.support.training import GradientRecorder, On, fit, loader, reference_gradients, relative_error
 
 LINEAR = {
     'only one row': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
@@ -62,6 +63,16 @@ def test_run_with_a_linear_hook():
     model.get_input_embeddings().weight.register_hook(train_one_row)
     recorder = fit(model, loader(BATCH), microbatch_size=1)
     assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+def test_hook_that_is_added_later():
+    model = one_layer_model()
+    weight = model.get_input_embeddings().weight
+    add_hook = On(Event.BATCH_END, lambda state: weight.register_hook(NOT_LINEAR['clamped']))
+    recorder = GradientRecorder()
+    with pytest.raises(RuntimeError, match='must be linear'):
+        fit(model, BATCH, BATCH, callbacks=[add_hook], recorder=recorder)
+    assert len(recorder.steps) == 1
 
 
 def test_run_with_a_clamping_hook_is_refused():

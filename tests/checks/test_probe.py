@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
-from tests.support.text import next_token_loss, one_layer_model, text_row
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
 from tests.support.training import num_hooks, weights_unchanged
 
 
@@ -40,6 +41,13 @@ def smoothed(logits, batch):
 
 def truncated(logits, batch):
     return next_token_loss(logits[:, :-2], batch['labels'][:, :-2])
+
+
+def clipped(logits, batch):
+    """Has no gradient at the second label, as clipped policy gradients have none at some labels."""
+    losses = next_token_loss(logits, batch['labels'], reduction='none')
+    places = (batch['labels'][:, 1:].flatten() != -100).nonzero().flatten()
+    return (losses.sum() - losses[places[1]]) / len(places)
 
 
 def with_squares(factor):
@@ -77,6 +85,17 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize(
+    ('loss', 'rule'), [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted')]
+)
+def test_rule_of_rows_with_few_labels(loss, rule, side):
+    """One label cannot tell the rules apart, so further tokens get one. Padding gets none."""
+    batch = ragged_batch([(6, 1), (9, 0)], side=side)
+    row = rule_batch(BatchLayout.infer(batch), batch)
+    assert find_loss_rule(probe_of(loss), row) == rule
+
+
 def test_rule_needs_two_forwards():
     """The first forward finds the last layers. The second one shows whether the loss is random, and the rule."""
     forwards = []
@@ -99,6 +118,16 @@ def test_rule_needs_two_forwards():
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
         find_loss_rule(probe_of(loss), {**row_for_rule(), 'sample_ids': ['first']})
+
+
+def test_rule_without_a_gradient_at_each_label():
+    """The gradient does not tell the rules apart. If the user names one, it must only have no gradient elsewhere."""
+    probe = probe_of(clipped)
+    with pytest.raises(RuntimeError, match='no rule explains'):
+        find_loss_rule(probe, row_for_rule())
+    assert find_loss_rule(probe, row_for_rule(), loss_tokens='causal') == 'causal'
+    with pytest.raises(RuntimeError, match='no rule explains'):
+        find_loss_rule(probe, row_for_rule(), loss_tokens='unshifted')
 
 
 def test_little_gradient_elsewhere():

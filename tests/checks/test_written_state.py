@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from composer_tokacc.checks import written_state
 from composer_tokacc.checks.written_state import StateSnapshot, perturb
@@ -128,6 +129,32 @@ class InferenceStatistic(torch.nn.Module):
         return states
 
 
+class AdaptedForward(torch.nn.Module):
+    """Has a parametrization only while it computes, as PEFT adapts experts. It writes the parameter into itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+        self.added = torch.nn.Parameter(torch.eye(32))
+
+    def forward(self, states):
+        parametrize.register_parametrization(self.linear, 'weight', AddsTo(self.added))
+        outputs = self.linear(states)
+        parametrize.remove_parametrizations(self.linear, 'weight', leave_parametrized=False)
+        return outputs
+
+
+class AddsTo(torch.nn.Module):
+    """Adds a tensor that belongs to another module."""
+
+    def __init__(self, added):
+        super().__init__()
+        self.get_added = lambda: added
+
+    def forward(self, weight):
+        return weight + self.get_added()
+
+
 class ExpandedMean(torch.nn.Module):
     """Keeps an expanded tensor, which cannot be written."""
 
@@ -198,6 +225,7 @@ def test_replaced_large_state_is_refused(monkeypatch):
         (Cache, 'right', 0),
         (InferenceStatistic, 'right', 1),
         (ExpandedMean, 'left', 0),
+        (AdaptedForward, 'left', 0),
         (UnusualConstants, 'right', 0),
     ],
 )
@@ -263,3 +291,19 @@ def test_noise_moves_states_of_any_size(value):
     changes = (model.state - value).abs() / written_state.PERTURBATION
     # The mean size of a normal number is 0.8.
     assert changes.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    'constant',
+    [
+        pytest.param(torch.zeros(3, device='meta'), id='meta'),
+        pytest.param(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id='nested'),
+    ],
+)
+def test_constants_that_torch_cannot_compare(constant):
+    model = torch.nn.Module()
+    model.register_buffer('constant', constant)
+    snapshot = StateSnapshot.of_model(model)
+    assert snapshot.written() == []
+    snapshot.restore()
+    assert model.constant is constant

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 
 import pytest
 import torch
 from PIL import Image
+from tokenizers import AddedToken
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
@@ -68,6 +70,13 @@ def test_last_answer_with_its_thought():
     prompt = words.apply_chat_template(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
     reply = text.removeprefix(prompt).rstrip('\n')
     assert learned_text(sample, words) == reply == '<think>\nAnother\n</think>\n\nBlue.<|im_end|>'
+
+
+def test_thought_of_last_answer_only():
+    words = qwen3()
+    sample = ConversationEncoder(words)([*PLAIN[:2], *CONVERSATION[2:]])
+    thought = '<think>\nAnother\n</think>\n\nBlue.'
+    assert learned_text(sample, words) == f'Red.<|im_end|>{thought}<|im_end|>'
 
 
 def test_last_answer_without_thought():
@@ -201,6 +210,24 @@ def test_special_tokens_are_those_of_the_template():
     assert torch.equal(unexpanded['input_ids'], sample['input_ids'])
     assert torch.equal(unexpanded['labels'], sample['labels'])
     assert learned_text(sample, words).count('Red.</s>') == 2
+
+
+def test_template_that_writes_the_date(monkeypatch):
+    """Midnight comes after the first of the renderings that are compared."""
+    encoder = ConversationEncoder(qwen3())
+    apply = encoder.template.apply
+    days = itertools.chain(['Monday'], itertools.repeat('Tuesday'))
+    monkeypatch.setattr(encoder.template, 'apply', lambda messages, **options: next(days) + apply(messages, **options))
+    assert encoder.render(in_parts(PLAIN)).text.startswith('Tuesday')
+
+
+def test_line_break_that_is_a_token():
+    """Gemma's tokenizer has added tokens of line breaks. They are no part of an ending."""
+    words = tokenizer('<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    words.add_tokens([AddedToken('\n', normalized=False)])
+    words.chat_template = QWEN
+    sample = ConversationEncoder(words)(PLAIN)
+    assert learned_text(sample, words) == 'Red.<|im_end|>Red.<|im_end|>'
 
 
 def test_token_that_begins_turns_ends_none(warnings):

@@ -11,12 +11,20 @@ from PIL import Image
 
 pytest.importorskip('av')
 
-from composer_tokacc.data import BadSampleError, LlavaDataset, image_token_ids, length_table
-from composer_tokacc.data.fit import FittingEncoder, find_pixel_coordinates, share_of
+from composer_tokacc.data import (
+    BadSampleError,
+    ConversationEncoder,
+    LlavaDataset,
+    image_token_ids,
+    length_table,
+)
+from composer_tokacc.data.files import read_records
+from composer_tokacc.data.fit import PROBE_FRAMES, FittingEncoder, find_pixel_coordinates, share_of
+from composer_tokacc.data.media import open_files
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from tests.data.chat_processors import PROCESSORS, assert_same
-from tests.support.clips import write_video
+from tests.support.clips import SHADES, sine, write_sound, write_video
 from tests.support.conversations import write_json
 from tests.support.families import MEDIA
 from tests.support.launch import ROOT
@@ -130,6 +138,35 @@ def test_a_video_gives_frames_and_pixels(path, processor):
     fitted_frames, fitted_height, fitted_width = fitted_video['video_grid_thw'][0].tolist()
     assert fitted_frames < frames
     assert fitted_height * fitted_width <= height * width
+
+
+def test_fewer_frames_of_many(processor, tmp_path):
+    """The fewest frames are as many as those of the video that shows whether fewer frames make fewer tokens."""
+    write_video(tmp_path / 'film.mp4', SHADES * 2, size=(64, 64))
+    path = write_json(tmp_path, [record('film', ['video'])])
+    options = {'video': {'fps': 10, 'min_frames': PROBE_FRAMES}, 'num_workers': 0}
+    frames_of_patch = 2
+    (full_video,) = LlavaDataset(path, processor, **options)
+    assert full_video['video_grid_thw'][0, 0] == 20 // frames_of_patch
+    fewest_patches = PROBE_FRAMES // frames_of_patch
+    (fitted_video,) = LlavaDataset(path, processor, fit=True, max_image_tokens=fewest_patches, **options)
+    assert fitted_video['video_grid_thw'][0, 0] == fewest_patches
+
+
+def test_long_audio_is_encoded_once(tmp_path, monkeypatch):
+    """After the first of its length, whose end is replaced by noise to see whether the processor reads it."""
+    encoder = FittingEncoder(MEDIA['qwen2_5_omni']().processor, max_length=1000)
+    window = 1600
+    encoder._audio_window = encoder._longest_read_audio = window
+    write_sound(tmp_path / 'sound.wav', sine(1))
+    path = write_json(tmp_path, [{'audios': ['sound.wav'], **record('sound', ['audio'])}])
+    (read_record,) = read_records(path)
+    calls = []
+    encode = ConversationEncoder._encode
+    monkeypatch.setattr(ConversationEncoder, '_encode', lambda *arguments: [calls.append(1), encode(*arguments)][1])
+    for num_calls in (2, 3, 4):
+        encoder.encode_record(read_record, open_files(read_record))
+        assert len(calls) == num_calls
 
 
 def test_text_that_is_too_long(processor, tmp_path):

@@ -427,6 +427,15 @@ REFUSED = {
     'tool_calls': (with_answer(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, "got: 'function_call'"),
     'tools': (about_red(tools='[{}]'), '`tools` is not supported'),
+    'system prompt': (about_red(system_prompt='Be brief.'), 'Call it `system`'),
+    'options of the template': (about_red(chat_template_kwargs={'enable_thinking': False}), '`chat_template_kwargs`'),
+    'boxes of ms-swift': (
+        {
+            **ask_text('<image>Where is <ref-object>?', images=['red.png']),
+            'objects': {'ref': ['the cat'], 'bbox': [[1, 2, 3, 4]]},
+        },
+        '`objects` is not supported',
+    ),
     'preferences': (about_red(chosen={'from': 'gpt', 'value': 'x'}), '`chosen` is not supported'),
     'thinking': (with_answer(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
     'weight 0.5': (with_answer(weight=0.5), 'must be 0 or 1'),
@@ -434,7 +443,11 @@ REFUSED = {
     'loss on a question': (about_red(messages=[{**QUESTION, 'weight': 1}, ANSWER]), 'only for an answer'),
     'no answer with loss': (with_answer(weight=0), 'at least one answer must carry loss'),
     'VILA video in a text': (ask_text('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
-    'video in an answer': ({'messages': [QUESTION, assistant_turn('<video>')]}, '`<video>` may stand only in turns'),
+    'video in an answer': (with_answer(content=[part('video')]), 'a part of type video may stand only in turns'),
+    'image in an answer': (
+        {'messages': [user_turn('What?'), assistant_turn('<image>')], 'image': 'red.png'},
+        'got: 1 images and 0 placeholders',
+    ),
     'video without its placeholder': (ask_text('What happens?', videos=['a.mp4']), 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
         ask_text('<video><audio>?', videos=['a.mp4', 'b.mp4']),
@@ -499,6 +512,52 @@ def test_weight_0_of_an_answer(folder):
     tokenizer = dataset.encoder.tokenizer
     assert learned_text(weighted, tokenizer) == 'Yes.<|end|>Red, yes.<|end|>'
     assert learned_text(plain, tokenizer) == 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>'
+
+
+@pytest.mark.parametrize('empty', [None, ''])
+def test_prompt_of_a_table_with_two_spellings(empty):
+    """Turns have both keys of the role, and one of them is empty. Answers of the prompt carry no loss."""
+    prompt = [
+        {'role': 'user', 'from': empty, 'content': 'Which colour?'},
+        {'role': empty, 'from': 'gpt', 'content': 'Red?'},
+        {'role': empty, 'from': 'human', 'content': 'And?'},
+    ]
+    completion = [{'role': empty, 'from': 'gpt', 'content': 'Blue.'}]
+    record = parse({'prompt': prompt, 'completion': completion})
+    assert lines_of(record) == [
+        'user: Which colour?',
+        'assistant: Red? (no loss)',
+        'user: And?',
+        'assistant: Blue.',
+    ]
+
+
+def test_media_before_a_question_of_two_spellings():
+    prompt = [{'role': None, 'from': 'human', 'content': 'Which colour?'}]
+    record = parse({'prompt': prompt, 'completion': [ANSWER], 'images': ['red.png']})
+    assert lines_of(record) == LINES_ABOUT_RED
+
+
+def test_no_tools_as_a_json_text(folder):
+    assert image_colours(parse(about_red(tools='[]'), folder)) == ['red']
+
+
+def test_tags_in_answers_are_text(folder):
+    answer = 'HTML has\n<video>\n, <audio> and <img>.'
+    pair = {'user': 'What has HTML?', 'assistant': answer}
+    records = [about_red(messages=[QUESTION, assistant_turn(answer)]), {'images': ['red.png'], 'texts': [pair]}]
+    dataset = LlavaDataset(write_json(folder, records), small())
+    for sample in dataset:
+        assert learned_text(sample, dataset.encoder.tokenizer) == f'{answer}<|end|>'
+        assert sample['num_images'] == [1]
+
+
+def test_tag_in_answer_that_is_a_token(folder):
+    path = write_json(folder, [about_red(messages=[QUESTION, assistant_turn('An <image>.')])])
+    with pytest.raises(BadSampleError, match='the tokenizer has this token'):
+        LlavaDataset(path, small())
+    dataset = LlavaDataset(path, small(), control_tokens='text')
+    assert learned_text(dataset[0], dataset.encoder.tokenizer) == 'An <image>.<|end|>'
 
 
 RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant_turn('Rød.')]) for index in range(3)]

@@ -98,6 +98,26 @@ def test_several_files_with_their_images(folder):
     assert sample_ids(LlavaDataset([array, lines], small())) == ['of array', 'of lines']
 
 
+def test_sources_of_several_files(tmp_path):
+    """Files of one name are told apart by their folders."""
+    paths = []
+    for name in ('a/train.json', 'b/train.json', 'b/other.json'):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps([{'conversations': turns('What is blue?', 'A colour.')}]))
+        paths.append(path)
+    first, same_name, other_name = paths
+    tokenizer = train_tokenizer(TEXTS, vocab_size=512)
+
+    def sources(*files):
+        return [sample.get('source') for sample in LlavaDataset(files, tokenizer)]
+
+    assert sources(first, same_name) == [['a/train.json'], ['b/train.json']]
+    assert sources(first, other_name) == [['train.json'], ['other.json']]
+    assert sources(first) == [None]
+    assert sources(first, f'{tmp_path}/b/../a/train.json') == [None, None]
+
+
 @pytest.mark.parametrize('name', ['none.png', 'a/' * 3000 + 'none.png', '字' * 200 + '/none.png'])
 def test_missing_image_is_named_or_skipped(folder, name):
     """Some names are longer than file systems allow."""

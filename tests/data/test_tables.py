@@ -126,6 +126,19 @@ def test_records_hold_no_image(tmp_path):
     assert dataset.fingerprint() == LlavaDataset(path, small()).fingerprint()
 
 
+def test_same_images_under_two_keys(tmp_path):
+    """They are read once. Other images under the second key are refused."""
+    red = {'bytes': png(), 'path': None}
+    row = {'image': red, 'images': [{**red, 'path': 'red.png'}], 'conversations': turns('<image>?', 'Red.')}
+    path = to_parquet(datasets.Dataset.from_list([row]), tmp_path)
+    sample = LlavaDataset(path, small())[0]
+    assert sample['num_images'] == [1]
+    row['images'] = [{'bytes': png('blue'), 'path': None}]
+    path = to_parquet(datasets.Dataset.from_list([row]), tmp_path)
+    with pytest.raises(BadSampleError, match='must name the same files'):
+        LlavaDataset(path, small())
+
+
 def test_bad_rows_are_named(tmp_path):
     rows = [
         {'image': {'bytes': png()[:40], 'path': None}, 'conversations': turns('<image>?', 'No.')},
@@ -139,6 +152,19 @@ def test_bad_rows_are_named(tmp_path):
     dataset = LlavaDataset(path, small())
     with pytest.raises(BadSampleError, match=r'sample "row 0" \(.*\): image file image\.bytes cannot be read'):
         dataset[0]
+
+
+@pytest.mark.parametrize('is_relative', [False, True])
+def test_brackets_in_a_path(tmp_path, monkeypatch, is_relative):
+    """`datasets` takes a path as a pattern: `a[1].parquet` would match `a1.parquet`."""
+    folder = tmp_path / 'data[12]'
+    folder.mkdir()
+    for name in ('a1.parquet', 'a[1].parquet'):
+        datasets.Dataset.from_dict({'name': [name]}).to_parquet(folder / name)
+    monkeypatch.chdir(folder)
+    path = 'a[1].parquet' if is_relative else folder / 'a[1].parquet'
+    (raw,) = read_raw_records(path)
+    assert raw.data == {'name': 'a[1].parquet'}
 
 
 def test_split_of_several_must_be_named(tmp_path):

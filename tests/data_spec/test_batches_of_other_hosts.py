@@ -144,6 +144,14 @@ def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
             assert num_tokens <= size * sum(widths)
 
 
+def test_row_over_the_cap_with_both_texts():
+    """The longest row has 24 tokens for the encoder, and 12 for the decoder, as every row of the batch."""
+    batch = seq2seq_batch(SEQ2SEQ_LENGTHS, (24, 12), has_decoder_ids=False)
+    assert split(batch, 1, slot_tokens=24)
+    with pytest.raises(ValueError, match='of 36 tokens, over the cap of 35 '):
+        split(batch, 1, slot_tokens=23)
+
+
 def test_sequence_length_warmup_is_exact():
     """The warmup clones every entry of the batch, so we may only add tensors to the batch."""
     rng = random.Random(0)

@@ -181,7 +181,8 @@ def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_rig
 
 @for_each_cap
 def test_sampler_refuses_a_row_over_the_cap(capped_rows):
-    with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the longest sample'):
+    counted = capped_rows.size.replace('_', ' ')
+    with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the {counted} of each sample, got'):
         capped_rows.sampler(capped_rows.sizes, capped_rows.cap - 1)
 
 

@@ -344,6 +344,24 @@ def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
     assert head_counts == [(4, 2, 2) if takes_groups else (4, 4, 4)]
 
 
+def test_dropout_is_left_to_the_kernel_that_has_it(monkeypatch):
+    """Torch's kernel has no dropout."""
+    dropouts = []
+
+    def kernel_with_dropout(query, *arguments, dropout, **options):
+        dropouts.append(dropout)
+        return query
+
+    monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
+    monkeypatch.setattr(document_attention, '_kernel_of_torch', lambda: attend_by_document)
+    monkeypatch.setattr(document_attention, '_kernel_of_flash_attn', lambda: kernel_with_dropout)
+    documents = document_attention._Documents([3, 2], [None, None])
+    states = torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
+    layer = attention_layer(is_causal=True)
+    document_attention._attend_at_once(documents, layer, states, states, states, dropout=0.25)
+    assert dropouts == [0.25]
+
+
 def states_of_heads(*sizes, num_tokens=10):
     """Returns random states ``(1, 4, tokens, size)`` in half precision, one tensor for each size of a head."""
     torch.manual_seed(0)

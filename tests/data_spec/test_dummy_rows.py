@@ -154,6 +154,18 @@ def test_dummy_row_brings_no_new_lists():
     assert padded['num_images'] == [0, 0, 1]
 
 
+def test_positions_of_own_rows_stay():
+    """Trimming on the left may have written positions, which the dummy row lacks."""
+    case, layout = case_of('llava')
+    microbatch = batch_of(case, TEXT_ROWS, 'left')
+    width = layout.width(microbatch)
+    positions = torch.arange(5, 5 + width).repeat(2, 1)
+    microbatch['position_ids'] = positions
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'left'))], 'left')
+    assert padded['position_ids'].shape == padded['input_ids'].shape
+    assert torch.equal(padded['position_ids'][:2, -width:], positions)
+
+
 def test_padding_of_row_beginning_with_placeholder():
     case, layout = media_case_of('video_llava')
     row = case.rows[case.truth.index({'image': 2, 'video': 0})]

@@ -246,6 +246,22 @@ def test_evaluation_joins_media_by_the_layout(size):
     assert len(parts) == 3 // size
 
 
+def test_evaluation_keeps_plain_values():
+    """Rows of different microbatches may have different values."""
+    microbatches = [
+        text_batch([4, 3], scale=1.0, size=8, num_images=torch.tensor([0, 0])),
+        text_batch([5], scale=2.0, size=8, num_images=torch.tensor([0])),
+    ]
+    batch = PreSplitBatch(microbatches, max_tokens=CAP)
+    scales = {1: [1.0, 1.0, 2.0], 2: [1.0, 2.0], 3: [[1.0, 1.0, 2.0]]}
+    for size, expected in scales.items():
+        with torch.no_grad():
+            parts = token_data_spec([]).split_batch(batch, size)
+        assert [part['scale'] for part in parts] == expected
+        assert [part['size'] for part in parts] == [8] * len(parts)
+        assert [len(part['num_images']) for part in parts] == [len(part['input_ids']) for part in parts]
+
+
 def test_users_transforms_see_plain_mappings():
     def drop_names(batch):
         assert type(batch) is dict

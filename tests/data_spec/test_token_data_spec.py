@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from composer.metrics import LanguageCrossEntropy
 
 from composer_tokacc import BatchLayout, row_counts, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules, padded_candidates
+from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CostModel
 from tests.matrix.harness import measure, plain_gradients
@@ -366,3 +368,15 @@ def test_only_used_spec_is_checked():
     model = SUBJECTS['bloom'].model('large')  # would refuse to be packed
     recorder = fit(model, used)
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+
+
+def test_unknown_entry_with_and_without_our_split():
+    """If the user's own split cuts the batch, an entry that nothing tells by row only means that rows stay unknown."""
+    batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
+    state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=batch)
+    assert layout_of(state, None) is None
+    data = loader(batch)
+    spec = token_data_spec(data)
+    assert layout_of(state, split_of(data)) is not None
+    with pytest.raises(ValueError, match=r"batch\['notes'\].*list of 2 row entries for 6 rows"):
+        spec.split_batch(batch, 1)

@@ -127,6 +127,15 @@ def test_sizes_tell_adjacent_patches():
     assert last['pixel_values'][0, 0, 0, 0] == 48
 
 
+def test_padded_patches_are_not_adjacent():
+    """LFM2-VL pads each image to 64 patches of 768 numbers. Here 3 x 4 patches times 64 happen to be 768, too."""
+    sizes = torch.tensor([[3, 4]])
+    rows = [drawn_batch('iii', pixel_values=torch.rand(1, 64, 768), spatial_shapes=sizes) for _ in range(2)]
+    joined = LAYOUT.concat(rows)
+    assert joined['pixel_values'].shape == (2, 64, 768)
+    assert torch.equal(LAYOUT.select(joined, [1])['pixel_values'], rows[1]['pixel_values'])
+
+
 def test_patch_indices_of_selected_rows():
     """Molmo 2 numbers the patches over the batch, so the numbers change when rows are selected."""
     pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])  # two tokens an image
@@ -218,9 +227,11 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
     assert torch.equal(trimmed[key], media[2:])
 
 
-def test_text_integers_named_after_a_modality():
+@pytest.mark.parametrize('shape', [(3, 3, 4, 4), (6, 5, 6)], ids=['as many images as rows', 'as wide as the text'])
+def test_text_integers_named_after_a_modality(shape):
+    """They are no mask of the images, because only one of the two sizes fits."""
     marks = torch.arange(18).view(3, 6)
-    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_marks=marks)
+    batch = drawn_batch(*THREE_ROWS, pixel_values=torch.rand(shape), image_marks=marks)
     trimmed = LAYOUT.trim(LAYOUT.select(batch, [2]))
     assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 

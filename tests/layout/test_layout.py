@@ -508,6 +508,29 @@ def test_empty_slot_before_image_is_kept():
     assert torch.equal(slots, expected_slots)
 
 
+def test_mask_of_whole_images():
+    """Granite Docling has one value for each slot, and not one for each pixel."""
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+    mask = torch.tensor([[0, 1, 0], [1, 0, 0]])
+    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
+    assert layout.images_per_row(batch) == [2, 1]
+    second = layout.select(batch, [1])
+    assert second['pixel_attention_mask'].tolist() == [[1]]
+    assert torch.equal(second['pixel_values'], batch['pixel_values'][1:, :1])
+
+
+def test_slots_without_a_mask():
+    """Empty slots hold only zeros."""
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+    pixels = torch.rand(2, 3, 3, 2, 2)
+    pixels[0, 2] = 0.0
+    pixels[1, 1:] = 0.0
+    batch = text_batch([3, 2], pixel_values=pixels)
+    assert layout.images_per_row(batch) == [2, 1]
+    second = layout.select(batch, [1])
+    assert torch.equal(second['pixel_values'], pixels[1:, :1])
+
+
 def test_mask_of_slots_stays_boolean():
     """A batch without images is joined with one whose mask of pixels is boolean."""
     layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))

@@ -77,6 +77,18 @@ def test_reads_numbers_of_patches_of_all_microbatches():
     assert batch['image_token_pooling'].flatten().tolist() == list(range(9))
 
 
+def test_reads_patches_that_lie_side_by_side():
+    """MiniCPM-V has the patches of all images in one row of patches, and a tensor with the size of each image."""
+    microbatches = []
+    for num_patches in (2, 3):
+        pixels = torch.full((1, 3, 2, 2 * num_patches), num_patches)
+        sizes = torch.tensor([[1, num_patches]])
+        microbatches.append(text_batch([4], pixel_values=pixels.float(), target_sizes=sizes))
+    batch = PreSplitBatch(microbatches, max_tokens=20)
+    assert batch['pixel_values'][0, 0, 0].tolist() == [2] * 4 + [3] * 6
+    assert batch['target_sizes'].tolist() == [[1, 2], [1, 3]]
+
+
 def test_is_a_read_only_mapping():
     batch = pre_split(microbatch([5, 2]))
     assert batch.get('missing', 7) == 7

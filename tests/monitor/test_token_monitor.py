@@ -180,6 +180,37 @@ def test_packed_documents_attend_to_themselves(batch):
     assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
 
 
+def test_packed_dummy_row_is_computed(batch):
+    counts = [RowCounts()] * 5
+    dummy_row = RowCounts(samples=0)
+    monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
+    recorder = fit(text_model(), with_rows(batch, [*counts, dummy_row]), packing=True, callbacks=[monitor])
+    *_, (dummy_length, _) = SHAPE
+    assert figures(recorder, 'dummy_ratio') == pytest.approx([dummy_length / REAL])
+    seconds = REAL / figures(recorder, 'tokens_per_second')[0]
+    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
+    assert operations == pytest.approx(sum(length**2 for length, _ in SHAPE))
+
+
+class FlopsOfLogits(MadeUpFlops):
+    """Eight of the ten operations of a position are those of its logits."""
+
+    def logits(self, positions):
+        return 8.0 * positions
+
+
+@pytest.mark.parametrize('logits', ['labels', 'all'])
+def test_operations_of_logits_that_are_computed(logits, batch):
+    monitor = TokenMonitor(flops=FlopsOfLogits(), device_tflops=1.0)
+    algorithm = TokenAccumulation(logits=logits)
+    recorder = run(loader(batch), algorithms=[algorithm], callbacks=[monitor], max_duration='1ba', microbatch_size=ROWS)
+    positions = ROWS * WIDTH
+    num_logits = TOKENS + 1 if logits == 'labels' else positions  # see LabelledPositions
+    seconds = positions / figures(recorder, 'tokens_per_second')[0]
+    operations = 1e12 * seconds * figures(recorder, 'tflops_per_second')[0]
+    assert operations == pytest.approx(2 * positions + 8 * num_logits + 1000)
+
+
 def test_hours_left_of_epochs(batch):
     """Composer's elapsed duration counts whole epochs, also in the middle of one."""
     recorder = run(loader(batch, batch, batch), max_duration='2ep')

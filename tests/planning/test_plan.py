@@ -231,6 +231,7 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'num_ranks': 0}, '`num_ranks` must be a positive integer, got: 0'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
+        ({'max_tokens': 2**63}, '`max_tokens` must be a positive integer, got: 9223372036854775808'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),
         ({'lengths': [4, 0]}, '`lengths` must be finite and at least 1, got: 0'),
         ({'lengths': [4, 3.5]}, '`lengths` must be integers'),

@@ -7,7 +7,9 @@ import atexit
 import functools
 import gc
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +27,7 @@ from composer_tokacc.programs.registry import (
     class_by_name,
     token_accumulation_options,
 )
-from composer_tokacc.programs.schema import check_arguments
+from composer_tokacc.programs.schema import check_arguments, check_value
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch_json
 from tests.support.programs import check_run
@@ -388,6 +390,43 @@ def test_options_are_read_under_both_names(name):
     assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
     assert token_accumulation_options(TrainConfig(algorithms={name: None})) == {}
     assert token_accumulation_options(TrainConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ('hint', 'value', 'expected'),
+    [
+        (Path | None, 'data.json', Path('data.json')),
+        (set[str], ['a', 'b'], {'a', 'b'}),
+        (list[tuple[int, int]], [[1, 2]], [(1, 2)]),
+        (tuple[float, float], [0, 0.5], (0.0, 0.5)),
+        (str | Path, 'data.json', 'data.json'),
+        (Sequence[int], [1], [1]),
+        ([int], 'anything', 'anything'),  # an annotation that is no type is not checked
+        ({'a': int}, 'anything', 'anything'),
+    ],
+)
+def test_values_are_converted_to_their_annotation(hint, value, expected):
+    converted = check_value('key', value, hint)
+    assert converted == expected
+    assert type(converted) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ('hint', 'value', 'message'),
+    [
+        (list[tuple[int, int]], [[1, '2']], "`key` must be a valid integer, got: [[1, '2']]"),
+        (tuple[float, float], [0.5], '`key` must have more entries, got: [0.5]'),
+        (set[str], [1], '`key` must be a valid string, got: [1]'),
+        (set[str], 'a', "`key` must be a list, got: 'a'"),
+        (dict[str, int], {1: 2}, '`key` must be a valid string, got: 1'),
+        (Path | None, 3, '`key` must be a valid string, got: 3'),
+        (bool | Path, 3, '`key` must be a valid boolean, or a valid string, got: 3'),
+        (SimpleNamespace, 'a', "`key` must be left out, got: 'a'"),
+    ],
+)
+def test_values_that_no_conversion_fits(hint, value, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_value('key', value, hint)
 
 
 @pytest.mark.parametrize('callback', [TypedForCheckersOnly, AnnotatedWithText, AnnotatedWithUnknownPart])

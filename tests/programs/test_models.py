@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
-from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups
+from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups, read_config
 from tests.support.text import VOCABULARY
 from tests.support.training import composer_gradients
 
@@ -92,6 +92,29 @@ MISTAKES = [
 def test_mistakes_are_refused_by_name(processor, settings, expected):
     with pytest.raises(ValueError, match=expected):
         build_model(**settings, processor=processor)
+
+
+LEGAL_CONFIGS = [
+    {'model_type': 'granitemoeshared', 'shared_intermediate_size': 0},
+    {'model_type': 'idefics', 'additional_vocab_size': 0},
+    {'model_type': 'phi4_multimodal', 'audio_config': {'chunk_size': -1}},
+    {'model_type': 'evolla', 'protein_encoder_config': {'token_dropout': False}},
+    {'model_type': 'gemma4_text', 'head_dim': 64},
+]
+
+
+@pytest.mark.parametrize('config', LEGAL_CONFIGS, ids=lambda config: config['model_type'])
+def test_defaults_and_flags_are_in_range(config):
+    """Gemma 4 has a field that cannot be read for all layers together."""
+    if config['model_type'] not in CONFIG_MAPPING:
+        pytest.skip('this release of Transformers does not have the model')
+    read_config(None, config)
+
+
+def test_numbers_out_of_range():
+    config = {'model_type': 'granitemoeshared', 'shared_intermediate_size': -1}
+    with pytest.raises(ValueError, match=r'`model.config.shared_intermediate_size` must be .*, got: -1'):
+        read_config(None, config)
 
 
 def test_parts_to_freeze_have_parameters():

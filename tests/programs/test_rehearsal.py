@@ -11,22 +11,24 @@ from __future__ import annotations
 import copy
 import json
 import re
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from composer.core import Callback, Precision, Time, Timestamp
+from composer.core import Callback, Event, Precision, Time, Timestamp
 from composer.devices import DeviceCPU
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.rehearsal import PlannedRun, Rehearsal, _plans_left, rehearse
+from composer_tokacc.programs.rehearsal import Candidate, PlannedRun, Rehearsal, _in_order, _plans_left, rehearse
+from composer_tokacc.sizing import BatchShape
 from tests.support.exactness import loss_tokens
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import hugging_face, logged, train
+from tests.support.training import On, hugging_face, logged, train
 
 
 def spec_of(dataset, *, size, batch):
@@ -123,6 +125,53 @@ def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
     else:
         assert max(num_logits['rehearsal']) > max(num_logits['step'])
     assert ('logits at' in rehearsal.report.text()) == (logits == 'auto' and are_labels_known)
+
+
+def test_outputs_stay_as_in_run():
+    """A microbatch begins with the outputs of the one before in memory, and the rehearsal leaves none."""
+    model = hugging_face(text_model())
+    phase = Phase()
+    sees_logits_before = {'check': [], 'rehearsal': [], 'step': []}
+    last_logits = [lambda: None]
+
+    def look(module, arguments, output):
+        sees_logits_before[phase.name].append(last_logits[0]() is not None)
+        last_logits[0] = weakref.ref(output)
+
+    model.model.lm_head.register_forward_hook(look)
+    left_over = On(Event.BATCH_START, lambda state: last_logits[0]() is not None)
+    train(
+        model,
+        spec_of(LengthDataset(40), size=2, batch=8),
+        algorithms=[TokenAccumulation(loss_tokens='causal', logits='all')],
+        callbacks=[phase, Rehearsal(), left_over],
+        microbatch_size=2,
+        max_duration='2ba',
+    )
+    for name in ('rehearsal', 'step'):
+        first, *others = sees_logits_before[name]
+        assert not first
+        assert len(others) >= 1
+        assert all(others)
+    assert not left_over.values[0]
+
+
+def test_microbatch_with_most_logits_comes_before_heaviest():
+    shapes = {
+        'light': BatchShape(rows=1, width=10),
+        'most logits': BatchShape(rows=2, width=20),
+        'long': BatchShape(rows=1, width=30),
+        'heaviest': BatchShape(rows=1, width=30, image_tokens=30),
+    }
+    candidates = {name: Candidate(1, [0], [[0]], shape) for name, shape in shapes.items()}
+    *lighter, heaviest = candidates.values()
+    assert _in_order([*lighter, heaviest]) == [
+        candidates['light'],
+        candidates['long'],
+        candidates['most logits'],
+        candidates['heaviest'],
+    ]
+    assert _in_order([candidates['light']]) == [candidates['light']] * 2, 'the gradients of the first are in memory'
 
 
 def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from composer.core import Callback, Event, Timestamp
+from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.programs import ConfigError
+from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
-from composer_tokacc.programs.run_result import _sources, summarize
+from composer_tokacc.programs.run_result import FinishedRun, _sources, summarize, write_report
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 
@@ -25,7 +27,7 @@ SHAPE = [(4, 2), (9, 7), (6, 1)]
 
 
 class Page(HTMLParser):
-    """Collects captions, the points of each line, and the addresses that a browser would load."""
+    """Collects captions, points of lines, the number of marks, and addresses that a browser would load."""
 
     def __init__(self, text):
         super().__init__()
@@ -33,10 +35,13 @@ class Page(HTMLParser):
         self.fetched = []
         self.captions = []
         self.lines = []
+        self.num_marks = 0
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.open_tags.append(tag)
+        if tag == 'circle':
+            self.num_marks += 1
         for name, value in attrs:
             if name in ('src', 'href'):
                 self.fetched.append(value)
@@ -119,6 +124,14 @@ def test_long_run_is_drawn_by_means(tmp_path):
     assert list(ys) == sorted(ys, reverse=True)
 
 
+def test_single_value_has_a_mark(tmp_path):
+    """An evaluation at the end of a run gives one point. A line of one point cannot be seen."""
+    metrics = {'metrics/eval/a': ([8], [1.5]), 'metrics/eval/b': ([4, 8], [2.0, 1.0])}
+    path = tmp_path / 'report.html'
+    write_page(path, 'short', [], metrics)
+    assert Page(path.read_text()).num_marks == 1
+
+
 def test_attributes_of_a_users_dataset_are_not_ours():
     """A dataset of the user may have attributes with the names of LlavaDataset's."""
     dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
@@ -127,6 +140,20 @@ def test_attributes_of_a_users_dataset_are_not_ours():
     result = summarize(state, {}, parts, first_step=0, seconds=1.0)
     assert result['skipped'] == []
     assert result['fitted'] == []
+
+
+def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
+    """Reports a run, as a function of the user does."""
+    return [('file', file.name)]
+
+
+def test_report_gets_a_path(tmp_path):
+    report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
+    parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
+    state = SimpleNamespace(run_name='run', timestamp=Timestamp())
+    result = summarize(state, {}, parts, first_step=0, seconds=1.0)
+    summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
+    assert ['file', 'notes.txt'] in [line.split() for line in summary.splitlines()]
 
 
 def state_at(step):
@@ -156,6 +183,15 @@ def test_only_numbers_are_written(tmp_path):
     lines = JsonLines(str(tmp_path))
     lines.run_event(Event.FIT_START, state_at(0), None)
     lines.log_metrics({'loss': torch.tensor(1.5), 'phase': 'warm-up', 'nothing': None, 'vector': torch.ones(1)})
+    lines.log_metrics({'rows': [[1, 2], [3]], 'large': 10**400, 'complex': torch.tensor(1j)})
+    lines.run_event(Event.BATCH_END, state_at(1), None)
+    assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_metric_named_step(tmp_path):
+    lines = JsonLines(str(tmp_path))
+    lines.run_event(Event.FIT_START, state_at(0), None)
+    lines.log_metrics({'loss': 1.5, 'step': 70.5})
     lines.run_event(Event.BATCH_END, state_at(1), None)
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dist_cp
 from PIL import Image
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import SameData
@@ -22,6 +23,7 @@ from composer_tokacc.train import main
 from examples.digits import build_digits_processor
 from tests.support.conversations import turns
 from tests.support.launch import launch_json, launch_program
+from tests.support.process_group import group_of_one_rank
 from tests.support.programs import DIGITS, LLAVA, TINY_DIGITS, TINY_LLAVA, UNCHECKED
 
 COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
@@ -274,11 +276,13 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
         on_other_data.before_load(state, None)
 
 
-def before_load(model, path, **options):
-    """Asks whether a run with the model and an optimizer may load a checkpoint."""
+def before_load(model, path, *, shard=None, **options):
+    """Asks whether a run with the model and an optimizer may load a checkpoint. ``shard`` is a class of FSDP 1."""
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
+    if shard is not None:
+        model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    state = SimpleNamespace(run_name='run', fsdp_enabled=False, optimizers=[optimizer])
+    state = SimpleNamespace(run_name='run', fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
 
 
@@ -323,6 +327,19 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
         before_load(layers(4, 4, 3), path, **options)
 
 
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+def test_missing_weights_under_fsdp_1(tmp_path):
+    """FSDP 1 adds to the names of the parameters."""
+    weights = layers(4, 4, 4).state_dict()
+    save_model(weights, tmp_path / 'complete', is_sharded=False)
+    del weights['0.bias']
+    save_model(weights, tmp_path / 'incomplete', is_sharded=False)
+    with group_of_one_rank(tmp_path):
+        before_load(layers(4, 4, 4), tmp_path / 'complete', shard=FullyShardedDataParallel)
+        with pytest.raises(ConfigError, match=r'1 others among 3 weights \(0.bias: missing\)'):
+            before_load(layers(4, 4, 4), tmp_path / 'incomplete', shard=FullyShardedDataParallel)
+
+
 @pytest.mark.parametrize('is_sharded', [True, False])
 def test_checkpoint_of_integers_is_refused(is_sharded, tmp_path):
     path = tmp_path / 'ep1'
@@ -361,6 +378,26 @@ def test_equal_settings_of_an_optimizer_pass(settings):
 def test_other_betas_of_optimizer_are_refused():
     with pytest.raises(ConfigError, match=r'optimizer\.betas'):
         resume_with_optimizer({'betas': (0.9, 0.99)})
+
+
+def resume_with_batches(batch_in_epoch, **options):
+    """Loads the state of a run with twice as large batches."""
+    saved = same_data(Named('ab'), order={'loader.global_batch_size': 8}, trainer={})
+    callback = same_data(Named('ab'), order={'loader.global_batch_size': 4}, trainer={}, **options)
+    callback.load_state_dict(saved.state_dict())
+    timestamp = SimpleNamespace(batch_in_epoch=batch_in_epoch)
+    callback.after_load(SimpleNamespace(timestamp=timestamp), None)
+
+
+def test_other_batches_within_an_epoch(caplog):
+    """They would repeat some samples of the epoch and leave others out."""
+    with pytest.raises(ConfigError, match=r'batches .* got: {"loader.global_batch_size": 8} there, {.*: 4} here'):
+        resume_with_batches(3)
+    resume_with_batches(3, on_other_data='warn')
+    assert 'goes on because of `loader.on_other_data`' in caplog.text
+    caplog.clear()
+    resume_with_batches(0)
+    assert not caplog.records
 
 
 def test_autoresume_ignores_load_ignore_keys(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,6 +124,61 @@ def test_image_cap_of_plans_and_split(tmp_path):
     assert most_image_tokens(free, token_id) > cap
     assert 0 < most_image_tokens(capped, token_id) <= cap
     assert capped.split_batch.__self__._split.options.max_image_tokens == cap
+
+
+class Pairs:
+    """A dataset of a user, with arguments that YAML has no values for, and one with the name of a key of parts."""
+
+    def __init__(self, path: Path, pairs: list[tuple[int, int]], processor: set[str], weight: float = 0.0):
+        self.arguments = path, pairs, processor, weight
+
+    @staticmethod
+    def build_processor(words: set[str]) -> set[str]:
+        return words
+
+
+def test_values_that_yaml_does_not_have(tmp_path):
+    file = tmp_path / 'pairs.yaml'
+    file.write_text(
+        f'dataset: {{name: {__name__}.Pairs, path: data.json, pairs: [[1, 2]], weight: -1, processor: {{words: [a]}}}}'
+    )
+    source = source_of(load_config(file))
+    source.check()
+    dataset = source.build_dataset(source.build_processor())
+    assert dataset.arguments == (Path('data.json'), [(1, 2)], {'a'}, -1)
+
+
+class Rows:
+    """A dataset of a user, whose ``records`` are not those of LlavaDataset."""
+
+    def __init__(self, processor=None, first: int = 0):
+        self.records = [{'number': first}, {'number': first + 1}]
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, index):
+        return dict(self.records[index])
+
+    @staticmethod
+    def build_processor():
+        return None
+
+
+def test_parts_of_a_user(tmp_path):
+    file = tmp_path / 'rows.yaml'
+    file.write_text(
+        f'dataset: {{name: {__name__}.Rows, parts: {{a: {{}}, b: {{first: 10}}}}}}\n'
+        'algorithms: {token_accumulation: {token_weights: column}}\n'
+    )
+    dataset = source_of(load_config(file)).build_dataset(None)
+    first_sample = {'number': 0, 'source': ['a']}
+    last_sample = {'number': 11, 'source': ['b']}
+    assert dataset[0] == dataset[-4] == first_sample
+    assert dataset[3] == dataset[-1] == last_sample
+    for index in (4, -5):
+        with pytest.raises((IndexError, ValueError)):
+            dataset[index]
 
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):

@@ -49,9 +49,35 @@ def model_with_state(influence: float) -> torch.nn.Module:
     return model
 
 
-def train(model: torch.nn.Module, *, fsdp: bool) -> list[Any]:
-    """Trains one step. Returns the message of each rank, or the error of its gradient if it is not refused."""
+def branching_model() -> torch.nn.Module:
+    """Returns a Llama with two layers of equal size. A row uses the first one if its first token is even."""
+    model = text_model()
+    embedding = model.model.embed_tokens
+    embedding.branches = torch.nn.ModuleList([torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)])
+
+    def add_branch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        first_ids = args[0][:, :1, None]
+        for remainder, branch in enumerate(module.branches):
+            is_used = first_ids % 2 == remainder
+            if is_used.any():
+                output = output + is_used * branch(output)
+        return output
+
+    embedding.register_forward_hook(add_branch)
+    return model
+
+
+def rows_of_branches() -> list[Any]:
+    """Returns rows of which the first rank gets only those of the first branch."""
     rows = text_rows(ROWS)
+    for number, row in enumerate(rows):
+        row['input_ids'][0, 0] = 4 if number < 2 else 5
+    return rows
+
+
+def train(model: torch.nn.Module, *, fsdp: bool, rows: list[Any] | None = None) -> list[Any]:
+    """Trains one step. Returns the message of each rank, or the error of its gradient if it is not refused."""
+    rows = rows or text_rows(ROWS)
     expected, _ = reference_gradients(model, collate(rows))
     data = token_data_spec(loader(collate(rank_share(rows, (2, 4)))))
     options = {}
@@ -74,4 +100,5 @@ def main() -> dict[str, list[Any]]:
         results[f'{name} leak'] = train(leaking_model(), fsdp=fsdp)
         results[f'{name} harmless state'] = train(model_with_state(influence=0.0), fsdp=fsdp)
         results[f'{name} decisive state'] = train(model_with_state(influence=0.1), fsdp=fsdp)
+        results[f'{name} branches'] = train(branching_model(), fsdp=fsdp, rows=rows_of_branches())
     return results

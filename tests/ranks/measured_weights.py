@@ -8,12 +8,14 @@ Returns what each rank measured.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import pytest
 import torch
 from composer.utils import dist
 
-from composer_tokacc import measure_token_weights
+from composer_tokacc import measure_token_weights, pytest_plugin, weighted_microbatches
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit
 
@@ -32,6 +34,21 @@ def figures_of_ranks(report: Any) -> dict[str, list[Any]]:
     }
 
 
+def fault_of_step(model: Any, batch: dict[str, Any], context: Any) -> str:
+    """Returns with which message the fixture `token_exact` fails a step of one microbatch; empty if it passes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    try:
+        with pytest_plugin._exact_step(model):
+            for microbatch, weight in weighted_microbatches([batch]):
+                with context:
+                    (model(**microbatch).loss * weight).backward()
+            optimizer.step()
+    except pytest.fail.Exception as failure:
+        return str(failure)
+    return ''
+
+
 def main() -> dict[str, Any]:
     rank = dist.get_global_rank()
     rows = text_rows([(length, length) for length in LENGTHS[rank]])
@@ -46,6 +63,8 @@ def main() -> dict[str, Any]:
     with measure_token_weights(model) as report:
         (model(**batch).loss * (rank == 0)).backward()
     figures['nothing on rank 1'] = figures_of_ranks(report)
+    figures['faults without averages'] = fault_of_step(model, batch, model.no_sync())
+    figures['faults'] = fault_of_step(model, batch, contextlib.nullcontext())
     llama = text_model()
     with measure_token_weights(llama) as report:
         fit(llama, batch, microbatch_size=1)

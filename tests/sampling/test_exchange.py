@@ -114,6 +114,11 @@ def test_state_counts_samples_of_all_ranks():
     assert build().state_dict() is None
 
 
+def test_ids_are_needed_to_cap_image_tokens():
+    with pytest.raises(ValueError, match='`image_token_ids` must be given with `max_image_tokens`, got: none, and 9'):
+        build(max_image_tokens=9)
+
+
 def test_batch_size_is_needed():
     with pytest.raises(ValueError, match='`batch_size` must be what each rank reads'):
         build(batch_size=None)

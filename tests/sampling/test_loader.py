@@ -297,6 +297,10 @@ def test_rank_without_samples_gets_a_copy():
         count = num_samples(last)
         num_tokens = sum(row.loss_tokens for row in rows_of(with_counts(last)))
         assert (num_tokens > 0) == (count > 0)
+        # Metrics of an evaluation read the labels, too.
+        assert (last['labels'] != -100).any() == (count > 0)
+        # Composer leaves out the last sample of some ranks if torch's sampler would repeat samples.
+        assert loader.batch_sampler.total_size == 25
         assert token_data_spec([last]).get_num_samples_in_batch(last) == count
         counts.append(count)
     assert sorted(counts) == [0, 1]

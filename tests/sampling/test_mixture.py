@@ -265,3 +265,8 @@ def test_shares_of_loss_tokens(sizes, seed):
 def test_loss_shares_without_loss_tokens():
     with pytest.raises(ValueError, match='Every dataset must have `loss_tokens`'):
         Mixture.from_loss_shares([2, 1], [0.5, 0.5], [3, 4, 0])
+
+
+def test_loss_share_of_zero():
+    with pytest.raises(ValueError, match=r'`shares` must be above 0 .* got: \[1\.0, 0\.0\]'):
+        Mixture.from_loss_shares([2, 1], [1, 0], [3, 4, 5])

@@ -139,6 +139,29 @@ def test_scheduled_windows_match_a_loop(schedule, drop_last):
                 assert windows_of(sampler, epoch) == expected[epoch]
 
 
+@pytest.mark.parametrize(
+    ('schedule', 'drop_last', 'expected'),
+    [
+        ([(0, 3), (2, 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
+        ([(0, 3), (2, 5)], True, [[3, 3, 5, 5, 5], [5, 5, 5, 5]]),
+        ([(0, 11), (2, 22)], True, [[11, 11], [22]]),
+        # A sample has 10 tokens, so two global batches of 3 samples have 60.
+        ([(0, 3), ('59tok', 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
+        ([(0, 3), ('60tok', 5)], False, [[3, 3, 5, 5, 5, 1], [5, 5, 5, 5, 2]]),
+        ([(0, 3), ('61tok', 5)], False, [[3, 3, 3, 5, 5, 3], [5, 5, 5, 5, 2]]),
+        # The 22 samples of the first epoch have 220 tokens, if none is dropped.
+        ([(0, 20), ('220tok', 11)], False, [[20, 2], [11, 11]]),
+        ([(0, 20), ('220tok', 11)], True, [[20], [20]]),
+        ([(0, 20), ('201tok', 11)], True, [[20], [20]]),
+        ([(0, 20), ('200tok', 11)], True, [[20], [11, 11]]),
+    ],
+)
+def test_stages_begin_at_their_very_start(schedule, drop_last, expected):
+    sampler = build_sampler(np.full(22, 10), global_batch_size=schedule, drop_last=drop_last)
+    for epoch, sizes in enumerate(expected):
+        assert [len(window) for window in windows_of(sampler, epoch)] == sizes
+
+
 def test_scheduled_epochs_have_no_length():
     sampler = build_sampler(np.full(48, 5), global_batch_size=RISING)
     assert [len(windows_of(sampler, epoch)) for epoch in range(3)] == [6, 3, 2]

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaForConditionalGener
 
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.sizing import count_flops
+from composer_tokacc.sizing.trace import TracedStep
 from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 from tests.support.text import text_rows
 
@@ -57,6 +58,10 @@ def test_llama_costs_as_counted_by_hand():
         expected = llama_by_hand(config, rows, width)
         assert flops.text(rows, width) == pytest.approx(expected, rel=0.01)
     assert flops.residual < 1e-6
+    (batch,) = text_rows([(40, 7)])
+    step = TracedStep(partial(LlamaForCausalLM, config), batch, on_gpu=False, logits='labels')
+    expected = flops.text(1, 40) - flops.logits(40 - (7 + 1))  # one more than there are labels
+    assert step.count_flops(batch) == pytest.approx(expected, rel=1e-6)
 
 
 def test_samples_without_gradient_are_refused():

@@ -282,6 +282,17 @@ def test_measured_encoder_time_counts() -> None:
     assert 'cost' not in pasted_keys(suggest())
 
 
+def test_pasted_lines_keep_cost_and_equal_counts() -> None:
+    cost = CostModel(quadratic=1 / 3, launch=12345.6)
+    report = suggest(cost=cost, equal_counts=True)
+    keys = pasted_keys(report)
+    assert CostModel(**keys['cost']) == cost
+    assert keys['equal_counts'] is True
+    assert 'equal_counts' not in pasted_keys(suggest())
+    measured_cost = CostModel(launch=5.0)
+    assert pasted_keys(suggest(cost=cost, measured_cost=measured_cost))['cost'] == {'launch': 5.0}
+
+
 def pasted_keys(report: Any) -> dict[str, Any]:
     """The keys that a user pastes into the YAML file of the run."""
     return yaml.safe_load(report.yaml())['microbatching']
@@ -348,6 +359,26 @@ def test_microbatches_of_stock_composer() -> None:
     # The buckets of DDP take another GiB.
     assert most_positions(6.3, model_gib=MODEL_GIB + 1) // 100 == 5
     assert tight.identity() == '(5 x 2 + 2) rows x 4 ranks = 48 samples a step'
+
+
+def test_stock_composer_may_not_fit(tmp_path: Any) -> None:
+    """With logits only at few labels rows of 1000 tokens fit, but one row with all its logits does not."""
+    sizes = sizes_of([1000] * 64, loss_tokens=[20] * 64)
+    fit = memory_model().phases['head']
+    large_logits = replace(fit, coefficients={**fit.coefficients, 'logits': {'logits': 4 * PER_LOGIT_ROW}})
+    memory = memory_model(logits='labels', phases={'head': large_logits})
+    report = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=7.0)
+    assert report.device_train_microbatch_size == 2
+    assert report.stock_microbatch_size == 0
+    assert report.speedup('split') is None
+    assert report.as_dict()['speedup'] == {'split': None, 'planned': None}
+    assert report.identity() == '(1 x 64) rows x 1 ranks = 64 samples a step'
+    [warning] = report.warnings()
+    assert 'one row of the longest sample (1000 tokens) may not fit' in warning
+    draw_report(tmp_path / 'size.svg', report)
+    large_device = suggest_for_one_rank(sizes, memory=memory, device_memory_gib=8.0)
+    assert large_device.stock_microbatch_size == 1
+    assert large_device.speedup('split') > 1
 
 
 def test_sharding_makes_room() -> None:

@@ -293,7 +293,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VisionLanguageCollator(small())(encoded(QUESTION, {'role': 'assistant', 'content': 'B.'})()),
         '`samples`',
     ),
-    'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), WORKS),
+    'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), '`microbatches` must be a list'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that does not exist': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
     'a suggestion without a memory model': (suggestion([5, 6]), '`memory`'),
