@@ -47,14 +47,14 @@ MAX_REASON = 1000
 
 
 MACHINE_ERRNOS = (
-    errno.EIO,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
     errno.ESTALE,
     errno.ETIMEDOUT,
 )
-"""Numbers of system errors that are faults of the machine: its disk, network, memory or limit of open files."""
+"""Numbers of system errors that are faults of the machine: its network, memory or limit of open files. EIO is not among
+them, because a file may lie on a bad sector for ever."""
 
 
 class BadSampleError(InvalidInputError):
@@ -73,7 +73,7 @@ def is_from_file(error: Exception) -> bool:
     """
     if isinstance(error, MemoryError | ImportError | NameError):
         return False
-    # FFmpeg reports an EIO of damaged files, too. Its errors have classes of PyAV.
+    # FFmpeg reports numbers of its own. Its errors have classes of PyAV.
     if isinstance(error, OSError) and type(error).__module__ == 'builtins':
         return error.errno not in MACHINE_ERRNOS
     return True
