@@ -49,6 +49,7 @@ _ELSEWHERE = (
     'fractions',
     'os',
     'pathlib',
+    're',
     'typing',
 )
 # What annotations of packages without an inventory leave of theirs.

@@ -54,6 +54,7 @@ def run_size(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / 'size' / 'size.json').read_text())
 
 
+@pytest.mark.slow
 def test_smaller_device_gets_smaller_microbatches(cache_folder, tmp_path, capsys):
     large_device = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8')
     printed = capsys.readouterr().out

@@ -36,7 +36,7 @@ class BatchShape:
     """Whether some position is padding. If none is, SDPA needs no mask."""
     labels: int | None = None
     """If the run computes logits only at labels: the number of positions with logits, which may be higher than the
-    number of labels, see :func:`logit_positions`. None: at all positions."""
+    number of labels, see ``logit_positions``. None: at all positions."""
 
     @property
     def tokens(self) -> float:

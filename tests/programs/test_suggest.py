@@ -95,6 +95,7 @@ def calibrations(monkeypatch, tmp_path):
     return tmp_path / 'composer_tokacc' / 'memory'
 
 
+@pytest.mark.slow
 def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
     """Composer takes the CPU then, and float32. Half precision would need about half of the memory."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
@@ -114,6 +115,7 @@ def sharded_memory(**settings: Any) -> dict[str, float]:
     return traced_memory(options).terms(SHAPE, num_ranks=4)
 
 
+@pytest.mark.slow
 def test_settings_of_fsdp_change_its_memory(monkeypatch, calibrations):
     """Sizes are in weights of the model, which has float32 weights and computes in bfloat16."""
     full_shard = sharded_memory(sharding_strategy='FULL_SHARD')
