@@ -32,7 +32,9 @@ Options = TypeVar('Options')
 Hint = Any
 """An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
-Sections = dict[str, dict[str, Any]]
+Values = dict[str, Any]
+"""Values of a config, of one of its sections, or of the command line, by key. Values may be nested."""
+Sections = dict[str, Values]
 """Settings of several things of a kind, such as datasets or streams, by name."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
@@ -254,7 +256,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return merge(TrainConfig, values_of_file, values_of_overrides)
 
 
-def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def read_overrides(overrides: Sequence[str]) -> Values:
     """Returns the values of ``key=value`` texts as nested dicts. Refuses the first text that cannot be read."""
     values = OmegaConf.create()
     for override in overrides:
@@ -289,7 +291,7 @@ def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Opti
     return merge(options, read_overrides(program_overrides)), config_overrides
 
 
-def _read_file(path: str | Path) -> dict[str, Any]:
+def _read_file(path: str | Path) -> Values:
     """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
     # Reading a pipe would wait for somebody to write to it.
     if os.path.exists(path) and not os.path.isfile(path):
@@ -304,13 +306,13 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     return _as_dict(content)
 
 
-def _as_dict(values: DictConfig) -> dict[str, Any]:
+def _as_dict(values: DictConfig) -> Values:
     """Returns plain dicts and lists. References such as ``${seed}`` stay texts, which :func:`merge` resolves."""
     plain: Any = OmegaConf.to_container(values)
     return plain
 
 
-def _spell_out_size(values: dict[str, Any]) -> None:
+def _spell_out_size(values: Values) -> None:
     """Replaces ``microbatching.size``, our short name, by ``microbatching.device_train_microbatch_size``."""
     section = values.get('microbatching')
     if not isinstance(section, dict) or 'size' not in section:
@@ -320,7 +322,7 @@ def _spell_out_size(values: dict[str, Any]) -> None:
     section['device_train_microbatch_size'] = section.pop('size')
 
 
-def merge(options: type[Options], *layers: dict[str, Any]) -> Options:
+def merge(options: type[Options], *layers: Values) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
@@ -372,7 +374,7 @@ def check_arguments(
     *,
     hints: Mapping[str, Hint] | None = None,
     extra_keys: Mapping[str, Hint] | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """Checks arguments for a class or function against its signature and annotations, and returns them.
 
     Args:
@@ -529,6 +531,6 @@ def _requirement(error: ValidationError) -> str:
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
 
 
-def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def without(section: Mapping[str, Any], *keys: str) -> Values:
     """Returns a copy of a mapping without some of its keys."""
     return {key: value for key, value in section.items() if key not in keys}
