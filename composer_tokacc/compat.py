@@ -118,8 +118,8 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
         # Not every child with the name `module` is wrapped: a user's model may have one.
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             model = model.module
-        elif hasattr(model, '_orig_mod'):
-            model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        elif '_orig_mod' in dict(model.named_children()):  # not `hasattr`, because PEFT passes unknown names on
+            model = model.get_submodule('_orig_mod')
         else:
             return model
 

@@ -189,7 +189,8 @@ class StepWatch:
         if lost_names:
             self.faults.append(
                 'Gradients were set to 0 between the last backward and the step of the optimizer: '
-                f'{listed(lost_names)}.'
+                f'{listed(lost_names)}. Call `zero_grad` after the step, and freeze parameters by '
+                '`requires_grad_(False)`.'
             )
 
     def _gradient_states(self) -> list[tuple[int, int]]:

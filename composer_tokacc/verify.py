@@ -323,7 +323,7 @@ class _VerifiedRun:
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts.
 
-    A row that only gives this rank as many rows as the others have counts like any other.
+    The copy that a rank without a sample gets has no labels, but counts as a row here.
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))

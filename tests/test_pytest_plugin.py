@@ -289,7 +289,7 @@ def test_lost_label_of_each_row():
         logits = model(**batch).logits[:, :-2]
         cross_entropy(logits.transpose(1, 2), batch['labels'][:, 1:-1]).backward()
 
-    assert faults_of(model, step) == 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient.'
+    assert 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient' in faults_of(model, step)
 
 
 def test_gradient_that_is_set_to_zero():
@@ -302,7 +302,7 @@ def test_gradient_that_is_set_to_zero():
         model.lm_head.weight.grad = None
         optimizer.step()
 
-    assert faults_of(model, step).endswith('the step of the optimizer: `lm_head.weight`.')
+    assert 'the step of the optimizer: `lm_head.weight`' in faults_of(model, step)
 
 
 @pytest.mark.parametrize('reentrant', [False, True])

@@ -126,6 +126,7 @@ def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path):
     start = checkpoint(start_path)
     assert start['timestamp']['Timestamp']['batch_in_epoch'] == 3
     arguments = [f'trainer.load_path={start_path}', f'trainer.save_folder={tmp_path}/checkpoints']
+    assert main([DIGITS, *TINY_DIGITS, *arguments, 'seed=1']) == 2  # other batches for the rest of the epoch
     train(DIGITS, *TINY_DIGITS, *arguments, folder=tmp_path)
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
     expected = checkpoint(uninterrupted.checkpoints / 'ep2-ba12-rank0.pt')

@@ -198,7 +198,8 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
     FSDP2 asks the backend for the mean over the ranks. gloo of torch 2.7, which CPUs use, gives it the sum. So FSDP2
-    reduces the gradient of a weight here, whose gradient is 1 on each rank.
+    reduces the gradient of a weight here, whose gradient is 1 on each rank. This is not known for a ``reduce_dtype`` of
+    float16, for which FSDP2 itself divides.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':

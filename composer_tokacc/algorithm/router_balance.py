@@ -126,7 +126,7 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)
-        with torch.no_grad(), undisturbed(self._model):
+        with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
                 if hides_weights:

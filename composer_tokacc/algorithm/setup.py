@@ -375,7 +375,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
     if is_hugging_face:
         head = output_embedding(model.model)
         # Not of a class that wraps one, such as those of PEFT, which may show another number.
-        if vocabulary is None and type(head) is torch.nn.Linear:
+        if vocabulary is None and isinstance(head, torch.nn.Linear):
             vocabulary = head.out_features
         with suppress(AttributeError, NotImplementedError):
             embedding = model.model.get_input_embeddings()

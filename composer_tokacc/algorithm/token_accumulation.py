@@ -299,8 +299,11 @@ class TokenAccumulation(Algorithm):
         """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
 
         ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
-        checkpoint or from the last fit, but the loader is read from its start.
+        checkpoint or from the last fit, but the loader is read from its start, or from where its sampler begins.
         """
+        if self._num_read == 0:
+            batch_sampler = getattr(state.dataloader, 'batch_sampler', None)
+            self._num_read = int(getattr(batch_sampler, 'first_batch', 0))  # of a RegroupingBatchSampler
         self._num_read += 1
 
     def _note_restart(self, state: State) -> None:
@@ -324,6 +327,7 @@ class TokenAccumulation(Algorithm):
 
     def _end_fit(self, state: State) -> None:
         """FIT_END: removes our hooks from the model, and makes the split forget it."""
+        self._outputs = None
         if self._context is not None:
             self._context.end()
 

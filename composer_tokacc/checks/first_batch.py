@@ -445,7 +445,7 @@ def find_loss_rule(
         predicting_norms = norms[predicts]
         other_norms = norms[~predicts]
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
-        if elsewhere >= LARGEST_ELSEWHERE:
+        if not elsewhere < LARGEST_ELSEWHERE:  # also if it is NaN
             continue
         if (predicting_norms > 0).all():
             matching[rule] = elsewhere

@@ -71,19 +71,23 @@ class TokenWeightsReport:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Weights of tokens, float32 ``(tokens,)``: one tensor for each forward whose logits got a gradient.
+        """Weights of tokens, float32 ``(tokens,)``: one tensor for each forward whose logits got a gradient, in order.
 
         If several backwards reach the logits of a forward, their weights are added, as their gradients are.
         """
-        sums: dict[int, Tensor] = {}  # (positions,), by the index of the forward
+        return list(self._weights_of_forwards().values())
+
+    def _weights_of_forwards(self) -> dict[int, Tensor]:
+        """Returns the same by the index of the forward."""
+        sums: dict[int, Tensor] = {}  # (positions,)
         for backward in self._backwards:
             weights = backward.weights.where(backward.is_reliable, 0)
             sums[backward.forward] = sums.get(backward.forward, 0) + weights
-        return [weights[weights != 0] for weights in sums.values()]
+        return {index: sums[index][sums[index] != 0] for index in sorted(sums)}
 
     @property
     def spread(self) -> float:
-        """Largest absolute weight divided by the smallest, of all backwards and ranks. NaN if there is no weight.
+        """Largest absolute weight divided by the smallest, of all forwards and ranks. NaN if there is no weight.
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
@@ -124,7 +128,10 @@ class TokenWeightsReport:
                 continue
             name = f'Forward {index + 1} of {len(self._forwards)}'
             if num_tokens[index] > 0:
-                sentences.append(f'{name} adds only {num_tokens[index]} of its {num_labels} labels to the gradient.')
+                sentences.append(
+                    f'{name} adds only {num_tokens[index]} of its {num_labels} labels to the gradient. Set labels that '
+                    'the loss leaves out to -100, or let the loss use all of them.'
+                )
                 continue
             reason = '`backward` did not reach its logits'
             if index in with_gradient:
@@ -140,10 +147,10 @@ class TokenWeightsReport:
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).nanmedian().cpu()
         lines = []
-        for number, weights in enumerate(self.weights, start=1):
+        for index, weights in self._weights_of_forwards().items():
             line = self._line_of_unequal(weights.cpu() / median)
             if line:
-                lines.append(f'forward {number}: {line}')
+                lines.append(f'forward {index + 1}: {line}')
         return '\n'.join(lines)
 
     def _line_of_unequal(self, ratios: Tensor) -> str:

@@ -322,7 +322,6 @@ class ConversationEncoder:
         Raises:
             BadSampleError: If the record is refused.
         """
-        self.control.check(record)
         for turn in record.turns:
             if turn.role not in ROLES_WITH_MEDIA:
                 self._check_tags(record, turn.text)
@@ -337,6 +336,7 @@ class ConversationEncoder:
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
                     )
+        self.control.check(record)  # last, because it warns once, which should be of a record that is read
 
     def _check_tags(self, record: Record, text: str) -> None:
         """Refuses a text with a tag such as ``<image>`` if the tokenizer would encode it as the token of a medium."""
@@ -344,7 +344,7 @@ class ConversationEncoder:
             if tag in text and not self.control.hides(tag):
                 raise record.error(
                     f'`{tag}` may stand only in turns of the user and of tools, because the tokenizer has this token. '
-                    'Set control_tokens=text'
+                    'Take it out, or set control_tokens=text if it is a special token'
                 )
 
     def render(self, messages: Sequence[Message]) -> Rendered:

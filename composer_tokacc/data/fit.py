@@ -240,7 +240,7 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether ``min_frames`` make fewer tokens than `PROBE_FRAMES` do.
+        """Tells whether ``min_frames`` make fewer tokens than more frames do, such as `PROBE_FRAMES`.
 
         False if all videos must have the same number of frames.
         """

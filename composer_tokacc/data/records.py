@@ -71,12 +71,12 @@ def is_from_file(error: Exception) -> bool:
     good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so the others are
     listed here.
     """
+    # FFmpeg also reports ENOMEM for a damaged header with an absurd size.
+    if type(error).__module__.partition('.')[0] == 'av':
+        return True
     if isinstance(error, MemoryError | ImportError | NameError):
         return False
-    # FFmpeg reports numbers of its own. Its errors have classes of PyAV.
-    if isinstance(error, OSError) and type(error).__module__ == 'builtins':
-        return error.errno not in MACHINE_ERRNOS
-    return True
+    return not isinstance(error, OSError) or error.errno not in MACHINE_ERRNOS
 
 
 class RawRecord(NamedTuple):

@@ -245,12 +245,14 @@ def widened(
     batch: Batch,
     width_multiple: int,
     limit: int = sys.maxsize,
+    *,
+    side: str | None = None,
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on the side of the old one. The batch stays as it is if it has a tensor that no family registers
-    and that may have one entry per token. Only the model's config tells whether it has, and the loader does not know
-    the model.
+    The new padding is on ``side``; by default on the side of the old one. The batch stays as it is if it has a tensor
+    that no family registers and that may have one entry per token. Only the model's config tells whether it has, and
+    the loader does not know the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -262,7 +264,7 @@ def widened(
         return batch
     if any(Reading.TEXT in possible for possible in layout.readings_of(batch).values()):
         return batch
-    side = padding_side(batch)
+    side = side or padding_side(batch)
     # A batch without mask and positions gets a mask, because the new columns must be hidden.
     (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)

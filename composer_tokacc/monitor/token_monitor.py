@@ -57,15 +57,6 @@ class Flops(Protocol):
         ...
 
 
-@runtime_checkable
-class _LogitFlops(Protocol):
-    """Also predicts the operations of the output embedding, which a run saves with logits only at labels."""
-
-    def logits(self, positions: int) -> float:
-        """Returns the operations of the output embedding at this many positions. They are a part of the text's."""
-        ...
-
-
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
@@ -192,8 +183,10 @@ class TokenMonitor(Callback):
         if self.flops is not None:
             for width, rows in rows_by_width(state.batch).items():
                 self._text_flops += self.flops.text(rows, width)
-            if isinstance(self.flops, _LogitFlops):
-                self._text_flops -= self.flops.logits(_positions_without_logits(state))
+            # Only some classes predict the operations of the output embedding, see `FlopModel`.
+            flops_of_logits = getattr(self.flops, 'logits', None)
+            if callable(flops_of_logits):
+                self._text_flops -= flops_of_logits(_positions_without_logits(state))
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
@@ -12,7 +13,9 @@ from typing import Any, TypeVar, cast
 try:
     from numba import njit
     from numba.core.caching import FunctionCache
-except ImportError:  # it is not installed, or does not fit this release of numpy
+except ImportError as error:  # it is not installed, or does not fit this release of numpy
+    if not isinstance(error, ModuleNotFoundError):
+        logging.getLogger(__name__).warning('numba cannot be used, so planning takes ten times as long: %s', error)
     njit = None
     FunctionCache = object
 

@@ -352,7 +352,7 @@ class SameData(Callback):
 
     Of the model, the names and shapes of its weights are compared. For the others this callback saves fingerprints in
     each checkpoint, and compares those, unless the run loads only weights. The number of ranks and everything that cuts
-    batches may change.
+    batches into microbatches may change.
 
     Args:
         dataset: The training set.

@@ -114,7 +114,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
         for file in sorted(unfinished.rglob('*')):
             if file.is_file():
                 new_file = folder / file.relative_to(unfinished)
-                new_file.parent.mkdir(exist_ok=True)
+                new_file.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, new_file)
                 new_files.append(new_file)
     # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.

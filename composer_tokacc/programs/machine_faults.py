@@ -72,6 +72,15 @@ FAULTS = (
         'the processes that read samples ended during the run, got: {text}. Usually the machine has run out of memory: '
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
+    MachineFault(
+        r'(?<!OutOf)MemoryError|Cannot allocate memory',
+        'the machine must have memory to read the samples, got: {text}. Lower `loader.num_workers` or '
+        '`loader.prefetch_factor`',
+    ),
+    MachineFault(
+        'Stale file handle',
+        'the file system of the data must answer, got: {text}. Mount it again, and start the run again',
+    ),
     LOST_RANK,
 )
 

@@ -126,8 +126,8 @@ class LoaderConfig:
     lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
-    """A run resumed with other data, processor, vocabulary, adapter or optimizer settings than its checkpoint's:
-    ``raise``, or ``warn`` and go on."""
+    """A run resumed with other data, processor, vocabulary, adapter or optimizer settings than its checkpoint's, or
+    within an epoch with other batches: ``raise``, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:

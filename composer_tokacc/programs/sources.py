@@ -324,6 +324,19 @@ class FileSource(Source):
         self.token_weights = token_accumulation_options(config).get('token_weights')
         """The argument of :class:`.TokenAccumulation`. None means its default."""
 
+    def order(self) -> dict[str, Any] | None:
+        """Adds how often samples of each part of the dataset are drawn."""
+        settings = super().order()
+        if settings is None or 'parts' not in self.section:
+            return settings
+        # By weights, a share sets the weights of tokens and draws no other samples.
+        keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
+        for name, part in self._parts().items():
+            for key in keys:
+                if key in part:
+                    settings[f'dataset.parts.{name}.{key}'] = part[key]
+        return settings
+
     def check(self) -> None:
         """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
         if 'parts' in self.section:

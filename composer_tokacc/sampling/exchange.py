@@ -104,14 +104,14 @@ class ExchangingDataLoader(DataLoader):
         super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
-        if max_image_tokens is not None and not image_token_ids:
+        self._collate = collate_fn
+        self._pin = pin_memory
+        self._image_token_ids = torch.tensor(list(image_token_ids))
+        if max_image_tokens is not None and not len(self._image_token_ids):
             raise InvalidInputError(
                 f'`image_token_ids` must be given with `max_image_tokens`, got: none, and {max_image_tokens}. Without '
                 'them no image token is counted. Pass `image_token_ids(processor)` of `composer_tokacc.data`.'
             )
-        self._collate = collate_fn
-        self._pin = pin_memory
-        self._image_token_ids = torch.tensor(list(image_token_ids))
         self._options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,

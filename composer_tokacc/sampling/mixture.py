@@ -78,7 +78,11 @@ class Mixture:
         """
         checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
         # Here, because the check of `weights` would name an argument that the user has not given.
-        _check_rates('shares', shares, len(sizes), highest=1e9)
+        if checked_shares.min() == 0:
+            raise InvalidInputError(
+                f'`shares` must be above 0 for each dataset, got: {checked_shares.tolist()}. Leave out the datasets '
+                'without a share.'
+            )
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, padding_side, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
@@ -114,14 +114,18 @@ def collate(
 ) -> PreSplitBatch:
     """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
     budget = options.max_tokens
-    microbatches: list[Batch] = []
+    collated: list[Batch] = []
     remaining = iter(samples)
-    for number, indices in enumerate(assignment.microbatches):
+    for indices in assignment.microbatches:
         samples_of_microbatch = list(islice(remaining, len(indices)))
         batch = _as_mapping(collate_fn(samples_of_microbatch))
-        # To the planned width, which is not rounded up beyond the budget.
-        batch = widened(batch, options.width_multiple, budget)
         _check_rows(batch, len(indices))
+        collated.append(batch)
+    side = _common_padding_side(collated)
+    microbatches: list[Batch] = []
+    for number, batch in enumerate(collated):
+        # To the planned width, which is not rounded up beyond the budget.
+        batch = widened(batch, options.width_multiple, budget, side=side)
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
         if assignment.is_copy:
@@ -137,6 +141,13 @@ def _as_mapping(batch: Any) -> dict[str, Any]:
     return dict(batch)
 
 
+def _common_padding_side(batches: Sequence[Batch]) -> str:
+    """Returns the side on which the collator pads. A microbatch without padding does not show it."""
+    with_text = [batch for batch in batches if isinstance(batch.get('input_ids'), torch.Tensor)]
+    is_left = any(padding_side(batch) == 'left' for batch in with_text)
+    return 'left' if is_left else 'right'
+
+
 def _check_rows(batch: Batch, num_samples: int) -> None:
     """Raises ValueError if the batch has text, but not one row for each sample."""
     text = batch.get('input_ids', batch.get('labels'))
@@ -149,8 +160,9 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
 
 def _without_weight(batch: Batch) -> BatchDict:
     """Marks the only row of a batch as no sample, and masks its labels, which also metrics of an evaluation read."""
-    if 'labels' in batch:
-        batch = {**batch, 'labels': torch.full_like(batch['labels'], IGNORE_INDEX)}
+    labels = batch.get('labels')
+    if isinstance(labels, torch.Tensor):
+        batch = {**batch, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     return with_rows(batch, [RowCounts(samples=0)])
 
 

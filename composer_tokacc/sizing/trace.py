@@ -458,13 +458,20 @@ def count_flops(
     )
 
 
-def _flops_of_logits(model: nn.Module) -> float:
+def _flops_of_logits(model: Any) -> float:
     """Returns the operations of the output embedding for one position, forward and backward."""
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    num_products = 2  # one in the forward, and one for the gradient of the hidden states
+    input_embedding = getattr(model.get_input_embeddings(), 'weight', None)  # may be the same weight
+    num_products = 1  # in the forward
     if weight.requires_grad:
         num_products += 1
+    is_tied = weight is input_embedding
+    for parameter in model.parameters():
+        is_before_head = parameter is not weight or is_tied
+        if is_before_head and parameter.requires_grad:
+            num_products += 1  # for the gradient of the hidden states
+            break
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()

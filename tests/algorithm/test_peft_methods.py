@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -19,12 +20,13 @@ peft = pytest.importorskip('peft')
 CAUSAL = 'CAUSAL_LM'
 WEIGHTS = {
     'dora': lambda: peft.LoraConfig(task_type=CAUSAL, target_modules=['q_proj'], use_dora=True),
-    # In PEFT 0.21 the wrapper of the head says that it has as many outputs as inputs.
-    'tied': lambda: peft.LoraConfig(
-        task_type=CAUSAL, target_modules=['q_proj'], modules_to_save=['embed_tokens'], ensure_weight_tying=True
-    ),
     'adalora': lambda: peft.AdaLoraConfig(task_type=CAUSAL, target_modules=['q_proj'], total_step=100),
 }
+if 'ensure_weight_tying' in inspect.signature(peft.LoraConfig).parameters:
+    # In PEFT 0.21 the wrapper of the head says that it has as many outputs as inputs.
+    WEIGHTS['tied'] = lambda: peft.LoraConfig(
+        task_type=CAUSAL, target_modules=['q_proj'], modules_to_save=['embed_tokens'], ensure_weight_tying=True
+    )
 
 
 def peft_model(config: Any, *, is_tied: bool = False) -> Any:

@@ -257,4 +257,5 @@ def test_users_column_reaches_the_model():
     model.forward = forward_with_column
     batch = {**ragged_batch(ONE_UNLABELLED), 'loss_weights': torch.ones(len(ONE_UNLABELLED))}
     fit(model, batch, router_balance='step')
+    assert has_column
     assert all(has_column)

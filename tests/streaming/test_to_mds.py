@@ -179,7 +179,7 @@ def test_missing_file_leaves_empty_folder(tmp_path):
 
 
 def test_sample_of_failing_disk_is_skipped(tmp_path, monkeypatch):
-    """A file system of a network may fail at any read. The other samples are written."""
+    """A file may lie on a bad sector of the disk. The other samples are written."""
     path = write_llava_folder(tmp_path / 'in', 3)
     read_bytes = Path.read_bytes
 
