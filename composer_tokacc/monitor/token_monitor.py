@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -184,8 +184,8 @@ class TokenMonitor(Callback):
             for width, rows in rows_by_width(state.batch).items():
                 self._text_flops += self.flops.text(rows, width)
             # Only some classes predict the operations of the output embedding, see `FlopModel`.
-            flops_of_logits = getattr(self.flops, 'logits', None)
-            if callable(flops_of_logits):
+            flops_of_logits: Callable[[int], float] | None = getattr(self.flops, 'logits', None)
+            if flops_of_logits is not None:
                 self._text_flops -= flops_of_logits(_positions_without_logits(state))
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
