@@ -76,3 +76,13 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
     """Returns whether torch's DistributedSampler decides the order. A subclass may have an order of its own."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def first_batch_of(dataloader: Any) -> int:
+    """Returns the number of the batch of the epoch with which a loader begins: 0, unless its sampler was moved on.
+
+    A :class:`.RegroupingBatchSampler` tells it only until it is iterated.
+    """
+    batch_sampler = getattr(dataloader, 'batch_sampler', None)
+    is_ours = hasattr(batch_sampler, 'has_only_copies')
+    return batch_sampler.first_batch if is_ours else 0

@@ -121,12 +121,13 @@ def test_picture_is_drawn(uninterrupted):
     assert len(set(small_picture.getdata())) > 10, 'an empty picture has one level of gray'
 
 
-def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path):
+def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path, capfd):
     start_path = uninterrupted.checkpoints / 'ep1-ba8-rank0.pt'
     start = checkpoint(start_path)
     assert start['timestamp']['Timestamp']['batch_in_epoch'] == 3
     arguments = [f'trainer.load_path={start_path}', f'trainer.save_folder={tmp_path}/checkpoints']
-    assert main([DIGITS, *TINY_DIGITS, *arguments, 'seed=1']) == 2  # other batches for the rest of the epoch
+    assert main([DIGITS, *TINY_DIGITS, *arguments, f'report.folder={tmp_path}', 'seed=1']) == 2
+    assert 'resumed within an epoch' in capfd.readouterr().err
     train(DIGITS, *TINY_DIGITS, *arguments, folder=tmp_path)
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
     expected = checkpoint(uninterrupted.checkpoints / 'ep2-ba12-rank0.pt')

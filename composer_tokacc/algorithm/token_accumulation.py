@@ -50,7 +50,7 @@ from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.repeated_samples import num_repeated
+from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
     num_rows,
@@ -287,7 +287,7 @@ class TokenAccumulation(Algorithm):
         self._end_fit(state)  # FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
-        self._num_read = 0
+        self._num_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -299,11 +299,8 @@ class TokenAccumulation(Algorithm):
         """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
 
         ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
-        checkpoint or from the last fit, but the loader is read from its start, or from where its sampler begins.
+        checkpoint or from the last fit, but the loader is read from its start.
         """
-        if self._num_read == 0:
-            batch_sampler = getattr(state.dataloader, 'batch_sampler', None)
-            self._num_read = int(getattr(batch_sampler, 'first_batch', 0))  # of a RegroupingBatchSampler
         self._num_read += 1
 
     def _note_restart(self, state: State) -> None:

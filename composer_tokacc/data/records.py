@@ -72,7 +72,8 @@ def is_from_file(error: Exception) -> bool:
     listed here.
     """
     # FFmpeg also reports ENOMEM for a damaged header with an absurd size.
-    if type(error).__module__.partition('.')[0] == 'av':
+    is_of_ffmpeg = type(error).__module__.partition('.')[0] == 'av'
+    if is_of_ffmpeg and getattr(error, 'errno', None) == errno.ENOMEM:
         return True
     if isinstance(error, MemoryError | ImportError | NameError):
         return False

@@ -73,13 +73,18 @@ FAULTS = (
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
     MachineFault(
+        'DefaultCPUAllocator',
+        'the machine must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
+        '`device_train_microbatch_size`',
+    ),
+    MachineFault(
         r'(?<!OutOf)MemoryError|Cannot allocate memory',
-        'the machine must have memory to read the samples, got: {text}. Lower `loader.num_workers` or '
+        'the machine must have enough memory, got: {text}. If samples were being read, lower `loader.num_workers` or '
         '`loader.prefetch_factor`',
     ),
     MachineFault(
         'Stale file handle',
-        'the file system of the data must answer, got: {text}. Mount it again, and start the run again',
+        'the file system must answer, got: {text}. Mount it again, and start the run again',
     ),
     LOST_RANK,
 )

@@ -334,7 +334,7 @@ class FileSource(Source):
         for name, part in self._parts().items():
             for key in keys:
                 if key in part:
-                    settings[f'dataset.parts.{name}.{key}'] = part[key]
+                    settings[f'dataset.parts.{name}.{key}'] = float(part[key])
         return settings
 
     def check(self) -> None:

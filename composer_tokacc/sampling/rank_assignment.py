@@ -121,7 +121,7 @@ def collate(
         batch = _as_mapping(collate_fn(samples_of_microbatch))
         _check_rows(batch, len(indices))
         collated.append(batch)
-    side = _common_padding_side(collated)
+    side = _common_padding_side(collated) if options.width_multiple > 1 else None
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
         # To the planned width, which is not rounded up beyond the budget.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -463,11 +463,13 @@ def _flops_of_logits(model: Any) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    input_embedding = getattr(model.get_input_embeddings(), 'weight', None)  # may be the same weight
+    embedding = None
+    with suppress(AttributeError, NotImplementedError):  # of a model that names no input embedding
+        embedding = model.get_input_embeddings()
     num_products = 1  # in the forward
     if weight.requires_grad:
         num_products += 1
-    is_tied = weight is input_embedding
+    is_tied = getattr(embedding, 'weight', None) is weight
     for parameter in model.parameters():
         is_before_head = parameter is not weight or is_tied
         if is_before_head and parameter.requires_grad:

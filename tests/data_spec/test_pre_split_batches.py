@@ -328,15 +328,18 @@ def test_positions_that_cannot_be_kept_are_refused():
         fit(column_counter(), left_padded_loader(rows))
 
 
+@pytest.mark.parametrize('width_multiple', [1, 4])
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_microbatches_stay_after_the_check(side):
-    """The check shows only what trimming does on the side on which the loader pads."""
-    rows = text_rows([(9, 3), (8, 4), (5, 2), (4, 2), (4, 1), (3, 2)])
-    dataloader = planned_loader(rows, partial(collate, side=side), max_tokens=24)
+def test_microbatches_stay_after_the_check(side, width_multiple):
+    """The check shows only what trimming does on the side on which the loader pads. One microbatch has no padding."""
+    rows = text_rows([(9, 3), (8, 4), (3, 2), (3, 2), (3, 1), (3, 2)])
+    options = {'width_multiple': width_multiple}
+    dataloader = planned_loader(rows, partial(collate, side=side), max_tokens=24, **options)
     (planned,) = dataloader
     planned_shapes = [microbatch['input_ids'].shape for microbatch in planned.microbatches]
+    assert len(planned_shapes) > 1
     shapes = On(Event.AFTER_LOSS, lambda state: state.batch['input_ids'].shape)
-    data = token_data_spec(dataloader)
+    data = token_data_spec(dataloader, **options)
     assert_exact(one_layer_model(), data, batch=collate(rows), microbatch_size=6, callbacks=[shapes])
     assert shapes.values == planned_shapes
 

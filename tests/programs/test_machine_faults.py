@@ -82,6 +82,9 @@ def test_full_disk_is_recognised():
     [
         RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
         OSError(errno.EMFILE, 'Too many open files'),
+        OSError(errno.ENOMEM, 'Cannot allocate memory'),
+        OSError(errno.ESTALE, 'Stale file handle'),
+        MemoryError(),
         RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),
         RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'),
         RuntimeError('Application timeout caused pair closure'),  # in a backward of DDP no frame is torch.distributed's
