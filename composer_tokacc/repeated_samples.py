@@ -83,6 +83,6 @@ def first_batch_of(dataloader: Any) -> int:
 
     A :class:`.RegroupingBatchSampler` tells it only until it is iterated.
     """
-    batch_sampler = getattr(dataloader, 'batch_sampler', None)
+    batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
     is_ours = hasattr(batch_sampler, 'has_only_copies')
     return batch_sampler.first_batch if is_ours else 0
