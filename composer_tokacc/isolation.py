@@ -235,7 +235,7 @@ def _leaks_of_ids(
 def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
     """Returns the logits of a forward. Random numbers and the state of the model are the same in every call."""
     try:
-        with undisturbed(model), same_random_numbers():
+        with undisturbed(model, watches_parameters=False), same_random_numbers():
             # Only models of Composer have `eval_forward`. They take the batch as one argument.
             outputs = model(dict(inputs)) if hasattr(model, 'eval_forward') else model(**inputs)
     except IndexError as error:  # raised on a CPU for an id that the embedding does not have

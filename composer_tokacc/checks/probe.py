@@ -355,7 +355,7 @@ class Probe:
         self._judged.update(names)
         written = list(self._written.values())
         self._written = {}
-        with undisturbed(self.model):
+        with undisturbed(self.model, watches_parameters=False):
             self._judge(written, batch)
 
     def _names_on_ranks(self, states: Mapping[str, State]) -> list[str]:

@@ -489,7 +489,7 @@ def _undisturbed(state: State) -> Iterator[None]:
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with undisturbed(inner_model(state.model)):
+        with undisturbed(inner_model(state.model), watches_parameters=False):
             yield
     finally:
         for parameter, gradient in gradients:
