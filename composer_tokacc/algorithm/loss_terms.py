@@ -235,17 +235,13 @@ class LossTerms:
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
     """Raises RuntimeError if the total of a loss is not the sum of its terms, up to round-off."""
-    summed = sum_of_means(terms)
+    means = torch.stack([term.float().mean() for term in terms])
+    summed = means.sum()
     # A total in bfloat16 is rounded after each addition. The round-off is relative to the sizes of the terms, because
     # terms may nearly cancel each other.
     precision = torch.finfo(total.dtype).eps
     relative_error = 1e-4 + len(terms) * precision
-    sizes = []
-    for term in terms:
-        mean = term.float().mean()
-        sizes.append(mean.abs())
-    size = sum_of_means(sizes)
-    round_off = relative_error * size.item()
+    round_off = relative_error * float(means.abs().sum())
     total = total.float()
     difference = float((total - summed).abs())
     if difference > round_off:  # a NaN is refused later, as a loss that is no number
