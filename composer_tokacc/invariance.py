@@ -342,7 +342,7 @@ def verify_invariance(
     can_tell = num_labelled > len(rows_by_rank)
     if can_tell and all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
-        of_all_rows = _cloned(gradients([prepared(all_rows('right'))]))
+        of_all_rows = _cloned(gradients_of([all_rows('right')]))
         row = max(rows_of_rank, key=_labels_by_rule)
         error, _ = relative_error(gradients_of([row]), of_all_rows)
         if max(all_gather_object(error)) == 0:
