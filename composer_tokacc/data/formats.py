@@ -109,7 +109,7 @@ FOLLOWS = {
     'tool': ('assistant', 'tool'),
 }
 """Roles that may follow a role; '' is the start. The result of a tool may be in the place of a question. System turns
-may be anywhere."""
+may be anywhere. Any turn may be the last: a question without an answer has no loss."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
@@ -137,8 +137,8 @@ KEYS_OF_EVERY_FORMAT = {
     *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. The refused keys are in this set, because at this point only those without
-a value are left."""
+"""Keys that a record of any format may have. A refused key with a value is refused before this set is used, so those
+that are left have no value."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -385,8 +385,8 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
     """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
-        # If the content is a list of parts, it says where its media belong. If there is none, a `value` may hold tags,
-        # or the turn is refused later.
+        # A list of parts says where the media of all turns belong. Without `content`, the turn has a `value`, which may
+        # hold tags, or it is refused later.
         if not isinstance(content, str):
             return list(turns)
         may_hold_media = _role_of(turn) in ROLES_WITH_MEDIA
@@ -495,7 +495,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     if not weights:
         return True
     if all(value == 0 for value in weights.values()):
-        return role != 'assistant'
+        return role != 'assistant'  # 0 changes nothing in other turns
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
     got = f'{short_repr(weights)} for a turn of the {role}'
@@ -527,6 +527,7 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
     if slots is None:
         raise InvalidInputError(f'a part of type {part_type} may stand only in turns of the user and of tools')
     next_index = sum(slot.modality == modality for slot in slots)
+    # Parts of a TRL table have an `index`.
     if values.get('index', next_index) != next_index:
         got = f'{short_repr(values["index"])} for {modality} {next_index}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
@@ -566,7 +567,7 @@ def _parse_text(text: str, slots: list[Medium] | None) -> str:
 def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     """Returns the media that a record lists under the keys of a modality, such as ``image`` or ``images``.
 
-    Tables may have the same files under two keys. They are read once.
+    Tables may have the same files under two keys. They are read once. Different files are refused.
     """
     lists = []
     for key in MEDIA_KEYS[modality]:
