@@ -68,9 +68,10 @@ class MediaSign(NamedTuple):
     modality: str
     """'' if the sign does not say which."""
     file_name: str = ''
-    """Name of the file without folders. '' if there is none, as for bytes."""
+    """Name of the file without folders. '' if there is none, as for bytes. No medium that is read has this name."""
     may_be_source: bool = False
-    """Whether it may only note where a medium comes from: a URL in a network, or the name of a key."""
+    """Whether it may only note where a medium comes from: the value is a URL in a network, or the sign is the key's
+    name."""
 
 
 def check_unread_keys(
@@ -81,7 +82,7 @@ def check_unread_keys(
     """Raises ValueError if a key that is not read looks like a medium.
 
     A key may note where a medium comes from that is read under another key. So two signs are allowed: the file name of
-    a medium that is read; and a network URL or the name of a key, if a medium of the same modality is read.
+    a medium that is read; and a sign that may be a source, if a medium of the same modality is read.
 
     Args:
         data: The record.
@@ -164,7 +165,8 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
 
 def _refusal(key: str, value: object, modality: str) -> str:
     """Returns the message that refuses a key, with the key to use instead. ``modality`` is that of the sign."""
-    # Images may be the `frames` of a video, so the name of the key decides. A .mp4 file is a video under any name.
+    # The name of the key decides for images, because they may be the `frames` of a video, and for values that do not
+    # show their modality. A .mp4 file is a video under any key.
     if modality in ('', 'image'):
         for sign in _signs_in_key(key, value):
             modality = sign.modality or modality
