@@ -168,8 +168,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes a stand-in for each control token of the messages. Later `unhide`
-        # puts the control token back, and `spell` puts its spelling in the place of the stand-in.
+        # With control_tokens=text, `render` writes a stand-in for each control token of the messages, and the tokenizer
+        # encodes it as one token. At the end, `spell` replaces this token by those of the control token's characters.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -455,8 +455,8 @@ class ConversationEncoder:
                 arguments['images'] = images
             return
         if media['image']:
-            # A list for each text, and there is one text. OneVision cuts an image into tiles only if it is alone in the
-            # list of its text.
+            # One list of images for each text, and there is one text. OneVision cuts an image into tiles only if its list
+            # has no other.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
