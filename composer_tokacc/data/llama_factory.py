@@ -41,7 +41,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""For each ``formatting``: names of columns in a file whose entry does not name them."""
+"""For each ``formatting``: names of the columns that an entry does not name. LLaMA-Factory itself uses them only if the
+entry names no column at all."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
