@@ -322,8 +322,8 @@ class ChatTemplate:
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.
 
-        They are found between the markers for the texts of these messages. If the template leaves out a marker, all texts
-        after it are ''. `_render_around_markers` then finds that the texts do not fit.
+        They are found between the markers for the texts of these messages. After a marker that the template leaves out,
+        all texts are ''. `_render_around_markers` then finds that they do not fit.
         """
         marked_messages = list(messages)
         for index in indices:

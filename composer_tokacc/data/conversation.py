@@ -455,8 +455,8 @@ class ConversationEncoder:
                 arguments['images'] = images
             return
         if media['image']:
-            # One list of images for each text, and there is one text. OneVision cuts an image into tiles only if its list
-            # has no other.
+            # One list of images for each text, and there is one text. OneVision cuts an image into tiles only if it is
+            # alone in its list.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
