@@ -142,6 +142,11 @@ def is_base64_of_file(text: str) -> bool:
     return _BASE64.fullmatch(text) is not None
 
 
+def announces_medium(key: str) -> bool:
+    """Tells whether the name of a key announces a medium."""
+    return _ANNOUNCING_KEY.fullmatch(key.lower()) is not None
+
+
 def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     """Yields a sign if the name of a key announces a medium.
 

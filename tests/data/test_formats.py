@@ -655,6 +655,22 @@ DESCRIBED = {
         },
         {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
     ),
+    'alpaca whose input is no column': (
+        {'columns': {'prompt': 'instruction', 'response': 'output', 'images': 'images'}},
+        {'instruction': '<image>Which colour?', 'input': 'In one word.', 'output': 'Red.', 'images': ['red.png']},
+    ),
+    'notes that are no columns': (
+        {'columns': {'prompt': 'q', 'response': 'a', 'images': 'pics', 'chosen': None, 'tools': None}},
+        {
+            'q': '<image>Which colour?',
+            'a': 'Red.',
+            'pics': ['red.png'],
+            'image_path': 'train/5.jpg',
+            'prompt': 'Paint a.png',
+            'chosen': 'Blue.',
+            'tools': '[{}]',
+        },
+    ),
 }
 
 
@@ -675,6 +691,42 @@ def test_untagged_key_of_turn_is_refused(folder, key):
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
     with pytest.raises(BadSampleError, match=rf'`{key} \(named by no tag\)` of a turn is not supported'):
         LlavaDataset(path, small())
+
+
+PAIR = {'instruction': 'Which colour?', 'output': 'Red.'}
+PAIR_COLUMNS = {'columns': {'prompt': 'instruction', 'response': 'output'}}
+
+
+@pytest.mark.parametrize(
+    ('entry', 'key', 'value'),
+    [
+        ({}, 'images', ['red.png']),
+        ({}, 'weight', 3),
+        (PAIR_COLUMNS, 'image', 'red.png'),
+        (PAIR_COLUMNS, 'video_path', 'a.mp4'),
+        (PAIR_COLUMNS, 'chosen', 'Blue.'),
+    ],
+)
+def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value):
+    """The entry says nothing about them, and the sample would be trained without them."""
+    path = describe(folder, {'file_name': 'own.json', **entry}, [{**PAIR, key: value}])
+    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` '):
+        LlavaDataset(path, small())
+
+
+def test_notes_in_a_text_file_of_llama_factory(folder):
+    """Keys without a column are accepted, unless their name and their value say that they hold media."""
+    notes = {
+        'prompt': 'Paint a.png',
+        'source': 'b.mp4',
+        'media': 'twitter',
+        'image': None,
+        'image_id': 5,
+        'system': 'x',
+    }
+    path = describe(folder, {'file_name': 'own.json', **PAIR_COLUMNS}, [{**PAIR, **notes}])
+    (record,) = LlavaDataset(path, small()).records
+    assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
 
 
 def test_dataset_info_of_videos_and_audio(folder):
