@@ -50,11 +50,12 @@ TrainOn = Literal['all', 'last']
 """Answers that carry loss: all of a conversation, or only the last."""
 
 PROCESSOR_PARTS = {
-    'image': 'image_processor',
-    'video': 'video_processor',
-    'audio': 'feature_extractor',
+    'image': ('image_processor',),
+    'video': ('video_processor',),
+    'audio': ('feature_extractor', 'audio_processor'),
 }
-"""By modality: the attribute of a processor whose value turns media of this modality into tensors."""
+"""By modality: names of the attribute of a processor whose value turns media of this modality into tensors. If it has
+both, the second is used, as in Transformers."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 """Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
@@ -108,12 +109,8 @@ class ConversationEncoder:
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """``images_kwargs`` and ``videos_kwargs`` for the processor. `FittingEncoder` makes media smaller with them."""
-        self.parts: dict[str, Any] = {}
+        self.parts = _parts_of(processor)
         """The processor's parts by modality. Media of a modality that has no part are refused."""
-        for modality, attribute in PROCESSOR_PARTS.items():
-            part = getattr(processor, attribute, None)
-            if part is not None:
-                self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = self._audio_window or 0
@@ -328,9 +325,8 @@ class ConversationEncoder:
             for placeholder in turn.placeholders:
                 modality = placeholder[1]
                 if modality not in self.parts:
-                    raise record.error(
-                        f'has {modality}s, but the processor takes none; use one with `{PROCESSOR_PARTS[modality]}`'
-                    )
+                    attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
+                    raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
                 if not self.template.has_placeholders(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
@@ -588,6 +584,17 @@ class ConversationEncoder:
                 )
             spans.append(expanded_span)
         return spans
+
+
+def _parts_of(processor: Any) -> dict[str, Any]:
+    """Returns the parts of a processor that turn media into tensors, by modality."""
+    parts = {}
+    for modality, attributes in PROCESSOR_PARTS.items():
+        for attribute in attributes:
+            part = getattr(processor, attribute, None)
+            if part is not None:
+                parts[modality] = part
+    return parts
 
 
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:

@@ -306,7 +306,9 @@ def hearing_processor(name):
     """Returns a processor of sounds; a window of the feature extractor has one second, of Gemma 3n thirty."""
     if not hasattr(transformers, f'{name}Processor'):
         pytest.skip(f'needs the {name}Processor of a newer transformers')
-    words = tokenizer('<sound>', '<boa>', '<eoa>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    class_name = 'GPT2TokenizerFast' if name == 'Phi4Multimodal' else ''
+    special = ('<sound>', '<boa>', '<eoa>', '<|im_start|>', '<|im_end|>')
+    words = tokenizer(*special, class_name=class_name, eos_token='<|im_end|>')
     for kind, token in (('audio', '<sound>'), ('image', '<image>')):
         setattr(words, f'{kind}_token', token)
         setattr(words, f'{kind}_token_id', words.convert_tokens_to_ids(token))
@@ -315,6 +317,9 @@ def hearing_processor(name):
     if name == 'Gemma3n':
         extractor = transformers.Gemma3nAudioFeatureExtractor()
         parts = (extractor, small_processor('llava', 'image'), words)
+    elif name == 'Phi4Multimodal':
+        model_type = 'phi4_multimodal'
+        parts = (small_processor(model_type, 'image'), small_processor(model_type, 'audio'), words)
     else:
         parts = (transformers.WhisperFeatureExtractor(chunk_length=1), words)
     processor = getattr(transformers, f'{name}Processor')(*parts)
@@ -341,5 +346,14 @@ def test_long_sounds_in_several_windows():
     processor.max_audio_len = 3
     encoder = ConversationEncoder(processor)
     assert encode_sounds(encoder, 2.3)['input_features'].shape[0] == 3
-    with pytest.raises(ValueError, match=r'window is 1\.0 s, .* got: 3\.2 s'):
-        encode_sounds(encoder, 3.2)
+    with pytest.raises(ValueError, match=r'window is 1 s \(16000 .* got: 48001 audio samples'):
+        encode_sounds(encoder, 48001 / 16000)
+
+
+def test_part_named_audio_processor():
+    """Phi-4 multimodal has no `feature_extractor`."""
+    encoder = ConversationEncoder(hearing_processor('Phi4Multimodal'))
+    sample = encode_sounds(encoder, 0.5)
+    assert sample['num_audios'] == [1]
+    sound_token = encoder.tokenizer.convert_tokens_to_ids('<sound>')
+    assert (sample['input_ids'] == sound_token).sum() == sample['audio_embed_sizes'].sum() > 0
