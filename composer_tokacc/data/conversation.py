@@ -395,7 +395,8 @@ class ConversationEncoder:
                 rate = self.parts['audio'].sampling_rate
                 raise InvalidInputError(
                     f'an audio must be read to its end, but {type(self.processor).__name__}, whose window is '
-                    f'{round(window / rate, 3)} s, cuts it off, got: {round(length / rate, 3)} s. Cut it'
+                    f'{window / rate:g} s ({window} audio samples at {rate} Hz), cuts it off, got: {length} audio '
+                    'samples. Cut it'
                 )
             self._longest_read_audio = length
 

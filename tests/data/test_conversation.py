@@ -337,7 +337,7 @@ def encode_sounds(encoder, *seconds):
 def test_sounds_cut_off_are_refused():
     encoder = ConversationEncoder(hearing_processor('Gemma3n'))
     encode_sounds(encoder, 30)
-    with pytest.raises(ValueError, match=r'audio .* window is 30\.0 s, .* got: 31\.0 s'):
+    with pytest.raises(ValueError, match=r'audio .* window is 30 s .* got: 496000 audio samples'):
         encode_sounds(encoder, 1, 31)
 
 
