@@ -183,14 +183,14 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
     """
-    sample_id = raw.where
+    sample_id = ''
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
         sample_id = ' '.join(printable.split())[:200]
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id,
+        sample_id=sample_id or raw.where,
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
