@@ -31,6 +31,7 @@ from composer_tokacc.data.records import (
     RawRecord,
     Record,
     Turn,
+    is_given,
     short_repr,
 )
 from composer_tokacc.data.unread_media import (
@@ -215,7 +216,7 @@ def _parse_data(data: object, record: Record) -> Record:
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
         # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
-        if key in REFUSED_KEYS and _is_given(value) and value != '[]':
+        if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
@@ -241,7 +242,7 @@ def _parse_data(data: object, record: Record) -> Record:
     _check_turns(turns)
     for turn in turns:
         _check_characters(turn.text)
-        if _is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
+        if is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
             raise InvalidInputError(
                 '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
                 'and `<bbox>`. Write them into the text'
@@ -283,7 +284,7 @@ def _parse_loss_weights(value: Any) -> float | None:
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
     """Reads Stanford Alpaca's format. The question is the ``instruction``, and the ``input`` on the next line."""
     lines = [data['instruction']]
-    if _is_given(data.get('input')):
+    if is_given(data.get('input')):
         lines.append(data['input'])
     if not all(isinstance(line, str) for line in lines):
         raise InvalidInputError(f'`instruction` and `input` must be strings, got: {short_repr(lines)}')
@@ -342,7 +343,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     captions: then the video is the whole question.
     """
     for key in ('start', 'end'):
-        if _is_given(data.get(key)):
+        if is_given(data.get(key)):
             raise InvalidInputError(
                 f'`{key}` is not supported, because a video is read as a whole. Cut the video (`ffmpeg '
                 '-ss START -to END -i a.mp4 b.mp4`), and take the key out'
@@ -350,17 +351,17 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     entries = data['QA']
     instruction = entries[0].get('i')
     turns = []
-    if _is_given(instruction):
+    if is_given(instruction):
         turns.append({'role': 'system', 'content': instruction})
     pairs = []
     for index, entry in enumerate(entries):
         _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
-        if index > 0 and not _is_given(entry['q']):
+        if index > 0 and not is_given(entry['q']):
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
             raise InvalidInputError(
                 '`q` may be empty only in the first entry of `QA`. Write a question, or join the answers'
             )
-        if _is_given(entry.get('i')) and entry['i'] != instruction:
+        if is_given(entry.get('i')) and entry['i'] != instruction:
             raise InvalidInputError(
                 f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
                 'reads only the first. Write the others into `q`'
@@ -376,7 +377,7 @@ def _role_of(turn: JsonObject) -> str | None:
     """
     for key in ('role', 'from'):
         role_name = turn.get(key)
-        if _is_given(role_name):
+        if is_given(role_name):
             return ROLES.get(str(role_name))
     return None
 
@@ -429,7 +430,7 @@ def _format_of(data: JsonObject) -> RecordFormat:
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    keys = sorted(str(key) for key in data if _is_given(data[key]))
+    keys = sorted(str(key) for key in data if is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
@@ -441,7 +442,7 @@ def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject
         raise InvalidInputError(
             f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}'
         )
-    if _is_given(data.get('system')):
+    if is_given(data.get('system')):
         return [{'role': 'system', 'content': data['system']}, *turns]
     return turns
 
@@ -468,7 +469,7 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     turn = {}
     for key, value in raw_turn.items():
         # An empty text stays, because the model may have to read an empty turn. `_check_turns` refuses empty answers.
-        if _is_given(value) or key in ('content', 'value'):
+        if is_given(value) or key in ('content', 'value'):
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
     content = _only_value(turn, ('content', 'value'))
@@ -557,7 +558,10 @@ def _parse_text(text: str, slots: list[Medium] | None) -> str:
 
     text = MEDIUM_IN_TEXT.sub(add_slot, text)
     if '<img>' in text:
-        raise InvalidInputError('`<img>` in a text stands for an image, and `</img>` must end its name')
+        raise InvalidInputError(
+            '`<img>` in a text stands for an image, and `</img>` must end its name. If it is text, as in HTML, write '
+            '`<img >`'
+        )
     return text
 
 
@@ -572,7 +576,7 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     lists = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
-        if _is_given(value):
+        if is_given(value):
             files = value if isinstance(value, list) else [value]
             media = []
             for file in files:
@@ -593,7 +597,10 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
             num_slots = sum(slot.modality == modality for slot in slots)
             num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
             got = f'{num_media} {modality}s and {num_slots} placeholders'
-            raise InvalidInputError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
+            raise InvalidInputError(
+                f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
+                f'as in HTML, write `<{modality} >`'
+            )
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
     for slot in slots:
@@ -653,7 +660,7 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
     _check_keys(file_object, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
     for key in FILE_OBJECT_KEYS:
         value = file_object.get(key)
-        if not _is_given(value):
+        if not is_given(value):
             continue
         if key in ('bytes', 'data') and isinstance(value, str):
             return f'data:{modality};base64,{value}'
@@ -718,7 +725,7 @@ def _check_characters(text: str) -> None:
 def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) -> None:
     """Raises ValueError if an object has a value under a key that is not allowed. ``place`` names it in the message."""
     for key, value in values.items():
-        if key not in allowed_keys and _is_given(value):
+        if key not in allowed_keys and is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
             raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
@@ -735,10 +742,3 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
     if not keys_given:
         return None
     return values[keys_given[0]]
-
-
-def _is_given(value: object) -> bool:
-    """Tells whether a value is given. Tables and files write null, '', [] or {} for a missing value."""
-    if value is None:
-        return False
-    return not isinstance(value, str | bytes | list | dict) or len(value) > 0

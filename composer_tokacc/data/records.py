@@ -263,6 +263,18 @@ def leaves_of(value: object) -> Iterator[object]:
         yield from leaves_of(item)
 
 
+def is_given(value: object) -> bool:
+    """Tells whether a value is given. Tables and files write null, '', [], {}, or these inside each other, if not.
+
+    For example, a table of images has ``{"bytes": null, "path": null}`` in the rows of text alone.
+    """
+    for leaf in leaves_of(value):
+        is_empty_text = isinstance(leaf, str | bytes) and not leaf
+        if leaf is not None and not is_empty_text:
+            return True
+    return False
+
+
 def short_repr(value: object, limit: int = 60) -> str:
     """Returns ``repr()`` in ASCII, on one line and without its middle if it is too long. For messages."""
     return shorten_middle(' '.join(ascii(value).split()), limit)

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.data.records import EmbeddedFile, Medium, leaves_of, short_repr
+from composer_tokacc.data.records import EmbeddedFile, Medium, is_given, leaves_of, short_repr
 from composer_tokacc.refusals import InvalidInputError
 
 MEDIA_KEYS = {
@@ -156,10 +156,10 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
         return
-    is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
+    is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)
-    if is_sentence_or_empty or is_count or is_flag_or_fraction or value in (None, [], {}):
+    if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
         return
     modality = ''
     for name in MODALITIES:

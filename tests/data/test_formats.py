@@ -458,7 +458,7 @@ REFUSED = {
         'the number of images must match .* got: 1 images and 2 placeholders',
     ),
     'rate of a video': (ask(part('video', video='a.mp4', fps=1.0)), '`fps` of a part of type video'),
-    'video without frames': (ask_text('<video>?', videos=[[]]), r'`video` must be a file name .* got: \[\]'),
+    'video without frames': (ask_text('<video>?', videos=[[]]), 'got: 0 videos and 1 placeholders'),
     'decoded sound': (
         ask(part('audio', audio={'array': [0.1], 'sampling_rate': 8000})),
         r'`array` of a file object \(audio\) is not supported',
@@ -540,6 +540,30 @@ def test_media_before_a_question_of_two_spellings():
 
 def test_no_tools_as_a_json_text(folder):
     assert image_colours(parse(about_red(tools='[]'), folder)) == ['red']
+
+
+@pytest.mark.parametrize('image', [[None], {'bytes': None, 'path': None}, [{'bytes': None, 'path': ''}]])
+@pytest.mark.parametrize('key', ['image', 'images', 'picture'])
+def test_row_without_media_of_a_table(key, image):
+    """Tables of pandas and polars have empty objects in the place of null."""
+    record = parse(ask_text('Which colour?', **{key: image}))
+    assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
+
+
+@pytest.mark.parametrize('tag', ['<audio>', '<img>'])
+def test_tag_in_a_question_of_text(tag):
+    """The message says how to write it. Written so, it is text."""
+    with pytest.raises(BadSampleError) as raised:
+        parse(ask_text(f'How do I use {tag}?'))
+    tag_as_text = tag.replace('>', ' >')
+    assert f'`{tag_as_text}`' in str(raised.value)
+    record = parse(ask_text(f'How do I use {tag_as_text}?'))
+    assert record.texts[0] == f'How do I use {tag_as_text}?'
+
+
+@pytest.mark.parametrize('sample_id', ['', ' ', None])
+def test_record_without_id_is_named_by_its_place(sample_id):
+    assert parse(ask_text('Which colour?', id=sample_id)).sample_id == 'line 3'
 
 
 def test_tags_in_answers_are_text(folder):
