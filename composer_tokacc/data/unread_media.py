@@ -180,4 +180,4 @@ def _refusal(key: str, value: object, modality: str) -> str:
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
-    return f'{problem}. Call it `{key_to_use}`, or take it out'
+    return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'
