@@ -441,6 +441,8 @@ class ConversationEncoder:
         if not self._has_query_tokens:  # with query tokens, `_check_query_tokens` checks the media instead
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
+        if media['audio']:
+            self._add_mask_of_audio(encoded)
         return encoded
 
     def _add_media(self, arguments: dict[str, Any], media: DecodedMedia) -> None:
@@ -494,6 +496,16 @@ class ConversationEncoder:
                 seconds_per_frame = video.metadata['duration'] / len(video.frames)
                 seconds.append(frames_per_patch * seconds_per_frame)
             encoded[key] = torch.tensor(seconds)
+
+    def _add_mask_of_audio(self, encoded: dict[str, torch.Tensor]) -> None:
+        """Adds the mask of a single audio if the processor writes one only for several (Phi-4 multimodal).
+
+        The collator may pad the audio to the length of another sample's. The mask tells the model which part is padding.
+        """
+        features_key, *other_keys = self.parts['audio'].model_input_names
+        for key in other_keys:
+            if key.endswith('attention_mask') and key not in encoded:
+                encoded[key] = torch.ones(encoded[features_key].shape[:2], dtype=torch.bool)
 
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).

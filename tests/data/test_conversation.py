@@ -16,6 +16,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data.chat_template import AnswerSpan
 from composer_tokacc.data.conversation import ConversationEncoder, _spans_of
 from composer_tokacc.data.records import BadSampleError, Record
@@ -351,9 +352,12 @@ def test_long_sounds_in_several_windows():
 
 
 def test_part_named_audio_processor():
-    """Phi-4 multimodal has no `feature_extractor`."""
+    """Phi-4 multimodal has no `feature_extractor`, and writes a mask only for several sounds."""
     encoder = ConversationEncoder(hearing_processor('Phi4Multimodal'))
-    sample = encode_sounds(encoder, 0.5)
-    assert sample['num_audios'] == [1]
-    sound_token = encoder.tokenizer.convert_tokens_to_ids('<sound>')
-    assert (sample['input_ids'] == sound_token).sum() == sample['audio_embed_sizes'].sum() > 0
+    samples = [encode_sounds(encoder, 0.5), encode_sounds(encoder), encode_sounds(encoder, 0.3, 0.7)]
+    assert [sample['num_audios'] for sample in samples] == [[1], [0], [2]]
+    sounds = [np.zeros(round(16000 * length), dtype=np.float32) for length in (0.5, 0.3, 0.7)]
+    expected = encoder.parts['audio'](sounds, sampling_rate=16000, return_tensors='pt')
+    batch = VisionLanguageCollator(encoder.processor)(samples)
+    for key, value in expected.items():
+        assert torch.equal(batch[key], value)
