@@ -500,7 +500,7 @@ class ConversationEncoder:
     def _add_mask_of_audio(self, encoded: dict[str, torch.Tensor]) -> None:
         """Adds the mask of a single audio if the processor writes one only for several (Phi-4 multimodal).
 
-        The collator may pad the audio to the length of another sample's. The mask tells the model which part is padding.
+        The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
         """
         features_key, *other_keys = self.parts['audio'].model_input_names
         for key in other_keys:
