@@ -157,6 +157,8 @@ class RecordFormat:
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
     """Keys that each object in the list under ``keys`` must have, if other projects have other lists under this key."""
+    media_first: bool = False
+    """Whether the listed media of a record without placeholders belong before its first question."""
 
     @property
     def quoted_keys(self) -> str:
@@ -233,6 +235,8 @@ def _parse_data(data: object, record: Record) -> Record:
     }
     # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
+    if record_format.media_first and not slots:
+        turns = _with_media_first(turns, listed, slots)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
@@ -277,8 +281,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     )
 
 
-# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form. Those of
-# projects that list media and write no placeholders call `_with_media_first`.
+# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
@@ -323,17 +326,17 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
         if _role_of(turn) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
-    return [*_with_media_first(turns, data), *completion]
+    return [*turns, *completion]
 
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
-    """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
+    """Reads The Cauldron's ``texts``, a list of pairs."""
     pairs = []
     for pair in data['texts']:
         # `source` names the dataset from which The Cauldron took the pair. It is not read.
         _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
         pairs.append((pair['user'], pair['assistant']))
-    return _with_media_first(_turns_of(pairs), data)
+    return _turns_of(pairs)
 
 
 def _read_videochat2(data: JsonObject) -> list[JsonObject]:
@@ -367,7 +370,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
                 'reads only the first. Write the others into `q`'
             )
         pairs.append((entry['q'], entry['a']))
-    return _with_media_first([*turns, *_turns_of(pairs)], data)
+    return [*turns, *_turns_of(pairs)]
 
 
 def _role_of(turn: JsonObject) -> str | None:
@@ -382,33 +385,10 @@ def _role_of(turn: JsonObject) -> str | None:
     return None
 
 
-def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
-    """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
-    for turn in turns:
-        content = turn.get('content')
-        # A list of parts says where the media of all turns belong. Without `content`, the turn has a `value`, which may
-        # hold tags, or it is refused later.
-        if not isinstance(content, str):
-            return list(turns)
-        may_hold_media = _role_of(turn) in ROLES_WITH_MEDIA
-        if may_hold_media and MEDIUM_IN_TEXT.search(content):
-            return list(turns)
-    placeholders = ''
-    for modality in MODALITIES:
-        placeholders += f'<{modality}>' * len(_listed_media(data, modality))
-    placed = []
-    for turn in turns:
-        if _role_of(turn) == 'user':
-            turn = {**turn, 'content': placeholders + turn['content']}
-            placeholders = ''
-        placed.append(turn)
-    return placed
-
-
 FORMATS = (
     RecordFormat(('conversations',), lambda data: data['conversations']),
     RecordFormat(('messages',), lambda data: data['messages']),
-    RecordFormat(('prompt', 'completion'), _read_prompt_and_completion),
+    RecordFormat(('prompt', 'completion'), _read_prompt_and_completion, media_first=True),
     RecordFormat(
         ('instruction', 'output'),
         _read_alpaca,
@@ -419,8 +399,8 @@ FORMATS = (
         lambda data: _read_pairs(data, data['query'], data['response']),
         further_keys=('history',),
     ),
-    RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
-    RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
+    RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant'), media_first=True),
+    RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a'), media_first=True),
 )
 """All formats that are read. A record must have the keys of exactly one."""
 
@@ -587,6 +567,21 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     if any(media != lists[0] for media in lists):
         raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
     return lists[0]
+
+
+def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
+    """Puts a placeholder for each listed medium before the first question."""
+    placeholders = ''
+    for modality, media in listed.items():
+        slots.extend([Medium(modality)] * len(media))
+        placeholders += f'<{modality}>' * len(media)
+    placed = []
+    for turn in turns:
+        if turn.role == 'user':
+            turn = turn._replace(text=placeholders + turn.text)
+            placeholders = ''
+        placed.append(turn)
+    return placed
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:

@@ -532,9 +532,16 @@ def test_prompt_of_a_table_with_two_spellings(empty):
     ]
 
 
-def test_media_before_a_question_of_two_spellings():
-    prompt = [{'role': None, 'from': 'human', 'content': 'Which colour?'}]
-    record = parse({'prompt': prompt, 'completion': [ANSWER], 'images': ['red.png']})
+@pytest.mark.parametrize(
+    'question',
+    [
+        {'role': None, 'from': 'human', 'content': 'Which colour?'},
+        {'from': 'human', 'value': 'Which colour?'},
+        user_turn([TEXT]),
+    ],
+)
+def test_media_before_the_question_of_a_prompt(question):
+    record = parse({'prompt': [question], 'completion': [ANSWER], 'images': ['red.png']})
     assert lines_of(record) == LINES_ABOUT_RED
 
 
