@@ -113,11 +113,6 @@ class DatasetEntry:
                 self._keys_of_turn[name] = DEFAULT_TAGS[tag]
             else:
                 self._roles[name] = DEFAULT_TAGS[tag]
-        for tag in TAGS_OF_KEYS:
-            # If a tag names another key, a turn may still have the default key, and this must not replace the value of
-            # the tagged key. So it gets a name that `formats.py` refuses.
-            key = DEFAULT_TAGS[tag]
-            self._keys_of_turn.setdefault(key, f'{key} (named by no tag)')
 
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
@@ -146,12 +141,15 @@ class DatasetEntry:
         return record
 
     def _rename_turn(self, turn: object) -> object:
-        """Returns a turn with the keys and the speaker that `formats.py` reads."""
+        """Returns a turn with the keys and the speaker that `formats.py` reads.
+
+        A turn may also have a key such as ``from`` that no tag names. It is left out, as in LLaMA-Factory.
+        """
         if not isinstance(turn, Mapping):
             return turn  # `formats.py` refuses it, and names the record
-        renamed = {}
-        for key, value in turn.items():
-            renamed[self._keys_of_turn.get(key, key)] = value
+        renamed = {key: value for key, value in turn.items() if key not in self._keys_of_turn}
+        for name, key in self._keys_of_turn.items():
+            renamed[key] = turn.get(name)
         role = renamed.get('from')
         if isinstance(role, str):
             renamed['from'] = self._roles.get(role, role)

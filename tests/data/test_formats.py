@@ -714,14 +714,14 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
 
 
 @pytest.mark.parametrize('key', ['from', 'value'])
-def test_untagged_key_of_turn_is_refused(folder, key):
+def test_untagged_key_of_turn_is_ignored(folder, key):
     """It must not replace the key that the tags name."""
     entry, record = DESCRIBED['openai']
     question, answer = record['messages']
     record = {**record, 'messages': [question, {**answer, key: 'gpt'}]}
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
-    with pytest.raises(BadSampleError, match=rf'`{key} \(named by no tag\)` of a turn is not supported'):
-        LlavaDataset(path, small())
+    (parsed,) = LlavaDataset(path, small()).records
+    assert lines_of(parsed) == LINES_ABOUT_RED
 
 
 PAIR = {'instruction': 'Which colour?', 'output': 'Red.'}
