@@ -502,10 +502,10 @@ class ConversationEncoder:
 
         The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
         """
-        features_key, *other_keys = self.parts['audio'].model_input_names
-        for key in other_keys:
+        keys = getattr(self.parts['audio'], 'model_input_names', ())  # the features are the first
+        for key in keys[1:]:
             if key.endswith('attention_mask') and key not in encoded:
-                encoded[key] = torch.ones(encoded[features_key].shape[:2], dtype=torch.bool)
+                encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
 
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
