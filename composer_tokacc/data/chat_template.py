@@ -293,6 +293,7 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
+        # `earlier` ends like the text, because ending tokens were added only to answers before the prompt.
         text_after_prompt = text[len(prompt) :]
         before = earlier.text.removesuffix(text_after_prompt)
         start = len(before)
@@ -321,7 +322,8 @@ class ChatTemplate:
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.
 
-        They are found between the markers for the texts of these messages.
+        They are found between the markers for the texts of these messages. After a marker that the template leaves out,
+        all texts are ''. `_render_around_markers` then finds that they do not fit.
         """
         marked_messages = list(messages)
         for index in indices:
@@ -341,7 +343,7 @@ class ChatTemplate:
         """
         try:
             conversation = example_conversation() + example_conversation()
-            # The text after the second question, `_`, is like that after the first.
+            # `_` is the text after the second question, which is like that after the first.
             before, after_question, after_answer, _, after_last = self._text_around(conversation, range(4))
         except ValueError:  # the template refuses a second question
             before, after_question, after_last = self._text_around(example_conversation(), range(2))

@@ -104,8 +104,8 @@ class ControlTokenPolicy:
         """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
-            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. It has no
-                ``position_ids``, because they would be repeated. Its entries with a value for each token get longer.
+            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. It must have no
+                ``position_ids``, because in entries with a value for each token the value of a stand-in is repeated.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
@@ -119,7 +119,7 @@ class ControlTokenPolicy:
         spelled = dict(sample)
         for key, value in sample.items():
             if len(ids) not in value.shape:
-                continue  # not along the text; `entry_of` may refuse its key
+                continue  # it has no value for each token, and `entry_of` may not know its key
             # Features of media may have this length by chance. The layout knows which dimensions are tokens.
             for dim in layout.entry_of(sample, key).seq_dims:
                 spelled[key] = spelled[key].repeat_interleave(counts, dim=dim)

@@ -50,11 +50,12 @@ TrainOn = Literal['all', 'last']
 """Answers that carry loss: all of a conversation, or only the last."""
 
 PROCESSOR_PARTS = {
-    'image': 'image_processor',
-    'video': 'video_processor',
-    'audio': 'feature_extractor',
+    'image': ('image_processor',),
+    'video': ('video_processor',),
+    'audio': ('feature_extractor', 'audio_processor'),
 }
-"""By modality: the attribute of a processor whose value turns media of this modality into tensors."""
+"""By modality: names of the attribute of a processor whose value turns media of this modality into tensors. If it has
+both, the second is used, as in Transformers."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 """Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
@@ -108,12 +109,8 @@ class ConversationEncoder:
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """``images_kwargs`` and ``videos_kwargs`` for the processor. `FittingEncoder` makes media smaller with them."""
-        self.parts: dict[str, Any] = {}
+        self.parts = _parts_of(processor)
         """The processor's parts by modality. Media of a modality that has no part are refused."""
-        for modality, attribute in PROCESSOR_PARTS.items():
-            part = getattr(processor, attribute, None)
-            if part is not None:
-                self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
         self._longest_read_audio = self._audio_window or 0
@@ -168,8 +165,8 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes a stand-in for each control token of the messages. Later `unhide`
-        # puts the control token back, and `spell` puts its spelling in the place of the stand-in.
+        # With control_tokens=text, `render` writes a stand-in for each control token of the messages, and the tokenizer
+        # encodes it as one token. At the end, `spell` replaces this token by those of the control token's characters.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
@@ -328,9 +325,8 @@ class ConversationEncoder:
             for placeholder in turn.placeholders:
                 modality = placeholder[1]
                 if modality not in self.parts:
-                    raise record.error(
-                        f'has {modality}s, but the processor takes none; use one with `{PROCESSOR_PARTS[modality]}`'
-                    )
+                    attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
+                    raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
                 if not self.template.has_placeholders(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
@@ -399,7 +395,8 @@ class ConversationEncoder:
                 rate = self.parts['audio'].sampling_rate
                 raise InvalidInputError(
                     f'an audio must be read to its end, but {type(self.processor).__name__}, whose window is '
-                    f'{round(window / rate, 3)} s, cuts it off, got: {round(length / rate, 3)} s. Cut it'
+                    f'{window / rate:g} s ({window} audio samples at {rate} Hz), cuts it off, got: {length} audio '
+                    'samples. Cut it'
                 )
             self._longest_read_audio = length
 
@@ -444,6 +441,8 @@ class ConversationEncoder:
         if not self._has_query_tokens:  # with query tokens, `_check_query_tokens` checks the media instead
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
+        if media['audio']:
+            self._add_mask_of_audio(encoded)
         return encoded
 
     def _add_media(self, arguments: dict[str, Any], media: DecodedMedia) -> None:
@@ -455,8 +454,8 @@ class ConversationEncoder:
                 arguments['images'] = images
             return
         if media['image']:
-            # A list for each text, and there is one text. OneVision cuts an image into tiles only if it is alone in the
-            # list of its text.
+            # One list of images for each text, and there is one text. OneVision cuts an image into tiles only if it is
+            # alone in its list.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
@@ -497,6 +496,16 @@ class ConversationEncoder:
                 seconds_per_frame = video.metadata['duration'] / len(video.frames)
                 seconds.append(frames_per_patch * seconds_per_frame)
             encoded[key] = torch.tensor(seconds)
+
+    def _add_mask_of_audio(self, encoded: dict[str, torch.Tensor]) -> None:
+        """Adds the mask of a single audio if the processor writes one only for several (Phi-4 multimodal).
+
+        The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
+        """
+        keys = getattr(self.parts['audio'], 'model_input_names', ())  # the features are the first
+        for key in keys[1:]:
+            if key.endswith('attention_mask') and key not in encoded:
+                encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
 
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
@@ -588,6 +597,17 @@ class ConversationEncoder:
                 )
             spans.append(expanded_span)
         return spans
+
+
+def _parts_of(processor: Any) -> dict[str, Any]:
+    """Returns the parts of a processor that turn media into tensors, by modality."""
+    parts = {}
+    for modality, attributes in PROCESSOR_PARTS.items():
+        for attribute in attributes:
+            part = getattr(processor, attribute, None)
+            if part is not None:
+                parts[modality] = part
+    return parts
 
 
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:

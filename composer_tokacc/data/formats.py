@@ -31,6 +31,7 @@ from composer_tokacc.data.records import (
     RawRecord,
     Record,
     Turn,
+    is_given,
     short_repr,
 )
 from composer_tokacc.data.unread_media import (
@@ -109,7 +110,7 @@ FOLLOWS = {
     'tool': ('assistant', 'tool'),
 }
 """Roles that may follow a role; '' is the start. The result of a tool may be in the place of a question. System turns
-may be anywhere."""
+may be anywhere. Any turn may be the last: a question without an answer has no loss."""
 
 _NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
 _NO_PREFERENCES = 'because this is training on answers, not on preferences'
@@ -137,8 +138,8 @@ KEYS_OF_EVERY_FORMAT = {
     *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. The refused keys are in this set, because at this point only those without
-a value are left."""
+"""Keys that a record of any format may have. A refused key with a value is refused before this set is used, so those
+that are left have no value."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -156,6 +157,8 @@ class RecordFormat:
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
     """Keys that each object in the list under ``keys`` must have, if other projects have other lists under this key."""
+    media_first: bool = False
+    """Whether the listed media of a record without placeholders belong before its first question."""
 
     @property
     def quoted_keys(self) -> str:
@@ -183,14 +186,14 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
     """
-    sample_id = raw.where
+    sample_id = ''
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
         sample_id = ' '.join(printable.split())[:200]
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id,
+        sample_id=sample_id or raw.where,
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
@@ -215,7 +218,7 @@ def _parse_data(data: object, record: Record) -> Record:
         raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
         # LLaMA-Factory and others write the tools as a JSON text, '[]' for none.
-        if key in REFUSED_KEYS and _is_given(value) and value != '[]':
+        if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
@@ -232,6 +235,8 @@ def _parse_data(data: object, record: Record) -> Record:
     }
     # Checked before `_fill_slots`, which would only say that a medium is missing, not that it is under an unread key.
     check_unread_keys(data, keys_read, media_read)
+    if record_format.media_first and not slots:
+        turns = _with_media_first(turns, listed, slots)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
@@ -241,7 +246,7 @@ def _parse_data(data: object, record: Record) -> Record:
     _check_turns(turns)
     for turn in turns:
         _check_characters(turn.text)
-        if _is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
+        if is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
             raise InvalidInputError(
                 '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
                 'and `<bbox>`. Write them into the text'
@@ -276,14 +281,13 @@ def _parse_loss_weights(value: Any) -> float | None:
     )
 
 
-# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form. Those of
-# projects that list media and write no placeholders call `_with_media_first`.
+# The formats. The functions `_read_...` return the turns of a record, as they stand in it or in the same form.
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
     """Reads Stanford Alpaca's format. The question is the ``instruction``, and the ``input`` on the next line."""
     lines = [data['instruction']]
-    if _is_given(data.get('input')):
+    if is_given(data.get('input')):
         lines.append(data['input'])
     if not all(isinstance(line, str) for line in lines):
         raise InvalidInputError(f'`instruction` and `input` must be strings, got: {short_repr(lines)}')
@@ -322,17 +326,17 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
         if _role_of(turn) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
-    return [*_with_media_first(turns, data), *completion]
+    return [*turns, *completion]
 
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
-    """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
+    """Reads The Cauldron's ``texts``, a list of pairs."""
     pairs = []
     for pair in data['texts']:
         # `source` names the dataset from which The Cauldron took the pair. It is not read.
         _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
         pairs.append((pair['user'], pair['assistant']))
-    return _with_media_first(_turns_of(pairs), data)
+    return _turns_of(pairs)
 
 
 def _read_videochat2(data: JsonObject) -> list[JsonObject]:
@@ -342,7 +346,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     captions: then the video is the whole question.
     """
     for key in ('start', 'end'):
-        if _is_given(data.get(key)):
+        if is_given(data.get(key)):
             raise InvalidInputError(
                 f'`{key}` is not supported, because a video is read as a whole. Cut the video (`ffmpeg '
                 '-ss START -to END -i a.mp4 b.mp4`), and take the key out'
@@ -350,23 +354,23 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     entries = data['QA']
     instruction = entries[0].get('i')
     turns = []
-    if _is_given(instruction):
+    if is_given(instruction):
         turns.append({'role': 'system', 'content': instruction})
     pairs = []
     for index, entry in enumerate(entries):
         _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
-        if index > 0 and not _is_given(entry['q']):
+        if index > 0 and not is_given(entry['q']):
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
             raise InvalidInputError(
                 '`q` may be empty only in the first entry of `QA`. Write a question, or join the answers'
             )
-        if _is_given(entry.get('i')) and entry['i'] != instruction:
+        if is_given(entry.get('i')) and entry['i'] != instruction:
             raise InvalidInputError(
                 f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
                 'reads only the first. Write the others into `q`'
             )
         pairs.append((entry['q'], entry['a']))
-    return _with_media_first([*turns, *_turns_of(pairs)], data)
+    return [*turns, *_turns_of(pairs)]
 
 
 def _role_of(turn: JsonObject) -> str | None:
@@ -376,38 +380,15 @@ def _role_of(turn: JsonObject) -> str | None:
     """
     for key in ('role', 'from'):
         role_name = turn.get(key)
-        if _is_given(role_name):
+        if is_given(role_name):
             return ROLES.get(str(role_name))
     return None
-
-
-def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
-    """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
-    for turn in turns:
-        content = turn.get('content')
-        # If the content is a list of parts, it says where its media belong. If there is none, a `value` may hold tags,
-        # or the turn is refused later.
-        if not isinstance(content, str):
-            return list(turns)
-        may_hold_media = _role_of(turn) in ROLES_WITH_MEDIA
-        if may_hold_media and MEDIUM_IN_TEXT.search(content):
-            return list(turns)
-    placeholders = ''
-    for modality in MODALITIES:
-        placeholders += f'<{modality}>' * len(_listed_media(data, modality))
-    placed = []
-    for turn in turns:
-        if _role_of(turn) == 'user':
-            turn = {**turn, 'content': placeholders + turn['content']}
-            placeholders = ''
-        placed.append(turn)
-    return placed
 
 
 FORMATS = (
     RecordFormat(('conversations',), lambda data: data['conversations']),
     RecordFormat(('messages',), lambda data: data['messages']),
-    RecordFormat(('prompt', 'completion'), _read_prompt_and_completion),
+    RecordFormat(('prompt', 'completion'), _read_prompt_and_completion, media_first=True),
     RecordFormat(
         ('instruction', 'output'),
         _read_alpaca,
@@ -418,8 +399,8 @@ FORMATS = (
         lambda data: _read_pairs(data, data['query'], data['response']),
         further_keys=('history',),
     ),
-    RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
-    RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
+    RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant'), media_first=True),
+    RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a'), media_first=True),
 )
 """All formats that are read. A record must have the keys of exactly one."""
 
@@ -429,7 +410,7 @@ def _format_of(data: JsonObject) -> RecordFormat:
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    keys = sorted(str(key) for key in data if _is_given(data[key]))
+    keys = sorted(str(key) for key in data if is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
@@ -441,7 +422,7 @@ def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject
         raise InvalidInputError(
             f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}'
         )
-    if _is_given(data.get('system')):
+    if is_given(data.get('system')):
         return [{'role': 'system', 'content': data['system']}, *turns]
     return turns
 
@@ -468,7 +449,7 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
     turn = {}
     for key, value in raw_turn.items():
         # An empty text stays, because the model may have to read an empty turn. `_check_turns` refuses empty answers.
-        if _is_given(value) or key in ('content', 'value'):
+        if is_given(value) or key in ('content', 'value'):
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
     content = _only_value(turn, ('content', 'value'))
@@ -495,7 +476,7 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
     if not weights:
         return True
     if all(value == 0 for value in weights.values()):
-        return role != 'assistant'
+        return role != 'assistant'  # 0 changes nothing in other turns
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
     got = f'{short_repr(weights)} for a turn of the {role}'
@@ -527,6 +508,7 @@ def _parse_part(part: object, slots: list[Medium] | None) -> str:
     if slots is None:
         raise InvalidInputError(f'a part of type {part_type} may stand only in turns of the user and of tools')
     next_index = sum(slot.modality == modality for slot in slots)
+    # Parts of a TRL table have an `index`.
     if values.get('index', next_index) != next_index:
         got = f'{short_repr(values["index"])} for {modality} {next_index}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
@@ -556,7 +538,10 @@ def _parse_text(text: str, slots: list[Medium] | None) -> str:
 
     text = MEDIUM_IN_TEXT.sub(add_slot, text)
     if '<img>' in text:
-        raise InvalidInputError('`<img>` in a text stands for an image, and `</img>` must end its name')
+        raise InvalidInputError(
+            '`<img>` in a text stands for an image, and `</img>` must end its name. If it is text, as in HTML, write '
+            '`<img >`'
+        )
     return text
 
 
@@ -566,12 +551,12 @@ def _parse_text(text: str, slots: list[Medium] | None) -> str:
 def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     """Returns the media that a record lists under the keys of a modality, such as ``image`` or ``images``.
 
-    Tables may have the same files under two keys. They are read once.
+    Tables may have the same files under two keys. They are read once. Different files are refused.
     """
     lists = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
-        if _is_given(value):
+        if is_given(value):
             files = value if isinstance(value, list) else [value]
             media = []
             for file in files:
@@ -584,6 +569,21 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     return lists[0]
 
 
+def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
+    """Puts a placeholder for each listed medium before the first question."""
+    placeholders = ''
+    for modality, media in listed.items():
+        slots.extend([Medium(modality)] * len(media))
+        placeholders += f'<{modality}>' * len(media)
+    placed = []
+    for turn in turns:
+        if turn.role == 'user':
+            turn = turn._replace(text=placeholders + turn.text)
+            placeholders = ''
+        placed.append(turn)
+    return placed
+
+
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
     """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
     for modality, media in listed.items():
@@ -592,7 +592,10 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
             num_slots = sum(slot.modality == modality for slot in slots)
             num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
             got = f'{num_media} {modality}s and {num_slots} placeholders'
-            raise InvalidInputError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
+            raise InvalidInputError(
+                f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
+                f'as in HTML, write `<{modality} >`'
+            )
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
     for slot in slots:
@@ -652,7 +655,7 @@ def _file_of_object(modality: str, file_object: JsonObject) -> object:
     _check_keys(file_object, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
     for key in FILE_OBJECT_KEYS:
         value = file_object.get(key)
-        if not _is_given(value):
+        if not is_given(value):
             continue
         if key in ('bytes', 'data') and isinstance(value, str):
             return f'data:{modality};base64,{value}'
@@ -717,7 +720,7 @@ def _check_characters(text: str) -> None:
 def _check_keys(values: JsonObject, allowed_keys: Container[str], place: str) -> None:
     """Raises ValueError if an object has a value under a key that is not allowed. ``place`` names it in the message."""
     for key, value in values.items():
-        if key not in allowed_keys and _is_given(value):
+        if key not in allowed_keys and is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
             raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
@@ -734,10 +737,3 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
     if not keys_given:
         return None
     return values[keys_given[0]]
-
-
-def _is_given(value: object) -> bool:
-    """Tells whether a value is given. Tables and files write null, '', [] or {} for a missing value."""
-    if value is None:
-        return False
-    return not isinstance(value, str | bytes | list | dict) or len(value) > 0

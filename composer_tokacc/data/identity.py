@@ -66,8 +66,10 @@ def identify_processor(processor: Any) -> str:
     template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
     settings = _settings_of(processor)
     settings_of_parts = []
-    for attribute in PROCESSOR_PARTS.values():
-        part = getattr(processor, attribute, None)
+    for attributes in PROCESSOR_PARTS.values():
+        # Only the first name, so that fingerprints of earlier releases stay the same. Transformers 5 lists the settings
+        # of an `audio_processor` among those of the processor.
+        part = getattr(processor, attributes[0], None)
         settings_of_parts.append(_settings_of(part))
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
 

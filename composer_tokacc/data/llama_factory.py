@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from composer_tokacc.data.formats import REFUSED_KEYS
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
+from composer_tokacc.data.unread_media import announces_medium
 from composer_tokacc.refusals import InvalidInputError
 
 KEY_OF_COLUMN = {
@@ -41,7 +43,10 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""For each ``formatting``: names of columns in a file whose entry does not name them."""
+"""For each ``formatting``: the columns of an entry that names no column. An entry that names some has only those, as in
+LLaMA-Factory."""
+MEDIA_COLUMNS = ('images', 'videos', 'audios')
+"""The columns of an entry that hold media."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -91,11 +96,10 @@ class DatasetEntry:
             self.path = str(path)
         else:
             raise InvalidInputError('`file_name` or `hf_hub_url` must be given')
-        self._columns = {
-            **DEFAULT_COLUMNS[formatting],
-            **_names_of(entry, 'columns', KEY_OF_COLUMN),
-        }
-        """The file's name of a column, by LLaMA-Factory's name."""
+        self._columns = _names_of(entry, 'columns', KEY_OF_COLUMN) or DEFAULT_COLUMNS[formatting]
+        """The file's name of a column, by LLaMA-Factory's name. None: the column is not read."""
+        self._names_media = not self._columns.keys().isdisjoint(MEDIA_COLUMNS)
+        """Whether the entry says which media are read."""
         self._keys_of_turn: dict[str, str] = {}
         """The key of a turn that `formats.py` reads, by the file's key."""
         self._roles: dict[str, str] = {}
@@ -109,14 +113,14 @@ class DatasetEntry:
                 self._keys_of_turn[name] = DEFAULT_TAGS[tag]
             else:
                 self._roles[name] = DEFAULT_TAGS[tag]
-        for tag in TAGS_OF_KEYS:
-            # If a tag names another key, a turn may still have the default key, and this must not replace the value of
-            # the tagged key. So it gets a name that `formats.py` refuses.
-            key = DEFAULT_TAGS[tag]
-            self._keys_of_turn.setdefault(key, f'{key} (named by no tag)')
 
     def rename(self, data: JsonObject) -> JsonObject:
-        """Returns a record with the keys that `formats.py` reads. Leaves out a key that is no column of the entry."""
+        """Returns a record with the keys that `formats.py` reads.
+
+        Leaves out the keys that are no column of the entry, as LLaMA-Factory does. Only those are kept that must be
+        refused: keys that are not supported, and media, if the entry says nothing about media. An entry can leave them
+        out, too, by a null: ``"chosen": null``.
+        """
         record = {
             'id': data.get('id'),
             'loss_weights': data.get('loss_weights'),
@@ -124,18 +128,28 @@ class DatasetEntry:
         for column, name in self._columns.items():
             if name in data:
                 record[KEY_OF_COLUMN[column]] = data[name]
+        for key, value in data.items():
+            if key in self._columns or key in self._columns.values():
+                continue
+            if key in REFUSED_KEYS:
+                record[key] = value
+            elif announces_medium(key) and not self._names_media:
+                record[f'{key} (named by no column)'] = value
         turns = record.get('conversations')
         if isinstance(turns, list):
             record['conversations'] = [self._rename_turn(turn) for turn in turns]
         return record
 
     def _rename_turn(self, turn: object) -> object:
-        """Returns a turn with the keys and the speaker that `formats.py` reads."""
+        """Returns a turn with the keys and the speaker that `formats.py` reads.
+
+        A turn may also have a key such as ``from`` that no tag names. It is left out, as in LLaMA-Factory.
+        """
         if not isinstance(turn, Mapping):
             return turn  # `formats.py` refuses it, and names the record
-        renamed = {}
-        for key, value in turn.items():
-            renamed[self._keys_of_turn.get(key, key)] = value
+        renamed = {key: value for key, value in turn.items() if key not in self._keys_of_turn}
+        for name, key in self._keys_of_turn.items():
+            renamed[key] = turn.get(name)
         role = renamed.get('from')
         if isinstance(role, str):
             renamed['from'] = self._roles.get(role, role)

@@ -129,7 +129,7 @@ class LlavaStreamingDataset(StreamingDataset):
         It holds the number of samples and of bytes of each shard, and the options of the encoder that change samples.
         """
         shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
-        # Without the names of the options, because checkpoints of earlier releases hold this text.
+        # Only the values of the options, because the text must equal that in checkpoints of earlier releases.
         options = [value for _, value in self.encoder.identity_of_options()]
         return repr((shards, self.encoder.video, *options))
 

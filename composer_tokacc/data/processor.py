@@ -32,7 +32,8 @@ RESERVED_TOKENS = (
     '<|assistant|>',
     '<|end|>',
 )
-"""Special tokens of every tokenizer of this file. The tokens of roles are those that the chat template writes."""
+"""Special tokens of every tokenizer of this file. The chat template writes any other role as text, such as
+``<|tool|>``."""
 
 # Each turn begins with the token of its role, which also shows that the turn before has ended. Only an answer has a
 # token at its end, because the model must learn to stop.

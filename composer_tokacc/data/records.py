@@ -35,8 +35,9 @@ DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
+"""Each marks the place of a medium in the text of a turn."""
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
-"""Finds the placeholder of a medium in the text of a turn. Its group is the modality."""
+"""Finds a placeholder. Its group is the modality."""
 ROLES_WITH_MEDIA = ('user', 'tool')
 """Roles whose turns may hold media. In other turns, such as answers, ``<video>`` is text: perhaps a tag of HTML."""
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
@@ -44,7 +45,6 @@ _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 
 MAX_REASON = 1000
 """Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
-
 
 MACHINE_ERRNOS = (
     errno.EMFILE,
@@ -65,11 +65,11 @@ class BadSampleError(InvalidInputError):
 
 
 def is_from_file(error: Exception) -> bool:
-    """Returns whether an error that was raised while a file was read may come from the file, so that its sample is bad.
+    """Tells whether an error that was raised while a file was read may come from the file, so that its sample is bad.
 
     If not, it is a fault of the machine or of the program. Such an error must stay as it is, because the sample is
-    good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so the others are
-    listed here.
+    good, and ``on_error=skip`` must not skip it. Decoders raise almost any class for a damaged file, so this
+    function lists the errors that are no fault of a file.
     """
     # FFmpeg also reports ENOMEM for a damaged header with an absurd size.
     is_of_ffmpeg = type(error).__module__.partition('.')[0] == 'av'
@@ -133,7 +133,7 @@ class Medium(NamedTuple):
     modality: str
     files: tuple[str | EmbeddedFile, ...] = ()
     """One file, or the frames of a video as several images. A file is a name inside ``Record.folder``, or embedded.
-    Empty only while a record is read, if its files are listed elsewhere in it."""
+    Empty only in `formats.py`, until a placeholder gets the files that the record lists under its own keys."""
 
     @property
     def names(self) -> list[str]:
@@ -261,6 +261,18 @@ def leaves_of(value: object) -> Iterator[object]:
         return
     for item in value:
         yield from leaves_of(item)
+
+
+def is_given(value: object) -> bool:
+    """Tells whether a value is given. Tables and files write null, '', [], {}, or these inside each other, if not.
+
+    For example, a table of images has ``{"bytes": null, "path": null}`` in the rows of text alone.
+    """
+    for leaf in leaves_of(value):
+        is_empty_text = isinstance(leaf, str | bytes) and not leaf
+        if leaf is not None and not is_empty_text:
+            return True
+    return False
 
 
 def short_repr(value: object, limit: int = 60) -> str:

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.data.records import EmbeddedFile, Medium, leaves_of, short_repr
+from composer_tokacc.data.records import EmbeddedFile, Medium, is_given, leaves_of, short_repr
 from composer_tokacc.refusals import InvalidInputError
 
 MEDIA_KEYS = {
@@ -68,9 +68,10 @@ class MediaSign(NamedTuple):
     modality: str
     """'' if the sign does not say which."""
     file_name: str = ''
-    """Name of the file without folders. '' if there is none, as for bytes."""
+    """Name of the file without folders. '' if there is none, as for bytes. No medium that is read has this name."""
     may_be_source: bool = False
-    """Whether it may only note where a medium comes from: a URL in a network, or the name of a key."""
+    """Whether it may only note where a medium comes from: the value is a URL in a network, or the sign is the key's
+    name."""
 
 
 def check_unread_keys(
@@ -81,7 +82,7 @@ def check_unread_keys(
     """Raises ValueError if a key that is not read looks like a medium.
 
     A key may note where a medium comes from that is read under another key. So two signs are allowed: the file name of
-    a medium that is read; and a network URL or the name of a key, if a medium of the same modality is read.
+    a medium that is read; and a sign that may be a source, if a medium of the same modality is read.
 
     Args:
         data: The record.
@@ -141,6 +142,11 @@ def is_base64_of_file(text: str) -> bool:
     return _BASE64.fullmatch(text) is not None
 
 
+def announces_medium(key: str) -> bool:
+    """Tells whether the name of a key announces a medium."""
+    return _ANNOUNCING_KEY.fullmatch(key.lower()) is not None
+
+
 def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     """Yields a sign if the name of a key announces a medium.
 
@@ -150,10 +156,10 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     if match is None:
         return
-    is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
+    is_sentence_or_space = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
     is_flag_or_fraction = isinstance(value, bool | float)
-    if is_sentence_or_empty or is_count or is_flag_or_fraction or value in (None, [], {}):
+    if is_sentence_or_space or is_count or is_flag_or_fraction or not is_given(value):
         return
     modality = ''
     for name in MODALITIES:
@@ -164,7 +170,8 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
 
 def _refusal(key: str, value: object, modality: str) -> str:
     """Returns the message that refuses a key, with the key to use instead. ``modality`` is that of the sign."""
-    # Images may be the `frames` of a video, so the name of the key decides. A .mp4 file is a video under any name.
+    # The name of the key decides for images, because they may be the `frames` of a video, and for values that do not
+    # show their modality. A .mp4 file is a video under any key.
     if modality in ('', 'image'):
         for sign in _signs_in_key(key, value):
             modality = sign.modality or modality
@@ -173,4 +180,4 @@ def _refusal(key: str, value: object, modality: str) -> str:
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
-    return f'{problem}. Call it `{key_to_use}`, or take it out'
+    return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'

@@ -16,6 +16,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data.chat_template import AnswerSpan
 from composer_tokacc.data.conversation import ConversationEncoder, _spans_of
 from composer_tokacc.data.records import BadSampleError, Record
@@ -306,7 +307,9 @@ def hearing_processor(name):
     """Returns a processor of sounds; a window of the feature extractor has one second, of Gemma 3n thirty."""
     if not hasattr(transformers, f'{name}Processor'):
         pytest.skip(f'needs the {name}Processor of a newer transformers')
-    words = tokenizer('<sound>', '<boa>', '<eoa>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
+    class_name = 'GPT2TokenizerFast' if name == 'Phi4Multimodal' else ''
+    special = ('<sound>', '<boa>', '<eoa>', '<|im_start|>', '<|im_end|>')
+    words = tokenizer(*special, class_name=class_name, eos_token='<|im_end|>')
     for kind, token in (('audio', '<sound>'), ('image', '<image>')):
         setattr(words, f'{kind}_token', token)
         setattr(words, f'{kind}_token_id', words.convert_tokens_to_ids(token))
@@ -315,6 +318,9 @@ def hearing_processor(name):
     if name == 'Gemma3n':
         extractor = transformers.Gemma3nAudioFeatureExtractor()
         parts = (extractor, small_processor('llava', 'image'), words)
+    elif name == 'Phi4Multimodal':
+        model_type = 'phi4_multimodal'
+        parts = (small_processor(model_type, 'image'), small_processor(model_type, 'audio'), words)
     else:
         parts = (transformers.WhisperFeatureExtractor(chunk_length=1), words)
     processor = getattr(transformers, f'{name}Processor')(*parts)
@@ -332,7 +338,7 @@ def encode_sounds(encoder, *seconds):
 def test_sounds_cut_off_are_refused():
     encoder = ConversationEncoder(hearing_processor('Gemma3n'))
     encode_sounds(encoder, 30)
-    with pytest.raises(ValueError, match=r'audio .* window is 30\.0 s, .* got: 31\.0 s'):
+    with pytest.raises(ValueError, match=r'audio .* window is 30 s .* got: 496000 audio samples'):
         encode_sounds(encoder, 1, 31)
 
 
@@ -341,5 +347,17 @@ def test_long_sounds_in_several_windows():
     processor.max_audio_len = 3
     encoder = ConversationEncoder(processor)
     assert encode_sounds(encoder, 2.3)['input_features'].shape[0] == 3
-    with pytest.raises(ValueError, match=r'window is 1\.0 s, .* got: 3\.2 s'):
-        encode_sounds(encoder, 3.2)
+    with pytest.raises(ValueError, match=r'window is 1 s \(16000 .* got: 48001 audio samples'):
+        encode_sounds(encoder, 48001 / 16000)
+
+
+def test_part_named_audio_processor():
+    """Phi-4 multimodal has no `feature_extractor`, and writes a mask only for several sounds."""
+    encoder = ConversationEncoder(hearing_processor('Phi4Multimodal'))
+    samples = [encode_sounds(encoder, 0.5), encode_sounds(encoder), encode_sounds(encoder, 0.3, 0.7)]
+    assert [sample['num_audios'] for sample in samples] == [[1], [0], [2]]
+    sounds = [np.zeros(round(16000 * length), dtype=np.float32) for length in (0.5, 0.3, 0.7)]
+    expected = encoder.parts['audio'](sounds, sampling_rate=16000, return_tensors='pt')
+    batch = VisionLanguageCollator(encoder.processor)(samples)
+    for key, value in expected.items():
+        assert torch.equal(batch[key], value)

@@ -458,7 +458,7 @@ REFUSED = {
         'the number of images must match .* got: 1 images and 2 placeholders',
     ),
     'rate of a video': (ask(part('video', video='a.mp4', fps=1.0)), '`fps` of a part of type video'),
-    'video without frames': (ask_text('<video>?', videos=[[]]), r'`video` must be a file name .* got: \[\]'),
+    'video without frames': (ask_text('<video>?', videos=[[]]), 'got: 0 videos and 1 placeholders'),
     'decoded sound': (
         ask(part('audio', audio={'array': [0.1], 'sampling_rate': 8000})),
         r'`array` of a file object \(audio\) is not supported',
@@ -532,14 +532,45 @@ def test_prompt_of_a_table_with_two_spellings(empty):
     ]
 
 
-def test_media_before_a_question_of_two_spellings():
-    prompt = [{'role': None, 'from': 'human', 'content': 'Which colour?'}]
-    record = parse({'prompt': prompt, 'completion': [ANSWER], 'images': ['red.png']})
+@pytest.mark.parametrize(
+    'question',
+    [
+        {'role': None, 'from': 'human', 'content': 'Which colour?'},
+        {'from': 'human', 'value': 'Which colour?'},
+        user_turn([TEXT]),
+    ],
+)
+def test_media_before_the_question_of_a_prompt(question):
+    record = parse({'prompt': [question], 'completion': [ANSWER], 'images': ['red.png']})
     assert lines_of(record) == LINES_ABOUT_RED
 
 
 def test_no_tools_as_a_json_text(folder):
     assert image_colours(parse(about_red(tools='[]'), folder)) == ['red']
+
+
+@pytest.mark.parametrize('image', [[None], {'bytes': None, 'path': None}, [{'bytes': None, 'path': ''}]])
+@pytest.mark.parametrize('key', ['image', 'images', 'picture'])
+def test_row_without_media_of_a_table(key, image):
+    """Tables of pandas and polars have empty objects in the place of null."""
+    record = parse(ask_text('Which colour?', **{key: image}))
+    assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
+
+
+@pytest.mark.parametrize('tag', ['<audio>', '<img>'])
+def test_tag_in_a_question_of_text(tag):
+    """The message says how to write it. Written so, it is text."""
+    with pytest.raises(BadSampleError) as raised:
+        parse(ask_text(f'How do I use {tag}?'))
+    tag_as_text = tag.replace('>', ' >')
+    assert f'`{tag_as_text}`' in str(raised.value)
+    record = parse(ask_text(f'How do I use {tag_as_text}?'))
+    assert record.texts[0] == f'How do I use {tag_as_text}?'
+
+
+@pytest.mark.parametrize('sample_id', ['', ' ', None])
+def test_record_without_id_is_named_by_its_place(sample_id):
+    assert parse(ask_text('Which colour?', id=sample_id)).sample_id == 'line 3'
 
 
 def test_tags_in_answers_are_text(folder):
@@ -655,6 +686,22 @@ DESCRIBED = {
         },
         {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
     ),
+    'alpaca whose input is no column': (
+        {'columns': {'prompt': 'instruction', 'response': 'output', 'images': 'images'}},
+        {'instruction': '<image>Which colour?', 'input': 'In one word.', 'output': 'Red.', 'images': ['red.png']},
+    ),
+    'notes that are no columns': (
+        {'columns': {'prompt': 'q', 'response': 'a', 'images': 'pics', 'chosen': None, 'tools': None}},
+        {
+            'q': '<image>Which colour?',
+            'a': 'Red.',
+            'pics': ['red.png'],
+            'image_path': 'train/5.jpg',
+            'prompt': 'Paint a.png',
+            'chosen': 'Blue.',
+            'tools': '[{}]',
+        },
+    ),
 }
 
 
@@ -667,14 +714,50 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
 
 
 @pytest.mark.parametrize('key', ['from', 'value'])
-def test_untagged_key_of_turn_is_refused(folder, key):
+def test_untagged_key_of_turn_is_ignored(folder, key):
     """It must not replace the key that the tags name."""
     entry, record = DESCRIBED['openai']
     question, answer = record['messages']
     record = {**record, 'messages': [question, {**answer, key: 'gpt'}]}
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
-    with pytest.raises(BadSampleError, match=rf'`{key} \(named by no tag\)` of a turn is not supported'):
+    (parsed,) = LlavaDataset(path, small()).records
+    assert lines_of(parsed) == LINES_ABOUT_RED
+
+
+PAIR = {'instruction': 'Which colour?', 'output': 'Red.'}
+PAIR_COLUMNS = {'columns': {'prompt': 'instruction', 'response': 'output'}}
+
+
+@pytest.mark.parametrize(
+    ('entry', 'key', 'value'),
+    [
+        ({}, 'images', ['red.png']),
+        ({}, 'weight', 3),
+        (PAIR_COLUMNS, 'image', 'red.png'),
+        (PAIR_COLUMNS, 'video_path', 'a.mp4'),
+        (PAIR_COLUMNS, 'chosen', 'Blue.'),
+    ],
+)
+def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value):
+    """The entry says nothing about them, and the sample would be trained without them."""
+    path = describe(folder, {'file_name': 'own.json', **entry}, [{**PAIR, key: value}])
+    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` '):
         LlavaDataset(path, small())
+
+
+def test_notes_in_a_text_file_of_llama_factory(folder):
+    """Keys without a column are accepted, unless their name and their value say that they hold media."""
+    notes = {
+        'prompt': 'Paint a.png',
+        'source': 'b.mp4',
+        'media': 'twitter',
+        'image': None,
+        'image_id': 5,
+        'system': 'x',
+    }
+    path = describe(folder, {'file_name': 'own.json', **PAIR_COLUMNS}, [{**PAIR, **notes}])
+    (record,) = LlavaDataset(path, small()).records
+    assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
 
 
 def test_dataset_info_of_videos_and_audio(folder):

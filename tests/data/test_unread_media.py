@@ -90,7 +90,7 @@ def test_unread_medium_is_refused(recommended_key, record):
     *_, refused_key = record
     message = str(raised.value)
     assert message.startswith(f'sample "a" (data.json, line 3): `{refused_key}` looks like ')
-    assert f'Call it `{recommended_key}`, or take it out' in message
+    assert f'Call it `{recommended_key}` if it is one' in message
     assert len(message) < 300
 
 
