@@ -616,7 +616,7 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
 
-    Returns None if it does not tell rows apart. A collective.
+    Returns None on all ranks if it does not tell rows apart on one of them. A collective.
     """
     if split is not None and split.users_layout is not None:
         return split.users_layout
@@ -626,11 +626,19 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         # The model has no config. A rank without media infers the layout of a text model, which has no entries.
         layouts = all_gather_object(inferred_layout(microbatches_of(state.batch)))
         layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
-    if split is None:
-        # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries.
-        try:
-            layout.select(state.batch, [0])
-            layout.media_per_row(state.batch)
-        except (KeyError, ValueError):
-            return None
-    return layout
+    if split is not None:
+        return layout
+    # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries. Perhaps
+    # only one rank has an entry that it does not know.
+    can_tell_on_ranks = all_gather_object(_tells_rows_apart(layout, state.batch))
+    return layout if all(can_tell_on_ranks) else None
+
+
+def _tells_rows_apart(layout: BatchLayout, batch: Batch) -> bool:
+    """Returns whether a layout knows to which row each part of every entry belongs."""
+    try:
+        layout.select(batch, [0])
+        layout.media_per_row(batch)
+    except (KeyError, ValueError):
+        return False
+    return True

@@ -370,6 +370,14 @@ def test_only_used_spec_is_checked():
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
+def test_entry_that_only_another_rank_has(monkeypatch):
+    """All ranks do without a layout then, because their checks must run the same forwards."""
+    state: Any = SimpleNamespace(model=hugging_face(one_layer_model()), batch=ragged_batch())
+    assert layout_of(state, None) is not None
+    monkeypatch.setattr('composer_tokacc.data_spec.split.all_gather_object', lambda can_tell: [can_tell, False])
+    assert layout_of(state, None) is None
+
+
 def test_unknown_entry_with_and_without_our_split():
     """If the user's own split cuts the batch, an entry that nothing tells by row only means that rows stay unknown."""
     batch = {**ragged_batch(), 'notes': ['one', 'two']}  # of six rows
