@@ -149,7 +149,7 @@ class ExchangingDataLoader(DataLoader):
             to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            # They are numbers of the samples in this step, not indices in the dataset. They would tell a user nothing.
+            # The numbers of samples in this step are not indices in the dataset, so a message must not show them.
             batch.indices = None
             if self._pin:
                 batch = batch.pin_memory()
