@@ -223,16 +223,19 @@ class TracedStep:
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Enters the modes of a step. Raises an `InvalidInputError` if the code inside cannot run with fake tensors."""
+        """Enters the modes of a step.
+
+        Raises ValueError if the code inside, of the model or of the optimizer, cannot run with fake tensors.
+        """
         try:
             with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
             first_line = str(error).partition('\n')[0]
             raise InvalidInputError(
-                f'{type(self.model).__name__} cannot be traced with fake tensors: {type(error).__name__}, '
-                f'{first_line}. A common reason is control flow that depends on values of the weights. '
-                'Set the microbatch size yourself.'
+                f'A step of {type(self.model).__name__} cannot be traced with fake tensors: {type(error).__name__}, '
+                f'{first_line}. A common reason is control flow, of the model or of the optimizer, that depends on '
+                'values of the weights. Set the microbatch size yourself.'
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
