@@ -41,7 +41,7 @@ LONGEST_SAMPLE = 2**24
 """Most tokens of a sample, far more than any model takes. With a hundred times as many, the simulation of ``size`` runs
 out of memory."""
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Number of features in addition to one a patch, for the vision encoders that have one fixed image size."""
+"""Number of class tokens, which are no patches, of the vision encoders with one fixed image size."""
 SMALL_SIDE = 336
 """Side of a small image, in pixels."""
 LARGE_SIDE = 1344

@@ -112,7 +112,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(path: Path, *, until: int) -> None:
     """Removes the lines of steps after ``until`` from a file, and creates the file if it does not exist.
 
-    At 0 a new run starts. Then all lines are removed, because they are those of another run.
+    At 0 all lines are removed, also those of step 0, because they are those of another run.
     """
     if until == 0 or not path.exists():
         path.write_text('')

@@ -77,6 +77,7 @@ class Candidate(NamedTuple):
         return shape.tokens, shape.area, shape.image_tokens, shape.logits, total
 
     def __str__(self) -> str:
+        """Returns the planned shape. The split may cut it into smaller microbatches."""
         text = f'{self.shape.rows} rows of {self.shape.width} tokens, {self.shape.image_tokens} image tokens'
         return text if self.shape.labels is None else f'{text}, logits at {self.shape.labels} positions'
 

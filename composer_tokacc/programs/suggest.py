@@ -165,10 +165,9 @@ def memory_of_run(
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
-    # A trace has no ranks. Of all that FSDP changes, it shows only the type of the gathered weights. If FSDP gathers
-    # them in half precision, the strategy of the trace is `fsdp`: the model computes with a copy of its weights in half
-    # precision. If FSDP gathers them in float32, autocast casts them as under DDP, so the strategy is `ddp`.
-    # _as_sharded() adds the other changes of FSDP.
+    # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
+    # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
+    # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
     sharding = _sharding(config)
     gathered_dtype = None
     if sharding is not None:
@@ -221,7 +220,7 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
     """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model.
 
     ``keeps_gathered`` is whether gathered weights stay from the forward to the backward. ``replicas`` is the number of
-    groups of ranks that each hold the model once.
+    groups of ranks that each hold the model once. ``mixed_precision`` is Composer's name of the types of FSDP.
     """
     if not config.is_sharded:
         return None
