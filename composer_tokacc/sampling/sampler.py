@@ -456,7 +456,10 @@ def prefetch(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # Not `shutdown(cancel_futures=True)`, which fails if the generator is collected while the interpreter ends.
+        for future in waiting:
+            future.cancel()
+        pool.shutdown(wait=True)
 
 
 def length_of(dataset: object) -> int:
