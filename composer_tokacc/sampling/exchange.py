@@ -62,8 +62,8 @@ class ExchangingDataLoader(DataLoader):
         patches: Function that returns how many patches of a sample the vision encoder computes, for the prices of
             patches in `cost`. Default: only image tokens have a price.
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
-        pin_memory: Whether to copy batches to page-locked memory. Done after the exchange, so torch's DataLoader does
-            not see it.
+        pin_memory: Whether to copy batches to page-locked memory, if there is a GPU. Done after the exchange, so
+            torch's DataLoader does not see it.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` counts samples of one rank.
 
     Raises:
@@ -105,7 +105,7 @@ class ExchangingDataLoader(DataLoader):
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
-        self._pin = pin_memory
+        self._pin = pin_memory and torch.cuda.is_available()
         self._image_token_ids = torch.tensor(list(image_token_ids))
         if max_image_tokens is not None and not len(self._image_token_ids):
             raise InvalidInputError(
