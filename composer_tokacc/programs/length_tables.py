@@ -23,6 +23,7 @@ from pydantic import Field
 from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
+from composer_tokacc.data.chat_template import owner_of_template
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Row, Section
@@ -228,7 +229,7 @@ class StandIns:
         if has_image:
             content.insert(0, {'type': 'image'})
         conversation = [{'role': 'user', 'content': content}]
-        text = self.processor.apply_chat_template(conversation, tokenize=False)
+        text = owner_of_template(self.processor).apply_chat_template(conversation, tokenize=False)
         if not has_image:
             tokenizer = tokenizer_of(self.processor)
             return dict(tokenizer(text=text, return_tensors='pt'))
