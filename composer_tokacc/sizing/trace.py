@@ -358,14 +358,14 @@ def _traced_memory(
         area = 'never'
     pixel_ratios = []  # bytes of pixels for one image token
     for peaks in measured:
-        image_tokens = max(peaks.shape.image_tokens, 1)
-        pixel_ratios.append(peaks.shape.pixel_bytes / image_tokens)
+        if peaks.shape.image_tokens > 0:
+            pixel_ratios.append(peaks.shape.pixel_bytes / peaks.shape.image_tokens)
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
         strategy=step.strategy,
         logits=logits,
-        pixel_bytes_per_image_token=max(pixel_ratios),
+        pixel_bytes_per_image_token=max(pixel_ratios, default=0.0),
     )
 
 
