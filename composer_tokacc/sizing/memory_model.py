@@ -158,6 +158,16 @@ def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(bytes_of_storages.values())
 
 
+def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes of the states that an optimizer has by now."""
+    num_bytes = 0
+    for state_of_parameter in optimizer.state.values():
+        for value in state_of_parameter.values():
+            if isinstance(value, torch.Tensor):
+                num_bytes += value.nbytes
+    return num_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationFit:
     """Bytes of the activations of each part, as a sum of coefficients times sizes of the microbatch.

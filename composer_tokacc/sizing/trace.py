@@ -36,12 +36,13 @@ from composer_tokacc.sizing.memory_model import (
     MemoryModel,
     StaticBytes,
     activation_bytes,
+    bytes_of_states,
     fit_activations,
     relative_fit,
     warning_of_residual,
 )
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches, with_spaced_labels
-from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, RealInputs, SharedFakeMode
+from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, OnesForValues, RealInputs, SharedFakeMode
 
 log = logging.getLogger(__name__)
 
@@ -249,13 +250,9 @@ class TracedStep:
                 group['foreach'] = True
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
-        with self._tracked():
+        with self._tracked(), OnesForValues():
             optimizer.step()
-        state_bytes = 0
-        for state_of_parameter in optimizer.state.values():
-            for value in state_of_parameter.values():
-                if isinstance(value, torch.Tensor):
-                    state_bytes += value.nbytes
+        state_bytes = bytes_of_states(optimizer)
         # The peak holds the new states, too.
         step_bytes = sum(self._tracker.peak.values()) - bytes_before - state_bytes
         compute_dtype = self._autocast_dtype or next(self.model.parameters()).dtype
