@@ -102,7 +102,7 @@ class RehearsalReport:
 
     num_batches: int
     """Number of global batches that were searched for the heaviest microbatches."""
-    microbatch_size: int
+    microbatch_size: float
     """The size that was rehearsed last. At the end it is a size that fits."""
     lines: list[str] = field(default_factory=list)
     """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
@@ -213,7 +213,7 @@ def rehearse(
         labels_per_sample=labels_per_sample,
     )
     started = time.monotonic()
-    size = int(state.device_train_microbatch_size or 1)  # without a size, no smaller one is tried
+    size = state.device_train_microbatch_size or 1  # without a size, no smaller one is tried
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     with _undisturbed(state), _room_for_optimizers(state):
         first_failure = _run_until_all_fit(run, report)
@@ -246,7 +246,7 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
         first_failure = first_failure or failed
         report.microbatch_size //= 2
         # A size counts rows of `slot_tokens`, so the token budget grows with it.
-        max_tokens = planned_tokens * report.microbatch_size // first_size
+        max_tokens = int(planned_tokens * report.microbatch_size // first_size)
         if max_tokens < longest_sample:  # a microbatch holds at least one sample
             raise _does_not_fit(run.state, first_failure, first_size, fitting_size=0)
         options = replace(options, max_tokens=max_tokens)
@@ -419,7 +419,7 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     return in_order
 
 
-def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
+def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
     """Runs a candidate. Returns the bytes at its peak, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -462,7 +462,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
         torch.stack(means).sum().backward()
 
 
-def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list[Batch]:
     """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
@@ -541,9 +541,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def _does_not_fit(
     state: State,
     failed: Candidate,
-    size: int,
+    size: float,
     *,
-    fitting_size: int,
+    fitting_size: float,
 ) -> ConfigError:
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
