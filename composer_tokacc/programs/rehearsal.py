@@ -41,6 +41,7 @@ from composer_tokacc.row_counts import rows_of, summed, with_counts, without_row
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
+from composer_tokacc.sizing.memory_model import bytes_of_states
 from composer_tokacc.sizing.shapes import logit_positions
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -514,7 +515,8 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have.
 
-    A step with a small parameter shows how many bytes of state there are for each byte of a parameter.
+    A step with a small parameter shows how many bytes of state there are for each byte of a parameter. Returns 0 if
+    this step fails.
     """
     parameter_bytes = 0
     for group in optimizer.param_groups:
@@ -527,15 +529,17 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        vars(trial).setdefault(name, value)  # torch does not copy the attributes of subclasses
     trial.state = defaultdict(dict)
     trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
-    trial.step()
-    state_bytes = 0
-    for state_of_parameter in trial.state.values():
-        for value in state_of_parameter.values():
-            if isinstance(value, torch.Tensor):
-                state_bytes += value.nbytes
-    return parameter_bytes * state_bytes // small.nbytes
+    try:
+        # Not `trial.step`, because a scheduler replaces it by a function that steps the run's own optimizer.
+        type(trial).step(trial)
+    except Exception as error:  # of an optimizer of any class, such as LBFGS, which needs a closure
+        log.warning('Memory is rehearsed without the states of %s: %s', type(optimizer).__name__, error)
+        return 0
+    return parameter_bytes * bytes_of_states(trial) // small.nbytes
 
 
 def _does_not_fit(
