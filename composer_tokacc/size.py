@@ -191,6 +191,7 @@ def time_steps(
         slot_tokens=slot_tokens,
         regroup=True,
         width_multiple=width_multiple or config.microbatching.width_multiple,
+        packing=False,  # a packed microbatch would be fitted as a single row, although its documents are short
     )
     trainer_arguments = {name: config.trainer[name] for name in KEPT_SETTINGS if name in config.trainer}
     trainer_arguments |= {'max_duration': f'{num_steps}ba', 'progress_bar': False}
