@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
@@ -42,6 +42,7 @@ if __name__ == '__main__':
 import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
+from pydantic import Field
 
 from composer_tokacc.data import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
@@ -74,7 +75,7 @@ class SizeOptions:
     """The program's own keys; see the module's docstring."""
 
     num_ranks: Count = 1
-    safety: float = 0.92
+    safety: Annotated[float, Field(gt=0, le=1)] = 0.92
     time_steps: bool = False
     folder: str = 'runs/size'
     lengths: Any = None
@@ -128,6 +129,9 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
 def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     """Returns the sizing report of a run. With ``time_steps`` its costs and seconds are measured on this machine."""
     reproducibility.seed_all(config.seed)
+    memory_gib = config.microbatching.device_memory_gib
+    if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
+        raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
     source = source_of(config)
     if options.lengths is not None:
         if options.time_steps:
@@ -143,9 +147,6 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         dataset = source.build_dataset(processor)
         table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    memory_gib = config.microbatching.device_memory_gib
-    if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
-        raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
     # Called once more when the costs are measured.
     suggest = partial(
         suggest_for_run,
@@ -190,8 +191,8 @@ def time_steps(
         device_train_microbatch_size=size,
         slot_tokens=slot_tokens,
         regroup=True,
-        width_multiple=width_multiple or config.microbatching.width_multiple,
         packing=False,  # a packed microbatch would be fitted as a single row, although its documents are short
+        width_multiple=width_multiple or config.microbatching.width_multiple,
     )
     trainer_arguments = {name: config.trainer[name] for name in KEPT_SETTINGS if name in config.trainer}
     trainer_arguments |= {'max_duration': f'{num_steps}ba', 'progress_bar': False}
