@@ -72,7 +72,8 @@ class RegroupingBatchSampler(DistributedSampler):
     iterators read the epoch, the place is that of the furthest one. So ``next(iter(sampler))``, a look at a batch, does
     not change the place of a run that has read more. After :meth:`load_state_dict` or :meth:`skip_to` every iteration
     of the epoch starts at the place that was set, until one reaches the end of the epoch. The workers of a plain
-    DataLoader read ahead, so with them the place is right after the last batch that a worker was given.
+    DataLoader read ahead, so with them the place is right after the last batch that a worker was given, and a loop that
+    resumes there leaves batches out. RegroupingDataLoader has the place of the run.
 
     Args:
         dataset: Map-style dataset.
