@@ -208,7 +208,7 @@ def fit_activations(
     measured: Sequence[Mapping[str, int]],
     *,
     area: str,
-    peaks: np.ndarray | None = None,
+    peaks: np.ndarray,
 ) -> ActivationFit:
     """Fits the measured bytes of several microbatches in one phase of a step, part by part.
 
@@ -217,7 +217,7 @@ def fit_activations(
         measured: Bytes by part of each microbatch, in this phase.
         area: See :class:`ActivationFit`.
         peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
-            them. Default: the bytes in this phase.
+            them.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
@@ -242,8 +242,6 @@ def fit_activations(
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)
-    if peaks is None:
-        peaks = totals
     relative_errors = (predicted - totals) / peaks
     residual = np.abs(relative_errors).max()
     return replace(fit, residual=float(residual))
