@@ -30,7 +30,7 @@ from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
-from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
+from composer_tokacc.planning import CutOptions, Microbatch, cut_rows, padded_widths
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
@@ -337,11 +337,10 @@ def _cut_again(
         return
     planner_rows = sampler.rows.of(np.array(samples))
     lengths = planner_rows.lengths
+    widths = padded_widths(lengths, options.width_multiple, planned.width)
     cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
     for rows in cut:  # indices in `samples`
-        longest = int(lengths[rows].max())
-        width = -(-longest // options.width_multiple) * options.width_multiple
-        yield [samples[row] for row in rows], width
+        yield [samples[row] for row in rows], int(widths[rows].max())
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
