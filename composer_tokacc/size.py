@@ -110,7 +110,6 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     # Refuses a folder that cannot be written now, and not after minutes of work.
     check_folder('folder', folder, ('size.json', 'size.png'))
     folder.mkdir(parents=True, exist_ok=True)
-    overwrites = (folder / 'size.json').exists()
     with without_warnings():  # they would be mixed with the report
         report = size(config, options)
     print(report.text())
@@ -121,8 +120,6 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
         written += f' and {folder / "size.png"}'
     except ImportError:
         written += ' (no picture: matplotlib is not installed)'
-    if overwrites:
-        written += ', over those of an earlier `size` (folder=... keeps both)'
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 
