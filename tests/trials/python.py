@@ -236,7 +236,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),
         '`dataset`',
     ),
-    'a rank above the number of replicas': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
+    'a rank above the number of replicas': (lambda: sampler(num_replicas=2, rank=5), 'Invalid rank 5'),
     'lengths in a tensor': (plan(torch.tensor([3, 4])), WORKS),
     'rows selected by booleans': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
     'weights of None': (lambda: step_loss_weights(None), '`microbatches`'),
