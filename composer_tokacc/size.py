@@ -126,8 +126,8 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
 def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     """Returns the sizing report of a run. With ``time_steps`` its costs and seconds are measured on this machine."""
     reproducibility.seed_all(config.seed)
-    memory_gib = config.microbatching.device_memory_gib
-    if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
+    needs_gpu = config.trainer.get('device') != 'cpu' and config.microbatching.device_memory_gib is None
+    if needs_gpu and not torch.cuda.is_available():
         raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
     source = source_of(config)
     if options.lengths is not None:
@@ -151,7 +151,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         memory,
         table,
         num_ranks=options.num_ranks,
-        gib=memory_gib or device_memory_gib(config),
+        gib=device_memory_gib(config),
         safety=options.safety,
     )
     report = suggest()

@@ -62,8 +62,7 @@ def suggested_microbatch(
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
     table = source_of(config).measure(dataset, processor)
-    memory_gib = config.microbatching.device_memory_gib or device_memory_gib(config)
-    smallest_memory_gib = min(dist.all_gather_object(memory_gib))
+    smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
     outcome: tuple[int, int] | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
@@ -394,7 +393,12 @@ def runs_on_gpu(config: TrainConfig) -> bool:
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device in GiB; on CPU the host's memory divided by its ranks."""
+    """Returns the memory of this rank's device in GiB, as in the config or of this machine.
+
+    On CPU it is the host's memory divided by its ranks.
+    """
+    if config.microbatching.device_memory_gib is not None:
+        return config.microbatching.device_memory_gib
     if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
