@@ -303,6 +303,13 @@ def padding_side(batch: Batch) -> str:
     return Reach.of(real_positions(batch)).side
 
 
+def common_padding_side(batches: Iterable[Batch]) -> str:
+    """Returns the padding side of several batches of one collator. A batch without padding or ids does not show it."""
+    with_ids = [batch for batch in batches if isinstance(batch.get('input_ids'), Tensor)]
+    is_left = any(padding_side(batch) == 'left' for batch in with_ids)
+    return 'left' if is_left else 'right'
+
+
 @dataclass(frozen=True)
 class Reach:
     """How far some positions of each row, such as the real ones, reach from its first column and from its last."""

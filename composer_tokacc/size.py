@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
@@ -42,6 +42,7 @@ if __name__ == '__main__':
 import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
+from pydantic import Field
 
 from composer_tokacc.data import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
@@ -74,7 +75,7 @@ class SizeOptions:
     """The program's own keys; see the module's docstring."""
 
     num_ranks: Count = 1
-    safety: float = 0.92
+    safety: Annotated[float, Field(gt=0, le=1)] = 0.92
     time_steps: bool = False
     folder: str = 'runs/size'
     lengths: Any = None
@@ -109,7 +110,6 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     # Refuses a folder that cannot be written now, and not after minutes of work.
     check_folder('folder', folder, ('size.json', 'size.png'))
     folder.mkdir(parents=True, exist_ok=True)
-    overwrites = (folder / 'size.json').exists()
     with without_warnings():  # they would be mixed with the report
         report = size(config, options)
     print(report.text())
@@ -120,14 +120,15 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
         written += f' and {folder / "size.png"}'
     except ImportError:
         written += ' (no picture: matplotlib is not installed)'
-    if overwrites:
-        written += ', over those of an earlier `size` (folder=... keeps both)'
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 
 def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     """Returns the sizing report of a run. With ``time_steps`` its costs and seconds are measured on this machine."""
     reproducibility.seed_all(config.seed)
+    needs_gpu = config.trainer.get('device') != 'cpu' and config.microbatching.device_memory_gib is None
+    if needs_gpu and not torch.cuda.is_available():
+        raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
     source = source_of(config)
     if options.lengths is not None:
         if options.time_steps:
@@ -143,9 +144,6 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         dataset = source.build_dataset(processor)
         table = source.measure(dataset, processor)
     memory = memory_of_run(config, dataset, processor, table)
-    memory_gib = config.microbatching.device_memory_gib
-    if memory_gib is None and config.trainer.get('device') != 'cpu' and not torch.cuda.is_available():
-        raise ConfigError('device_memory_gib', 'must be given on a machine without a GPU. For example 80')
     # Called once more when the costs are measured.
     suggest = partial(
         suggest_for_run,
@@ -153,7 +151,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         memory,
         table,
         num_ranks=options.num_ranks,
-        gib=memory_gib or device_memory_gib(config),
+        gib=device_memory_gib(config),
         safety=options.safety,
     )
     report = suggest()
@@ -190,6 +188,7 @@ def time_steps(
         device_train_microbatch_size=size,
         slot_tokens=slot_tokens,
         regroup=True,
+        packing=False,  # a packed microbatch would be fitted as a single row, although its documents are short
         width_multiple=width_multiple or config.microbatching.width_multiple,
     )
     trainer_arguments = {name: config.trainer[name] for name in KEPT_SETTINGS if name in config.trainer}

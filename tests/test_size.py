@@ -200,6 +200,7 @@ OF_ANY_SIZE = [*WITHOUT_DATA, 'model.config.model_type=qwen2_vl']
     [
         (DIGITS_RUN, 'num_ranks=0', '`num_ranks` must be greater than or equal to 1, got: 0'),
         (DIGITS_RUN, 'num_ranks=two', "`num_ranks` must be a valid integer, got: 'two'"),
+        (DIGITS_RUN, 'safety=2', '`safety` must be less than or equal to 1, got: 2'),
         (DIGITS_RUN, 'num_ranks=3', 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
         (DIGITS_RUN, 'device_memory_gib=-1', '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
         (DIGITS_RUN, TOO_LITTLE_MEMORY, 'What would help: sharding with FSDP'),
@@ -228,6 +229,38 @@ def test_mistake_is_one_line(run, arguments, message, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
     assert message in error
+
+
+def test_missing_memory_is_noticed_before_the_data(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(size, 'source_of', None)
+    assert size.main([*DIGITS_RUN, 'trainer.device=null']) == 2
+    assert '`device_memory_gib` must be given' in capsys.readouterr().err
+
+
+def test_timed_microbatches_are_not_packed(monkeypatch):
+    """In a packed row attention stays inside of short documents. The timer would take it for one long row."""
+    configs = []
+
+    def build_parts(config):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(size, 'build_parts', build_parts)
+    with pytest.raises(InterruptedError):
+        size.time_steps(load_config(YAML, ['microbatching.packing=true']), size=4, slot_tokens=64, num_steps=3)
+    assert configs[0].microbatching.packing is False
+
+
+def test_stand_in_by_the_template_of_a_tokenizer():
+    processor = build_small_processor(['a picture'], vocab_size=300)
+    ones = np.ones(1, dtype=np.int32)
+    table = LengthTable(lengths=9 * ones, image_tokens=ones, loss_tokens=ones, vision_patches=ones)
+    by_processor = StandIns(table, processor, None)[0]
+    processor.tokenizer.chat_template = processor.chat_template
+    processor.chat_template = None
+    by_tokenizer = StandIns(table, processor, None)[0]
+    assert by_tokenizer['input_ids'].tolist() == by_processor['input_ids'].tolist()
 
 
 @pytest.mark.parametrize(

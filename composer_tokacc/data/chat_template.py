@@ -351,6 +351,16 @@ class ChatTemplate:
         return before, after_question, after_answer, after_last
 
 
+def owner_of_template(processor: Any) -> Any:
+    """Returns the processor if it has a chat template, else its tokenizer.
+
+    A processor that was loaded from a folder may have lost its template, while the tokenizer still has it.
+    """
+    if getattr(processor, 'chat_template', None):
+        return processor
+    return getattr(processor, 'tokenizer', processor)
+
+
 @cache
 def _warn_of_added_token(token: str) -> None:
     """Warns once in a process: a run may open several datasets with one template."""

@@ -23,6 +23,7 @@ from composer_tokacc.data.chat_template import (
     ChatTemplate,
     Rendered,
     only_last_learned,
+    owner_of_template,
     text_message,
     text_of,
 )
@@ -99,8 +100,7 @@ class ConversationEncoder:
         check_choice('train_on', train_on, ('all', 'last'))
         check_choice('add_end_token', add_end_token, (True, False))
         tokenizer = getattr(processor, 'tokenizer', processor)
-        # A processor that was loaded from a folder may have lost its template, while the tokenizer still has it.
-        template_owner = processor if getattr(processor, 'chat_template', None) else tokenizer
+        template_owner = owner_of_template(processor)
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
         self.max_image_tokens: int | None = None

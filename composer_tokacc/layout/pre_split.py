@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, map_tensors, padding_side, text_of
+from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side, text_of
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
@@ -78,9 +78,7 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
-        sides = {padding_side(microbatch) for microbatch in self.microbatches}
-        # padding_side() says 'right' for a microbatch without padding. So one 'left' decides.
-        side = 'left' if 'left' in sides else 'right'
+        side = common_padding_side(self.microbatches)
         pad_token_id = _pad_token_id(self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 

@@ -23,6 +23,7 @@ from pydantic import Field
 from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
+from composer_tokacc.data.chat_template import owner_of_template
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Row, Section
@@ -41,7 +42,7 @@ LONGEST_SAMPLE = 2**24
 """Most tokens of a sample, far more than any model takes. With a hundred times as many, the simulation of ``size`` runs
 out of memory."""
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Number of features in addition to one a patch, for the vision encoders that have one fixed image size."""
+"""Number of class tokens, which are no patches, of the vision encoders with one fixed image size."""
 SMALL_SIDE = 336
 """Side of a small image, in pixels."""
 LARGE_SIDE = 1344
@@ -228,7 +229,7 @@ class StandIns:
         if has_image:
             content.insert(0, {'type': 'image'})
         conversation = [{'role': 'user', 'content': content}]
-        text = self.processor.apply_chat_template(conversation, tokenize=False)
+        text = owner_of_template(self.processor).apply_chat_template(conversation, tokenize=False)
         if not has_image:
             tokenizer = tokenizer_of(self.processor)
             return dict(tokenizer(text=text, return_tensors='pt'))

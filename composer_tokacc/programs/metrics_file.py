@@ -57,12 +57,10 @@ class JsonLines(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Adds the numbers among the metrics to the next line. Leaves out arrays and values that are no numbers.
 
-        NaN and infinity become null, because JSON has no numbers for them. Leaves out a metric with the name ``step``,
-        because that is the key of the line's step.
+        NaN and infinity become null, because JSON has no numbers for them. A metric with the name ``step`` is replaced
+        by the step of the line.
         """
         for name, value in metrics.items():
-            if name == STEP:
-                continue
             if getattr(value, 'ndim', 0) != 0:  # `float` would also take an array with one value
                 continue
             try:
@@ -88,7 +86,7 @@ class JsonLines(LoggerDestination):
 
     def _write(self, state: State) -> None:
         """Appends the numbers that were logged since the last line, if there are any."""
-        line = {STEP: state.timestamp.batch.value, **self._line}
+        line = {**self._line, STEP: state.timestamp.batch.value}
         has_numbers = bool(self._line)
         self._line = {}  # before writing, because that fails on a full disk, and close() would write the line again
         if self._path is not None and has_numbers:
@@ -112,7 +110,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def keep_lines(path: Path, *, until: int) -> None:
     """Removes the lines of steps after ``until`` from a file, and creates the file if it does not exist.
 
-    At 0 a new run starts. Then all lines are removed, because they are those of another run.
+    At 0 all lines are removed, also those of step 0, because they are those of another run.
     """
     if until == 0 or not path.exists():
         path.write_text('')

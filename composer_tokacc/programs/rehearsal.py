@@ -30,7 +30,7 @@ from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
-from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
+from composer_tokacc.planning import CutOptions, Microbatch, cut_rows, padded_widths
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
@@ -41,6 +41,7 @@ from composer_tokacc.row_counts import rows_of, summed, with_counts, without_row
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
+from composer_tokacc.sizing.memory_model import bytes_of_states
 from composer_tokacc.sizing.shapes import logit_positions
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -77,6 +78,7 @@ class Candidate(NamedTuple):
         return shape.tokens, shape.area, shape.image_tokens, shape.logits, total
 
     def __str__(self) -> str:
+        """Returns the planned shape. The split may cut it into smaller microbatches."""
         text = f'{self.shape.rows} rows of {self.shape.width} tokens, {self.shape.image_tokens} image tokens'
         return text if self.shape.labels is None else f'{text}, logits at {self.shape.labels} positions'
 
@@ -101,7 +103,7 @@ class RehearsalReport:
 
     num_batches: int
     """Number of global batches that were searched for the heaviest microbatches."""
-    microbatch_size: int
+    microbatch_size: float
     """The size that was rehearsed last. At the end it is a size that fits."""
     lines: list[str] = field(default_factory=list)
     """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
@@ -212,7 +214,7 @@ def rehearse(
         labels_per_sample=labels_per_sample,
     )
     started = time.monotonic()
-    size = int(state.device_train_microbatch_size or 1)  # without a size, no smaller one is tried
+    size = state.device_train_microbatch_size or 1  # without a size, no smaller one is tried
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     with _undisturbed(state), _room_for_optimizers(state):
         first_failure = _run_until_all_fit(run, report)
@@ -245,7 +247,7 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
         first_failure = first_failure or failed
         report.microbatch_size //= 2
         # A size counts rows of `slot_tokens`, so the token budget grows with it.
-        max_tokens = planned_tokens * report.microbatch_size // first_size
+        max_tokens = int(planned_tokens * report.microbatch_size // first_size)
         if max_tokens < longest_sample:  # a microbatch holds at least one sample
             raise _does_not_fit(run.state, first_failure, first_size, fitting_size=0)
         options = replace(options, max_tokens=max_tokens)
@@ -335,11 +337,10 @@ def _cut_again(
         return
     planner_rows = sampler.rows.of(np.array(samples))
     lengths = planner_rows.lengths
+    widths = padded_widths(lengths, options.width_multiple, planned.width)
     cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
     for rows in cut:  # indices in `samples`
-        longest = int(lengths[rows].max())
-        width = -(-longest // options.width_multiple) * options.width_multiple
-        yield [samples[row] for row in rows], width
+        yield [samples[row] for row in rows], int(widths[rows].max())
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
@@ -418,7 +419,7 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     return in_order
 
 
-def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
+def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
     """Runs a candidate. Returns the bytes at its peak, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -461,7 +462,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
         torch.stack(means).sum().backward()
 
 
-def _microbatches_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list[Batch]:
     """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
@@ -513,7 +514,8 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have.
 
-    A step with a small parameter shows how many bytes of state there are for each byte of a parameter.
+    A step with a small parameter shows how many bytes of state there are for each byte of a parameter. Returns 0 if
+    this step fails.
     """
     parameter_bytes = 0
     for group in optimizer.param_groups:
@@ -526,23 +528,25 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        vars(trial).setdefault(name, value)  # torch does not copy the attributes of subclasses
     trial.state = defaultdict(dict)
     trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
-    trial.step()
-    state_bytes = 0
-    for state_of_parameter in trial.state.values():
-        for value in state_of_parameter.values():
-            if isinstance(value, torch.Tensor):
-                state_bytes += value.nbytes
-    return parameter_bytes * state_bytes // small.nbytes
+    try:
+        # Not `trial.step`, because a scheduler replaces it by a function that steps the run's own optimizer.
+        type(trial).step(trial)
+    except Exception as error:  # of an optimizer of any class, such as LBFGS, which needs a closure
+        log.warning('Memory is rehearsed without the states of %s: %s', type(optimizer).__name__, error)
+        return 0
+    return parameter_bytes * bytes_of_states(trial) // small.nbytes
 
 
 def _does_not_fit(
     state: State,
     failed: Candidate,
-    size: int,
+    size: float,
     *,
-    fitting_size: int,
+    fitting_size: float,
 ) -> ConfigError:
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset

@@ -62,8 +62,7 @@ def suggested_microbatch(
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
     table = source_of(config).measure(dataset, processor)
-    memory_gib = config.microbatching.device_memory_gib or device_memory_gib(config)
-    smallest_memory_gib = min(dist.all_gather_object(memory_gib))
+    smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
     outcome: tuple[int, int] | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
@@ -165,10 +164,9 @@ def memory_of_run(
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
-    # A trace has no ranks. Of all that FSDP changes, it shows only the type of the gathered weights. If FSDP gathers
-    # them in half precision, the strategy of the trace is `fsdp`: the model computes with a copy of its weights in half
-    # precision. If FSDP gathers them in float32, autocast casts them as under DDP, so the strategy is `ddp`.
-    # _as_sharded() adds the other changes of FSDP.
+    # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
+    # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
+    # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
     sharding = _sharding(config)
     gathered_dtype = None
     if sharding is not None:
@@ -221,7 +219,7 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
     """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model.
 
     ``keeps_gathered`` is whether gathered weights stay from the forward to the backward. ``replicas`` is the number of
-    groups of ranks that each hold the model once.
+    groups of ranks that each hold the model once. ``mixed_precision`` is Composer's name of the types of FSDP.
     """
     if not config.is_sharded:
         return None
@@ -395,7 +393,12 @@ def runs_on_gpu(config: TrainConfig) -> bool:
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device in GiB; on CPU the host's memory divided by its ranks."""
+    """Returns the memory of this rank's device in GiB, as in the config or of this machine.
+
+    On CPU it is the host's memory divided by its ranks.
+    """
+    if config.microbatching.device_memory_gib is not None:
+        return config.microbatching.device_memory_gib
     if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')

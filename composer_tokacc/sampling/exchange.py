@@ -62,8 +62,8 @@ class ExchangingDataLoader(DataLoader):
         patches: Function that returns how many patches of a sample the vision encoder computes, for the prices of
             patches in `cost`. Default: only image tokens have a price.
         width_multiple: The same value as for ``token_data_spec``, because it widens the planned microbatches.
-        pin_memory: Whether to copy batches to page-locked memory. Done after the exchange, so torch's DataLoader does
-            not see it.
+        pin_memory: Whether to copy batches to page-locked memory, if there is a GPU. Done after the exchange, so
+            torch's DataLoader does not see it.
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` counts samples of one rank.
 
     Raises:
@@ -105,7 +105,7 @@ class ExchangingDataLoader(DataLoader):
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
-        self._pin = pin_memory
+        self._pin = pin_memory and torch.cuda.is_available()
         self._image_token_ids = torch.tensor(list(image_token_ids))
         if max_image_tokens is not None and not len(self._image_token_ids):
             raise InvalidInputError(
@@ -149,7 +149,7 @@ class ExchangingDataLoader(DataLoader):
             to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            # They are numbers of the samples in this step, not indices in the dataset. They would tell a user nothing.
+            # The numbers of samples in this step are not indices in the dataset, so a message must not show them.
             batch.indices = None
             if self._pin:
                 batch = batch.pin_memory()

@@ -138,8 +138,8 @@ class GlobalBatches:
         media: Modality of each sample, int64 (n,), for global batches of one modality each. Only used with a mixture.
 
     Raises:
-        ValueError: If an epoch cannot fill a global batch with `drop_last`, a sample has more than `tokens` tokens, or
-            two arguments exclude each other.
+        ValueError: If the first epoch cannot fill a global batch with `drop_last`, a sample has more than `tokens`
+            tokens, or two arguments exclude each other.
     """
 
     def __init__(
@@ -284,9 +284,10 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if an epoch, or one modality of it, is too small to fill a global batch.
+        """Raises ValueError if the first epoch, or by tokens one modality of it, is too small to fill a global batch.
 
-        `drop_last` would then leave it without any global batch.
+        `drop_last` would then leave it without any global batch. By tokens, a later epoch of a mixture may still be too
+        small if it has other samples than the first.
         """
         if self._schedule is None:
             option = 'global_batch_tokens'
@@ -299,7 +300,7 @@ class GlobalBatches:
         else:
             option = 'global_batch_size'
             unit = 'samples'
-            # Here it is enough that all samples fill one. A modality with fewer samples goes on in the next epoch.
+            # Modalities are not checked by themselves: one that fills no global batch now goes on in the next epoch.
             size = max(self.sizes)
             available = len(self._lengths)
             if self._mixture is not None:

@@ -78,10 +78,9 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset has collated the batches already, so this function has nothing to collate. It wraps them if they
-        # must be pinned, and `__iter__` unwraps them. Otherwise they stay as they are, because accelerate skips batches
-        # with a plain DataLoader that it makes from the attributes of this one, and that would not unwrap them. So
-        # accelerate cannot skip batches with `pin_memory`.
+        # The dataset returns collated batches, so nothing is left to collate. Only batches that must be pinned are
+        # wrapped, and `__iter__` unwraps them. To skip batches, accelerate copies the attributes of this loader to a
+        # plain DataLoader, which unwraps nothing. So accelerate cannot skip batches with `pin_memory`.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         self._resume_at = (0, 0)

@@ -49,8 +49,8 @@ class Mixture:
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        # The order of an epoch is held in memory, so `epochs` must not become huge. `weights` do not make it longer.
-        # Their limit only lies far above any useful value.
+        # The order of an epoch is held in memory, so `epochs` must not be huge. `weights` do not make it longer. Their
+        # limit is only far above any useful value.
         _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
         _check_rates('weights', self.weights, len(sizes), highest=1e9)
 

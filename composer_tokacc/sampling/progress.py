@@ -36,7 +36,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._iterators: list[_ReadingIterator] = []
-        """All iterators that may hold the place. The last in the list has begun, or yielded a batch, last."""
+        """All iterators that may hold the place. The one that began or yielded a batch most recently comes last."""
 
     @property
     def has_reading_iterator(self) -> bool:

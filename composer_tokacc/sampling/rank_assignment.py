@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, padding_side, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, common_padding_side, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
@@ -121,7 +121,7 @@ def collate(
         batch = _as_mapping(collate_fn(samples_of_microbatch))
         _check_rows(batch, len(indices))
         collated.append(batch)
-    side = _common_padding_side(collated) if options.width_multiple > 1 else None
+    side = common_padding_side(collated) if options.width_multiple > 1 else None
     microbatches: list[Batch] = []
     for number, batch in enumerate(collated):
         # To the planned width, which is not rounded up beyond the budget.
@@ -139,13 +139,6 @@ def _as_mapping(batch: Any) -> dict[str, Any]:
     if not hasattr(batch, 'keys'):
         raise InvalidInputError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
     return dict(batch)
-
-
-def _common_padding_side(batches: Sequence[Batch]) -> str:
-    """Returns the side on which the collator pads. A microbatch without padding does not show it."""
-    with_text = [batch for batch in batches if isinstance(batch.get('input_ids'), torch.Tensor)]
-    is_left = any(padding_side(batch) == 'left' for batch in with_text)
-    return 'left' if is_left else 'right'
 
 
 def _check_rows(batch: Batch, num_samples: int) -> None:

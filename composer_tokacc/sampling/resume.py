@@ -14,7 +14,6 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import reproducibility
 
-from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 
 
@@ -70,14 +69,8 @@ class RestoreRandomState(Callback):
         state: dict[str, Any],
     ) -> None:
         """Keeps the saved generators until the first batch."""
-        try:
-            saved = json.loads(state['generators'])
-            self._saved = [_restored(entries) for entries in saved]
-        except (TypeError, ValueError, LookupError) as error:
-            raise InvalidInputError(
-                f'`state` must have the `generators` that `state_dict` of the same class returned, got: {state!r:.80}. '
-                'Load the state of a whole checkpoint.'
-            ) from error
+        saved = json.loads(state['generators'])
+        self._saved = [_restored(entries) for entries in saved]
 
     def before_dataloader(
         self,

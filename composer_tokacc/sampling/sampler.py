@@ -71,7 +71,9 @@ class RegroupingBatchSampler(DistributedSampler):
     :meth:`state_dict` returns the place of the run: the epoch, and the number of the next global batch. If several
     iterators read the epoch, the place is that of the furthest one. So ``next(iter(sampler))``, a look at a batch, does
     not change the place of a run that has read more. After :meth:`load_state_dict` or :meth:`skip_to` every iteration
-    of the epoch starts at the place that was set, until one reaches the end of the epoch.
+    of the epoch starts at the place that was set, until one reaches the end of the epoch. The workers of a plain
+    DataLoader read ahead, so with them the place is right after the last batch that a worker was given, and a loop that
+    resumes there leaves batches out. RegroupingDataLoader has the place of the run.
 
     Args:
         dataset: Map-style dataset.
@@ -143,13 +145,12 @@ class RegroupingBatchSampler(DistributedSampler):
             rank = get_global_rank()
         num_samples = length_of(dataset)
         check_count('num_replicas', num_replicas)
-        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
-        # Of torch's class: the samples that all ranks read. By it Composer tells in an evaluation whether ranks repeat
-        # samples, and leaves out the last one of such ranks. Here no sample is repeated.
+        # In torch's class this number counts repeated samples, too. Composer's evaluation drops as many samples as it
+        # exceeds the dataset by. Here no sample is repeated.
         self.total_size = num_samples
         # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
@@ -203,17 +204,17 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """The global batch at which the iterator of a loader starts. None while no RegroupingDataLoader makes one.
+        """The global batch at which a RegroupingDataLoader starts.
 
-        An attribute, because torch calls ``iter(sampler)`` without arguments. The sampler does not note the progress of
-        such an iterator, because the workers of the loader read ahead. The loader notes the batches that it yields.
+        The loader sets it only while torch calls ``iter(sampler)``, which has no arguments. The sampler does not note
+        the progress of that iterator, because the workers read ahead. The loader notes the batches that it yields.
         """
         self.progress = Progress()
-        self._epoch_of_comparison: int | None = None
+        self._epoch_of_witnesses: int | None = None
         """The first epoch that is iterated. With its first batch all ranks read the same two samples, the witnesses.
 
-        If ranks read different ones, their datasets list the samples in different orders, and the step is refused. One
-        comparison is enough, because a dataset does not change its order during a run.
+        If the ranks get different ones, their datasets list the samples in different orders, and the step is refused.
+        Once is enough, because a dataset does not change its order during a run.
         """
 
     def __len__(self) -> int:
@@ -241,8 +242,8 @@ class RegroupingBatchSampler(DistributedSampler):
 
         For the iterator of a RegroupingDataLoader it begins at `start_of_loader` instead.
         """
-        if self._epoch_of_comparison is None:
-            self._epoch_of_comparison = self.epoch
+        if self._epoch_of_witnesses is None:
+            self._epoch_of_witnesses = self.epoch
         if self.start_of_loader is not None:
             return self._assignments(self.epoch, self.start_of_loader)
         first = self.first_batch
@@ -252,7 +253,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)
-        needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_comparison
+        needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
                 # The first and the last sample of the dataset, in every epoch. So the digest is the same on a rank that
@@ -309,16 +310,6 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
-        # Earlier versions saved a single size as a schedule of one stage.
-        size = identity.get('global_batch_size')
-        if state.get('global_batch_size') == [['0ba', size]]:
-            state = {**state, 'global_batch_size': size}
-        # Earlier versions did not save these two.
-        not_saved_before = {
-            'checksum_of_media': identity.get('checksum_of_media'),
-            'sizes': identity.get('sizes'),
-        }
-        state = {**not_saved_before, **state}
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
             # A key that only one of the two has is a difference, too: the other one yields None.
@@ -455,7 +446,10 @@ def prefetch(
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # Not `shutdown(cancel_futures=True)`, which fails if the generator is collected while the interpreter ends.
+        for future in waiting:
+            future.cancel()
+        pool.shutdown(wait=True)
 
 
 def length_of(dataset: object) -> int:

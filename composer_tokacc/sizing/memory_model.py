@@ -32,7 +32,7 @@ GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
 of the device free, which covers a smaller error."""
-CALIBRATION_VERSION = 6
+CALIBRATION_VERSION = 7
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
 # For each part of a microbatch (`TRACKED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
@@ -158,6 +158,16 @@ def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(bytes_of_storages.values())
 
 
+def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes of the states that an optimizer has by now."""
+    num_bytes = 0
+    for state_of_parameter in optimizer.state.values():
+        for value in state_of_parameter.values():
+            if isinstance(value, torch.Tensor):
+                num_bytes += value.nbytes
+    return num_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationFit:
     """Bytes of the activations of each part, as a sum of coefficients times sizes of the microbatch.
@@ -198,7 +208,7 @@ def fit_activations(
     measured: Sequence[Mapping[str, int]],
     *,
     area: str,
-    peaks: np.ndarray | None = None,
+    peaks: np.ndarray,
 ) -> ActivationFit:
     """Fits the measured bytes of several microbatches in one phase of a step, part by part.
 
@@ -207,7 +217,7 @@ def fit_activations(
         measured: Bytes by part of each microbatch, in this phase.
         area: See :class:`ActivationFit`.
         peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
-            them. Default: the bytes in this phase.
+            them.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
@@ -232,8 +242,6 @@ def fit_activations(
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)
-    if peaks is None:
-        peaks = totals
     relative_errors = (predicted - totals) / peaks
     residual = np.abs(relative_errors).max()
     return replace(fit, residual=float(residual))

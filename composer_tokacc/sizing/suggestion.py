@@ -44,9 +44,9 @@ name in ``MemoryModel.terms``. The term of the inputs shrinks, too, but never li
 class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
-    A sample that is over a cap of a microbatch by itself is computed alone. That microbatch may need more memory than
-    the worst shape here, see ``_heaviest_shape``. Yet such samples are not left out of ``table``: the longest length
-    and the largest shares are those of all samples.
+    A sample that is over a cap of a microbatch by itself is computed alone, and may need more memory than the worst
+    shape here: see ``_heaviest_shape``. The longest length and the largest shares are those of all samples, such ones
+    included.
     """
 
     memory: MemoryModel

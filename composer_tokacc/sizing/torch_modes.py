@@ -3,8 +3,9 @@
 
 """Modes of torch in which a model runs with fake tensors: they have a size but take no memory.
 
-:class:`RealInputs` computes with the real batch, so that a model can branch on its values. :class:`CudaAutocast` gives
-tensors the types that they have on a GPU. :class:`MemoryTracker` counts their bytes, part by part.
+:class:`RealInputs` computes with the real batch, so that a model can branch on its values. :class:`OnesForValues` lets
+an optimizer read values. :class:`CudaAutocast` gives tensors the types that they have on a GPU. :class:`MemoryTracker`
+counts their bytes, part by part.
 """
 
 from __future__ import annotations
@@ -119,6 +120,19 @@ def _without_masks(indices: Sequence[object]) -> list[object]:
         else:
             positions.append(index)
     return positions
+
+
+class OnesForValues(TorchDispatchMode):
+    """Returns 1 if code reads the value of a fake tensor, as ``item()`` does.
+
+    It is for the steps of optimizers such as Adafactor, which scale by norms that they read. Their memory does not
+    depend on these values. A model might take a wrong branch.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1
+        return func(*args, **(kwargs or {}))
 
 
 class CudaAutocast(TorchFunctionMode):

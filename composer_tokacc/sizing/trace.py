@@ -36,12 +36,13 @@ from composer_tokacc.sizing.memory_model import (
     MemoryModel,
     StaticBytes,
     activation_bytes,
+    bytes_of_states,
     fit_activations,
     relative_fit,
     warning_of_residual,
 )
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches, with_spaced_labels
-from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, RealInputs, SharedFakeMode
+from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, OnesForValues, RealInputs, SharedFakeMode
 
 log = logging.getLogger(__name__)
 
@@ -223,16 +224,19 @@ class TracedStep:
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Enters the modes of a step. Raises an `InvalidInputError` if the code inside cannot run with fake tensors."""
+        """Enters the modes of a step.
+
+        Raises ValueError if the code inside, of the model or of the optimizer, cannot run with fake tensors.
+        """
         try:
             with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
             first_line = str(error).partition('\n')[0]
             raise InvalidInputError(
-                f'{type(self.model).__name__} cannot be traced with fake tensors: {type(error).__name__}, '
-                f'{first_line}. A common reason is control flow that depends on values of the weights. '
-                'Set the microbatch size yourself.'
+                f'A step of {type(self.model).__name__} cannot be traced with fake tensors: {type(error).__name__}, '
+                f'{first_line}. A common reason is control flow, of the model or of the optimizer, that depends on '
+                'values of the weights. Set the microbatch size yourself.'
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
@@ -246,13 +250,9 @@ class TracedStep:
                 group['foreach'] = True
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
-        with self._tracked():
+        with self._tracked(), OnesForValues():
             optimizer.step()
-        state_bytes = 0
-        for state_of_parameter in optimizer.state.values():
-            for value in state_of_parameter.values():
-                if isinstance(value, torch.Tensor):
-                    state_bytes += value.nbytes
+        state_bytes = bytes_of_states(optimizer)
         # The peak holds the new states, too.
         step_bytes = sum(self._tracker.peak.values()) - bytes_before - state_bytes
         compute_dtype = self._autocast_dtype or next(self.model.parameters()).dtype
@@ -355,14 +355,14 @@ def _traced_memory(
         area = 'never'
     pixel_ratios = []  # bytes of pixels for one image token
     for peaks in measured:
-        image_tokens = max(peaks.shape.image_tokens, 1)
-        pixel_ratios.append(peaks.shape.pixel_bytes / image_tokens)
+        if peaks.shape.image_tokens > 0:
+            pixel_ratios.append(peaks.shape.pixel_bytes / peaks.shape.image_tokens)
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
         strategy=step.strategy,
         logits=logits,
-        pixel_bytes_per_image_token=max(pixel_ratios),
+        pixel_bytes_per_image_token=max(pixel_ratios, default=0.0),
     )
 
 

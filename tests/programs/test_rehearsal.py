@@ -22,7 +22,15 @@ from composer.devices import DeviceCPU
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.rehearsal import Candidate, PlannedRun, Rehearsal, _in_order, _plans_left, rehearse
+from composer_tokacc.programs.rehearsal import (
+    Candidate,
+    PlannedRun,
+    Rehearsal,
+    _in_order,
+    _plans_left,
+    _state_bytes,
+    rehearse,
+)
 from composer_tokacc.sizing import BatchShape
 from tests.support.exactness import loss_tokens
 from tests.support.launch import launch_json
@@ -264,6 +272,46 @@ def test_fixed_size_too_large_is_refused():
         rehearse(state_of_trainer(spec, Limited(2 * LONGEST), auto=False))
     with pytest.raises(ConfigError, match=r'samples .* No smaller size fits either'):
         rehearse(state_of_trainer(spec, Limited(3), auto=False))
+
+
+def test_size_below_one_slot():
+    loader = regrouping_loader(LengthDataset(60), global_batch_size=12, max_tokens=4 * LONGEST, num_replicas=1, rank=0)
+    spec = token_data_spec(loader, slot_tokens=8 * LONGEST)
+    report = rehearse(state_of_trainer(spec, Limited(4 * LONGEST), size=0.5))
+    assert report.microbatch_size == 0.5
+    with pytest.raises(ConfigError, match=r'got: 0.5. One of step \d+ does not fit'):
+        rehearse(state_of_trainer(spec, Limited(2 * LONGEST), size=0.5))
+
+
+class Lion(torch.optim.Optimizer):
+    """Has an attribute of its own, and a state of the size of its parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {'lr': 0.1})
+        self.is_decoupled = True
+
+    def step(self, closure=None):
+        assert self.is_decoupled
+        for parameter in self.param_groups[0]['params']:
+            self.state[parameter]['momentum'] = torch.zeros_like(parameter)
+
+
+@pytest.mark.parametrize(
+    ('optimizer_class', 'state_bytes', 'warning'),
+    [
+        (Lion, 4 * 1000, ''),
+        (torch.optim.AdamW, 2 * 4 * 1000, ''),
+        # Its step needs a closure.
+        (torch.optim.LBFGS, 0, 'without the states of LBFGS'),
+    ],
+)
+def test_states_of_optimizers(optimizer_class, state_bytes, warning, caplog):
+    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(10, 100))])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert _state_bytes(optimizer) == pytest.approx(state_bytes, rel=1e-3)
+    assert not optimizer.state
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
 
 
 def test_resumed_run_rehearses_what_is_left():

@@ -58,6 +58,11 @@ def test_patches_decide_the_encoder_cost(monkeypatch):
     assert rows.vision_cost.tolist() == [2.0 + 5.0 * length for length in rows.lengths]
 
 
+def test_pinning_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert len(list(build(8, pin_memory=True))) == 1
+
+
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
     """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""

@@ -14,7 +14,12 @@ import torch
 
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing import BatchShape, MemoryModel, StaticBytes, load_or_calibrate
-from composer_tokacc.sizing.memory_model import fit_activations, non_negative_fit
+from composer_tokacc.sizing.memory_model import (
+    ActivationFit,
+    activation_bytes,
+    fit_activations,
+    non_negative_fit,
+)
 from composer_tokacc.sizing.shapes import batch_of_width
 from tests.support.families import FAMILIES
 from tests.support.text import text_row
@@ -26,6 +31,11 @@ SHAPES = [
     BatchShape(rows=3, width=180, image_tokens=0),
     BatchShape(rows=2, width=300, image_tokens=400, pixel_bytes=4000),
 ]
+
+
+def fit_phase(measured: list[dict[str, float]], area: str) -> ActivationFit:
+    """Returns the fit of the only phase of a step."""
+    return fit_activations(SHAPES, measured, area=area, peaks=activation_bytes(measured))
 
 
 def test_columns_of_very_different_size() -> None:
@@ -53,7 +63,7 @@ def test_exact_measurements_are_fitted_exactly() -> None:
             'weights': 5000,
         }
 
-    fit = fit_activations(SHAPES, [bytes_of(shape) for shape in SHAPES], area='padded')
+    fit = fit_phase([bytes_of(shape) for shape in SHAPES], area='padded')
     assert fit.residual < 1e-9
     unseen = BatchShape(rows=7, width=64, image_tokens=10, pixel_bytes=100)
     assert fit.predict(unseen) == pytest.approx(bytes_of(unseen))
@@ -61,12 +71,12 @@ def test_exact_measurements_are_fitted_exactly() -> None:
 
 def test_residual_tells_a_bad_fit() -> None:
     measured = [{'text': shape.tokens**3} for shape in SHAPES]  # no term grows like this
-    assert fit_activations(SHAPES, measured, area='never').residual > 0.05
+    assert fit_phase(measured, area='never').residual > 0.05
 
 
 def test_area_counts_if_attention_holds_it() -> None:
     measured = [{'text': shape.area} for shape in SHAPES]
-    fit = fit_activations(SHAPES, measured, area='padded')
+    fit = fit_phase(measured, area='padded')
     for_padded = fit.predict(BatchShape(rows=2, width=50))
     for_unpadded = fit.predict(BatchShape(rows=2, width=50, is_padded=False))
     assert for_padded['text'] == pytest.approx(5000)
@@ -112,7 +122,7 @@ MEMORY = MemoryModel(
         trained_outside=2,
         compute_bytes=4,
     ),
-    phases={'head': fit_activations(SHAPES, [{'text': shape.tokens} for shape in SHAPES], area='never')},
+    phases={'head': fit_phase([{'text': shape.tokens} for shape in SHAPES], area='never')},
 )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 from benchmarks.models import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, StaticBytes, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
-from composer_tokacc.sizing.trace import TracedStep
+from composer_tokacc.sizing.trace import MicrobatchPeaks, TracedStep, _traced_memory
 
 HIDDEN = 64
 INNER = 96
@@ -94,6 +95,41 @@ def test_frozen_parts_have_no_gradient() -> None:
     assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
     assert static.trained_outside == static.outside - frozen
     assert static.trained_block == static.block
+
+
+class ScaledByNorm(torch.optim.Optimizer):
+    """Reads a norm, as Adafactor does. Its state has a number for each row of a weight."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group['params']:
+                norm = parameter.grad.norm().item()
+                self.state[parameter]['rows'] = parameter.new_zeros(len(parameter))
+                parameter.sub_(parameter.grad / max(1.0, norm))
+
+
+def test_optimizer_that_reads_values() -> None:
+    config = small_config()
+    static = TracedStep(builder(config), made_up_sample(config, 10), make_optimizer=ScaledByNorm).static
+    rows_of_block = 4 * HIDDEN + (2 * INNER + HIDDEN) + 2 * HIDDEN
+    assert static.optimizer == 4 * (LAYERS * rows_of_block + 2 * VOCABULARY + HIDDEN)
+
+
+def test_pixels_of_text_do_not_count() -> None:
+    """Token weights are floats, as pixels are."""
+    text = BatchShape(rows=1, width=1024, pixel_bytes=4096)
+    image = BatchShape(rows=1, width=1024, image_tokens=16, pixel_bytes=12288)
+    bytes_of_parts = {'text': 1000, 'logits': 10, 'vision': 10, 'weights': 0}
+    peaks = [MicrobatchPeaks(shape, {'blocks': bytes_of_parts}) for shape in (text, image)]
+    step = SimpleNamespace(
+        measure=dict(enumerate(peaks)).get, static=None, strategy='ddp', model=SimpleNamespace(config=small_config())
+    )
+    memory = _traced_memory(lambda first, logits: step, [0, 1], 'all', has_mask=True)
+    assert memory.pixel_bytes_per_image_token == 12288 / 16
 
 
 def test_ranks_share_what_fsdp_shards(static: StaticBytes) -> None:

@@ -34,7 +34,7 @@ from composer_tokacc.counting import count_tokens
 from composer_tokacc.data import ConversationEncoder, LengthTable, VisionLanguageCollator, length_table
 from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
-from composer_tokacc.sampling import LossShares, Mixture, RestoreRandomState
+from composer_tokacc.sampling import LossShares, Mixture
 from tests.data.chat_processors import small
 from tests.support.text import collate, next_token_loss, one_layer_model, text_rows
 from tests.support.training import loader, train
@@ -236,11 +236,10 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),
         '`dataset`',
     ),
-    'a rank above the number of replicas': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
+    'a rank above the number of replicas': (lambda: sampler(num_replicas=2, rank=5), 'Invalid rank 5'),
     'lengths in a tensor': (plan(torch.tensor([3, 4])), WORKS),
     'rows selected by booleans': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
     'weights of None': (lambda: step_loss_weights(None), '`microbatches`'),
-    'random numbers that are no JSON': (loading_state(RestoreRandomState(), {'generators': 'no JSON'}), 'generators'),
     'a batch without labels': (step(without('labels')), 'labels'),
     'a batch without ids': (step(without('input_ids')), 'input_ids'),
     'numbers of images that are text': (step_with(num_images=['a', 'b', 'c']), 'num_images'),
