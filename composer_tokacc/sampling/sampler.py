@@ -310,6 +310,16 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
+        # Earlier versions saved a single size as a schedule of one stage.
+        size = identity.get('global_batch_size')
+        if state.get('global_batch_size') == [['0ba', size]]:
+            state = {**state, 'global_batch_size': size}
+        # Earlier versions did not save these two.
+        not_saved_before = {
+            'checksum_of_media': identity.get('checksum_of_media'),
+            'sizes': identity.get('sizes'),
+        }
+        state = {**not_saved_before, **state}
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
             # A key that only one of the two has is a difference, too: the other one yields None.

@@ -272,6 +272,16 @@ def test_state_of_other_windows_is_refused(saved, resumed, message):
         sampler.load_state_dict(state)
 
 
+def test_state_of_earlier_version_continues():
+    """Earlier versions saved neither the sizes of a mixture nor a checksum of the modalities."""
+    sampler = build_sampler(np.arange(1, 41), global_batch_size=8, modality='per_step', media=[0, 1] * 20)
+    state = {**sampler.state_dict(), 'batch': 3}
+    sampler.load_state_dict(
+        {name: value for name, value in state.items() if name not in ('sizes', 'checksum_of_media')}
+    )
+    assert sampler.state_dict() == state
+
+
 def test_lengths_do_not_matter_without_tokens():
     saved = build_sampler(np.arange(1, 41), global_batch_size=RISING)
     resumed = build_sampler(OTHER_LENGTHS, global_batch_size=RISING)
@@ -279,14 +289,17 @@ def test_lengths_do_not_matter_without_tokens():
 
 
 def test_saved_schedule_of_one_stage():
-    """Such a schedule is saved as its size."""
+    """Such a schedule is saved as its size. Earlier versions saved a list."""
     lengths = np.arange(1, 41)
     for stages in (8, [(0, 8)], [('0tok', 8)], OmegaConf.create([[0, 8]])):
         sampler = build_sampler(lengths, global_batch_size=stages)
         state = sampler.state_dict()
         assert state['global_batch_size'] == 8
-        sampler.load_state_dict({**state, 'batch': 3})
-        assert sampler.state_dict() == {**state, 'batch': 3}
+        for saved_size in (8, [['0ba', 8]]):
+            sampler.load_state_dict({**state, 'global_batch_size': saved_size, 'batch': 3})
+            assert sampler.state_dict() == {**state, 'batch': 3}
+        with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
+            sampler.load_state_dict({**state, 'global_batch_size': [['0ba', 16]]})
 
 
 @pytest.mark.parametrize(
