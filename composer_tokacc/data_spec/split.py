@@ -62,7 +62,8 @@ class MicrobatchSplit:
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
-        layout: How tensors belong to rows. None: the model's own layout, as soon as the model is known.
+        layout: How tensors belong to rows: the user's layout, or that of ``model=``. None: the algorithm gives the
+            layout of its model. Without an algorithm it is inferred from each batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -76,7 +77,8 @@ class MicrobatchSplit:
     ) -> None:
         self.dataloader = dataloader
         self.options = options
-        self.users_layout = layout
+        self.fixed_layout = layout
+        """The layout of the arguments. It holds for every model and batch."""
         self.layout = layout
         self.rules = RULES_WITHOUT_CHECK
         """How rows are cut. After a fit they stay, to be read, until another batch is split."""
@@ -103,11 +105,11 @@ class MicrobatchSplit:
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout`` is the layout of the model; None: the user's, if there is one.
+        ``layout`` is the layout of the model; None: the one of the arguments, if there is one.
         """
         self.stop()
         self._model = model
-        self.layout = layout or self.users_layout
+        self.layout = layout or self.fixed_layout
         self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
@@ -118,7 +120,7 @@ class MicrobatchSplit:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
         self._restore_attention()
         self._model = None
-        self.layout = self.users_layout
+        self.layout = self.fixed_layout
         self.checked = False
         self.reduces_once = False
         self.step = None
@@ -187,8 +189,8 @@ class MicrobatchSplit:
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.
 
-        If rows may be packed, it first yields packing as in the earlier rules, or else by documents. If the run must
-        pack, packing by positions is the last resort. Otherwise the rows are padded.
+        If rows may be packed, packing comes first: as in the earlier rules, or by documents if these do not pack. Then
+        a run that must pack tries packing by positions, unless the earlier rules pack. Any other run tries padding.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
@@ -338,8 +340,8 @@ class MicrobatchSplit:
             return 'rows are padded on both sides'
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return 'a pad predicts a label'
-        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may
-        # have no padding, and then its side is 'right'.
+        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. If that one has
+        # no padding, its side is 'right', but the policy for 'left' is asked for.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return None if self.rules.policy(as_padded_left) == 'trim' else padding_matters
@@ -408,7 +410,7 @@ class MicrobatchSplit:
     #
     # FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP
     # waits for gradients when it reduces them. In most runs it reduces only in the last microbatch, where
-    # `ReductionWatch` gives it zeros.
+    # `ReductionWatch` (algorithm/reduction.py) gives it zeros.
 
     def _dummy_rows(self, facts_of_batches: Sequence[RowFacts]) -> DummyRows:
         """Returns the dummy rows for microbatches without media; with several ranks a collective."""
@@ -614,12 +616,13 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
+    """Returns the layout of the arguments, else that of the model, else the one that the batches imply.
 
-    Returns None if it does not tell rows apart. A collective.
+    Returns None if there is no split and the layout cannot select rows of this rank's batch.
+    A collective if the model has no config.
     """
-    if split is not None and split.users_layout is not None:
-        return split.users_layout
+    if split is not None and split.fixed_layout is not None:
+        return split.fixed_layout
     try:
         layout = BatchLayout.for_model(state.model)
     except TypeError:
