@@ -45,9 +45,9 @@ PREFIX = 'documents_'
 LARGEST_HEAD = 256
 """Largest head size of the kernels for half precision, see :func:`_half_kernel`. They also need a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments that the SDPA attention of Transformers does not ignore, but that :func:`_attend_at_once` lacks. SDPA adds
-the first to the scores and refuses the second. It ignores other arguments such as ``sliding_window``: the mask says
-the same."""
+"""Arguments that :func:`_attend_at_once` lacks, and that the SDPA attention of Transformers does not ignore. SDPA adds
+the first to the scores, and refuses the second. Both ignore further ones, such as ``sliding_window``, because the mask
+says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
@@ -346,10 +346,11 @@ def _is_replacement(function: HostFunction) -> bool:
 def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
     """Yields layers that would mix documents: the innermost modules that take a mask and ``states_name``.
 
-    They have a state or a convolution, or are embeddings that look at the mask. Attention modules (``is_causal``) are
-    left out: they receive :class:`_Documents`, and ``torch.compile`` can compile them. So are decoder layers, because
-    their attention takes a mask, too, and is further in. Models, and wrappers of models such as PEFT's, are left out
-    too, although they take ids and a mask.
+    They have a state or a convolution, or are embeddings that look at the mask. Left out are:
+
+    - attention modules (``is_causal``), which receive :class:`_Documents` and which ``torch.compile`` can compile;
+    - decoder layers, which hold an attention module that takes a mask;
+    - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
     from transformers import PreTrainedModel
 

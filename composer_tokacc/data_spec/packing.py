@@ -44,7 +44,8 @@ def pack_rows(
         layout: How the tensors of the batch belong to its rows.
         batch: The rows. They must not have holes, which are positions without attention between attended ones. The
             counts in the batch name the loss rule. A batch without counts is packed by a rule that shifts.
-        attention: The changed attention of the model. None: one that takes packed masks and counts positions from 0.
+        attention: The changed attention of the model. None (in tests): one that takes packed masks and counts positions
+            from 0.
 
     Returns:
         ``input_ids``, ``labels`` and all other tensors along the text ``(1, total)``. ``position_ids`` restart with
@@ -60,8 +61,7 @@ def pack_rows(
     real = real_positions(batch)
     _check_rows(batch, real, is_shifted=is_shifted)
     if not bool(real.any()):
-        # A microbatch without any token, such as an empty one that keeps ranks in step, keeps one pad: the model cannot
-        # compute a row without tokens.
+        # If all rows are empty, one pad stays, because the model cannot compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
     packed: BatchDict = {}
