@@ -38,7 +38,8 @@ POLICIES = {
 }
 """The values that a field of :class:`CutRules` may have, cheapest first."""
 NOT_SHOWN = sys.maxsize
-"""Width of a policy that no check has shown on any row. Such a policy is applied to rows of any width."""
+"""Width of a policy that no check has shown on any row: ``'keep'``, or what a run without the check trims. It holds for
+rows of any width."""
 SETTINGS_OF_CAPS = {
     'tokens': '`device_train_microbatch_size` x `slot_tokens`',
     'image_tokens': '`max_image_tokens`',
@@ -92,7 +93,7 @@ class CutRules:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
 
         Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
-        has not tried to trim rows on the left.
+        has not tried to trim rows on the left. If ``'keep'`` has a width, trimming was tried and has failed.
         """
         name = _left_policy_name(facts)
         policy = getattr(self, name)
@@ -126,9 +127,9 @@ class CutRules:
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        The check calls it if it has accepted these rules without trimming any row. Then ``'trim'`` and ``'shift'`` were
-        not tried, and the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or it was the
-        earlier policy.
+        For the check, if it has accepted these rules on rows of which none was trimmed. That shows nothing about
+        ``'trim'`` and ``'shift'``, so the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or
+        it was the earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
