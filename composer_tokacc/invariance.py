@@ -175,9 +175,9 @@ def compare_cuts(
     cases = []
     written_here: set[str] = set()
     for padding in padding_sides:
-        with written_buffers() as names:
+        with written_buffers() as written_by_reference:
             expected = reference(padding)
-        written_here |= names
+        written_here |= written_by_reference
         for cut in cuts(padding):
             case = InvarianceCase.from_gradients(
                 cut.gradients(),
@@ -338,7 +338,7 @@ def verify_invariance(
 
     report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
     num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
-    # Of one labelled row on each rank the gradient is that of all rows.
+    # If each rank has only one row with labels, the gradient of these rows is already that of all rows.
     can_tell = num_labelled > len(rows_by_rank)
     if can_tell and all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
