@@ -124,7 +124,10 @@ class CountingDataSpec(DataSpec):
     def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
         """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
         if not is_counted(batch):
-            if self._model is not None and torch.is_grad_enabled():
+            # Without a check the split refuses to pack rows. Packing needs the algorithm, because nothing else gives
+            # the model its own attention back at the end of a fit.
+            may_pack = bool(self._split.options.packing)
+            if self._model is not None and torch.is_grad_enabled() and not may_pack:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
                 batch = with_counts(batch, self._loss_rule)

@@ -14,7 +14,7 @@ from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_rows
-from tests.support.training import assert_exact, fit, hugging_face, loader, relative_error
+from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,15 @@ def test_leak_between_documents_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize('packing', [True, 'auto'])
-def test_packing_without_the_algorithm_is_refused(packing):
+@pytest.mark.parametrize('options', [{}, COMPOSERS_FLAG])
+def test_packing_without_the_algorithm_is_refused(packing, options):
+    """With Composer's flag the DataSpec knows the model. It must not change the model's attention, nor its cache."""
+    model = hugging_face(one_layer_model())
+    config_before = model.config.to_dict()
+    data = token_data_spec(loader(ragged_batch(ONE_UNLABELLED)), model=model if options else None, packing=packing)
     with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation'):
-        fit(one_layer_model(), ragged_batch(ONE_UNLABELLED), packing=packing, algorithms=[])
+        fit(model, data, algorithms=[], **options)
+    assert model.config.to_dict() == config_before
 
 
 def test_positions_of_the_batch_are_refused():
