@@ -13,6 +13,7 @@ functions at the end find the split and the layout of a loader.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ class MicrobatchSplit:
         """The loss rule of the model. The algorithm sets it for evaluation, and the DataSpec counts batches by it."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
+        self._planned_slot = 0
+        """Width of a slot by the plan of the loader, see :meth:`_note_plan`. 0: no batch was planned."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -111,6 +114,7 @@ class MicrobatchSplit:
         self._model = model
         self.layout = layout or self.fixed_layout
         self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
+        self._note_plan(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
@@ -175,9 +179,21 @@ class MicrobatchSplit:
         longest_row = max(lengths)  # a row over the budget is packed alone
         return max(largest_group, longest_row)
 
+    def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
+        """Notes the token budget of a loader that plans microbatches, as the width of a slot.
+
+        It is divided by the first microbatch size of a run. If memory runs out, Composer halves the size, and so
+        halves this budget.
+        """
+        if isinstance(batch, PreSplitBatch) and not self._planned_slot and microbatch_size > 0:
+            self._planned_slot = math.ceil(batch.max_tokens / microbatch_size)
+
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
-        width = self.options.slot_tokens or max(facts.width for facts in facts_of_batches)
+        width = self.options.slot_tokens
+        if width is None:
+            widest = max(facts.width for facts in facts_of_batches)
+            width = max(widest, self._planned_slot)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         return token_budget(microbatch_size, width + decoder_width)
 
@@ -264,6 +280,7 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
+        self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         if pre_split is not None:

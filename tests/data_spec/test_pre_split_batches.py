@@ -135,6 +135,20 @@ def test_too_large_microbatches_are_cut(size):
     assert small_enough['input_ids'] is batch.microbatches[2]['input_ids']
 
 
+def test_loader_gives_the_budget():
+    """Without ``slot_tokens`` a step of short rows is not cut again. Composer halves the size if memory runs out."""
+    spec = token_data_spec([], layout=BatchLayout(family=TEXT))
+    split_of(spec.dataloader).adopt(TRIM)
+    batch = pre_split([[5, 4, 4, 3], [3]])
+    assert_handed_on(spec.split_batch(batch, 2), batch)
+    halves = spec.split_batch(batch, 1)
+    for microbatch in halves:
+        assert microbatch['input_ids'].numel() <= CAP / 2
+    assert sorted(chain.from_iterable(names(halves))) == sorted(batch['names'])
+    wider = pre_split([[CAP + 1]])
+    assert_handed_on(spec.split_batch(wider, 1), wider)
+
+
 def test_longer_lengths_keep_the_cap():
     spec = spec_for()
     microbatches = spec.split_batch(pre_split([[9, 9, 9], [4, 4]]), 2)
