@@ -274,7 +274,7 @@ def verify_invariance(
         ValueError: If the rows prove nothing: fewer than two rows, the same number of labels in each, or different
             numbers of rows on the ranks. Also if the reference is zero or not finite, or if ``gradients`` does not
             depend on the rows that it gets.
-        TypeError: If the gradients of the reference are not a mapping of tensors by name.
+        TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:
         >>> import torch
@@ -315,13 +315,12 @@ def verify_invariance(
         return layout.concat(_joined(rows_by_rank), padding_side=padding)
 
     def reference_gradients(padding: str) -> Gradients:
-        batch = prepared(all_rows(padding))
         if reference is None:
-            return _cloned(gradients([batch]))
-        return _cloned(reference(batch))
+            return gradients_of([all_rows(padding)])
+        return _cloned(reference(prepared(all_rows(padding))))
 
     def gradients_of(microbatches: Sequence[Batch]) -> Gradients:
-        return gradients([prepared(microbatch) for microbatch in microbatches])
+        return _cloned(gradients([prepared(microbatch) for microbatch in microbatches]))
 
     def cuts(padding: str) -> Iterator[StepCut]:
         sizes = microbatch_sizes or DEFAULT_SIZES
@@ -342,7 +341,7 @@ def verify_invariance(
     can_tell = num_labelled > len(rows_by_rank)
     if can_tell and all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
-        of_all_rows = _cloned(gradients_of([all_rows('right')]))
+        of_all_rows = gradients_of([all_rows('right')])
         row = max(rows_of_rank, key=_labels_by_rule)
         error, _ = relative_error(gradients_of([row]), of_all_rows)
         if max(all_gather_object(error)) == 0:
@@ -355,11 +354,14 @@ def verify_invariance(
 
 def _cloned(gradients: Gradients) -> Gradients:
     """Returns copies, because the next step may write into the same tensors. Raises TypeError for anything else."""
-    is_mapping = isinstance(gradients, Mapping)
-    if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
-        raise TypeError(
-            f'`gradients` and `reference` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.'
-        )
+    if not isinstance(gradients, Mapping):
+        raise TypeError(f'`gradients` and `reference` must return tensors by name, got: {type(gradients).__name__}.')
+    for name, gradient in gradients.items():
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(
+                f'`gradients` and `reference` must return tensors, got: {gradient!r:.60} for `{name}`. Leave out '
+                'parameters without a gradient.'
+            )
     return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
 

@@ -203,6 +203,15 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
         verify_invariance(zero_gradients, text_rows(rows), **options)
 
 
+@pytest.mark.parametrize('options', [{}, {'reference': lambda batch: {'a': torch.ones(2)}}])
+@pytest.mark.parametrize(
+    ('gradients', 'message'), [({'a': torch.ones(2), 'frozen': None}, 'None for `frozen`'), (None, 'NoneType')]
+)
+def test_gradients_must_be_tensors(gradients, message, options):
+    with pytest.raises(TypeError, match=message):
+        verify_invariance(lambda microbatches: gradients, text_rows(ROWS), **options)
+
+
 @pytest.mark.slow
 def test_means_averaged_over_ranks_are_off():
     results = launch_json('tests/ranks/invariance.py', ranks=2)
