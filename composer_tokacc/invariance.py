@@ -139,7 +139,7 @@ class InvarianceReport:
             lines.append(self.note)
         verdict = 'exact' if self.is_exact else 'NOT exact'
         lines.append(
-            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.1e}'
         )
         return '\n'.join(lines)
 
