@@ -280,6 +280,8 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
+        if self.layout is None:
+            layout = _largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
         self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
@@ -632,6 +634,15 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
+def _largest_of_ranks(layout: BatchLayout) -> BatchLayout:
+    """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
+
+    A rank without media infers the layout of a text model, which has no entries.
+    """
+    layouts = all_gather_object(layout)
+    return max(layouts, key=lambda inferred: len(inferred.family.entries))
+
+
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """Returns the layout of the arguments, else that of the model, else the one that the batches imply.
 
@@ -643,9 +654,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
     try:
         layout = BatchLayout.for_model(state.model)
     except TypeError:
-        # The model has no config. A rank without media infers the layout of a text model, which has no entries.
-        layouts = all_gather_object(inferred_layout(microbatches_of(state.batch)))
-        layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
+        # The model has no config.
+        layout = _largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is None:
         # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries.
         try:

@@ -259,6 +259,20 @@ def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypa
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
 
 
+def test_text_rank_takes_the_layout_of_another(two_ranks, monkeypatch):
+    """Without a model each rank infers a layout from its own batch. Text does not show the entries of Mllama."""
+    case, layout = case_of('mllama')
+    batch = family_batch(case)
+    counts = layout.images_per_row(batch)
+    media_row = layout.select(batch, [counts.index(1)])
+    text = {key: batch[key][TEXT_ROWS] for key in ('input_ids', 'attention_mask', 'labels')}
+    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
+    monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, BatchLayout.infer(batch)])
+    receive(monkeypatch, media_row)
+    for microbatch in token_data_spec(loader(text)).split_batch(text, 1):
+        assert num_samples(microbatch) < len(microbatch['input_ids']) == len(microbatch['cross_attention_mask'])
+
+
 def test_packed_rows_are_not_halved_needlessly(two_ranks):
     """The packed text rows leave room for a dummy image row. Padded to its length they would not."""
     case, layout = case_of('llava')
