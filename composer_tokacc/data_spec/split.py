@@ -285,12 +285,14 @@ class MicrobatchSplit:
         self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
-        if pre_split is not None:
-            why_joined = self._why_joined(facts_of_batches)
-            if why_joined is not None:
-                self._log_once(log.info, 'The microbatches of the loader are joined and cut again: %s.', why_joined)
-                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-                pre_split = None
+        if pre_split is not None and self._must_join(facts_of_batches):
+            self._log_once(
+                log.info,
+                'The microbatches of the loader are joined and cut again, because `regroup` is off, rows are packed, '
+                'or the width of their padding may matter.',
+            )
+            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+            pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
@@ -340,30 +342,25 @@ class MicrobatchSplit:
                 return describe_all(layout, batch)
         return self.step.facts
 
-    def _why_joined(self, facts_of_batches: Sequence[RowFacts]) -> str | None:
-        """Returns why the microbatches of a loader are joined and cut again.
+    def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
+        """Returns whether the microbatches of a loader are joined and cut again.
 
-        None: each of them is used as it is, or cut by itself.
+        If not, each of them is used as it is, or cut by itself.
         """
-        if not self.options.regroup:
-            return '`regroup=False` keeps the order of the rows'
-        if self.packs_rows:
-            return 'rows are packed'
-        if _width_matters(facts_of_batches):
-            return 'rows are so wide that the rotary embedding depends on the width'
-        padding_matters = 'the check has not shown that their padding may be trimmed'
+        if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
+            return True
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
-            return None if self.rules.right == 'trim' else padding_matters
+            return self.rules.right != 'trim'
         if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
-            return 'rows are padded on both sides'
+            return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
-            return 'a pad predicts a label'
+            return True  # a pad predicts a label
         # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. If that one has
         # no padding, its side is 'right', but the policy for 'left' is asked for.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
-        return None if self.rules.policy(as_padded_left) == 'trim' else padding_matters
+        return self.rules.policy(as_padded_left) != 'trim'
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.

@@ -164,24 +164,23 @@ def test_unneeded_columns_are_cut_off():
 
 
 @pytest.mark.parametrize(
-    ('options', 'side', 'reason'),
+    ('options', 'side'),
     [
-        ({'regroup': False}, 'right', 'regroup'),
-        ({'packing': True, 'rules': CutRules(packing='documents')}, 'right', 'packed'),
-        ({'rules': CutRules(right='keep')}, 'right', 'padding'),
-        ({'rules': CutRules(left='keep')}, 'left', 'padding'),
+        ({'regroup': False}, 'right'),
+        ({'packing': True, 'rules': CutRules(packing='documents')}, 'right'),
+        ({'rules': CutRules(right='keep')}, 'right'),
+        ({'rules': CutRules(left='keep')}, 'left'),
     ],
 )
-def test_rows_are_joined_if_needed(options, side, reason, caplog):
-    """If the planned microbatches cannot stay, the batch is split as one that came joined. The log says why, once."""
+def test_rows_are_joined_if_needed(options, side, caplog):
+    """If the planned microbatches cannot stay, the batch is split as one that came joined. The log says so, once."""
     caplog.set_level(logging.INFO, logger='composer_tokacc')
     batch = without_first_labels(pre_split(side=side))
     joined = batch.joined(BatchLayout(family=TEXT))
     spec = spec_for(**options)
     spec.split_batch(batch, 5)
     microbatches = spec.split_batch(batch, 5)
-    (message,) = [message for message in caplog.messages if 'joined' in message]
-    assert reason in message
+    assert len([message for message in caplog.messages if 'joined' in message]) == 1
     expected_microbatches = spec.split_batch(joined, 5)
     for microbatch, expected in zip(microbatches, expected_microbatches, strict=True):
         assert microbatch.keys() == expected.keys()
