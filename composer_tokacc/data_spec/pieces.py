@@ -25,7 +25,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.planning import CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
@@ -40,12 +40,6 @@ POLICIES = {
 NOT_SHOWN = sys.maxsize
 """Width of a policy that no check has shown on any row: ``'keep'``, or what a run without the check trims. It holds for
 rows of any width."""
-SETTINGS_OF_CAPS = {
-    'tokens': '`device_train_microbatch_size` x `slot_tokens`',
-    'image_tokens': '`max_image_tokens`',
-    'loss_tokens': '`max_loss_tokens`',
-}
-"""The setting that raises each cap of a microbatch, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,9 +407,12 @@ class Piece:
             if indices is not None and 'sample_ids' not in self.facts.batch:
                 name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
+            setting = '`device_train_microbatch_size` x `slot_tokens`'
+            if size in CAPPED_SIZES:
+                setting = f'`{CAPPED_SIZES[size]}`'
             message = (
                 f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
-                f'({SETTINGS_OF_CAPS[size]}). Raise it, shorten the sample, or measure the lengths again if a table of '
+                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
             if self.options.on_oversize == 'raise':
