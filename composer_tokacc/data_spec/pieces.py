@@ -446,6 +446,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
                 dummies = [dummy.batch for dummy in piece.dummies]
                 microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
             if piece.rules.packing:
+                assert attention is not None  # the split changes the attention before it packs
                 microbatch = pack_rows(facts.layout, microbatch, attention)
             microbatches.append(microbatch)
     return microbatches

@@ -221,7 +221,9 @@ def receive(monkeypatch, row):
 
 def packed_microbatches(batch, layout, slot_tokens):
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
-    split.split_of(spec.dataloader).adopt(CutRules(packing='documents'))
+    split_of_loader = split.split_of(spec.dataloader)
+    split_of_loader.start(one_layer_model(), batch, 1)
+    split_of_loader.adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
