@@ -182,7 +182,7 @@ class MicrobatchSplit:
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
         """Notes the token budget of a loader that plans microbatches, as the width of a slot.
 
-        It is divided by the first microbatch size of a run. If memory runs out, Composer halves the size, and so
+        It is divided by the first microbatch size of this split. If memory runs out, Composer halves the size, and so
         halves this budget.
         """
         if isinstance(batch, PreSplitBatch) and not self._planned_slot and microbatch_size > 0:
