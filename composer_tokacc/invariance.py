@@ -139,7 +139,7 @@ class InvarianceReport:
             lines.append(self.note)
         verdict = 'exact' if self.is_exact else 'NOT exact'
         lines.append(
-            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.0e}'
+            f'{verdict}: largest relative gradient error {self.worst.error:.1e}, tolerance {self.tolerance:.1e}'
         )
         return '\n'.join(lines)
 
@@ -175,9 +175,9 @@ def compare_cuts(
     cases = []
     written_here: set[str] = set()
     for padding in padding_sides:
-        with written_buffers() as names:
+        with written_buffers() as written_by_reference:
             expected = reference(padding)
-        written_here |= names
+        written_here |= written_by_reference
         for cut in cuts(padding):
             case = InvarianceCase.from_gradients(
                 cut.gradients(),
@@ -274,7 +274,7 @@ def verify_invariance(
         ValueError: If the rows prove nothing: fewer than two rows, the same number of labels in each, or different
             numbers of rows on the ranks. Also if the reference is zero or not finite, or if ``gradients`` does not
             depend on the rows that it gets.
-        TypeError: If the gradients of the reference are not a mapping of tensors by name.
+        TypeError: If ``gradients`` or ``reference`` does not return a mapping of tensors by name.
 
     Example:
         >>> import torch
@@ -315,13 +315,12 @@ def verify_invariance(
         return layout.concat(_joined(rows_by_rank), padding_side=padding)
 
     def reference_gradients(padding: str) -> Gradients:
-        batch = prepared(all_rows(padding))
         if reference is None:
-            return _cloned(gradients([batch]))
-        return _cloned(reference(batch))
+            return gradients_of([all_rows(padding)])
+        return _cloned(reference(prepared(all_rows(padding))))
 
     def gradients_of(microbatches: Sequence[Batch]) -> Gradients:
-        return gradients([prepared(microbatch) for microbatch in microbatches])
+        return _cloned(gradients([prepared(microbatch) for microbatch in microbatches]))
 
     def cuts(padding: str) -> Iterator[StepCut]:
         sizes = microbatch_sizes or DEFAULT_SIZES
@@ -338,11 +337,11 @@ def verify_invariance(
 
     report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
     num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
-    # Of one labelled row on each rank the gradient is that of all rows.
+    # If each rank has only one row with labels, the gradient of these rows is already that of all rows.
     can_tell = num_labelled > len(rows_by_rank)
     if can_tell and all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
-        of_all_rows = _cloned(gradients_of([all_rows('right')]))
+        of_all_rows = gradients_of([all_rows('right')])
         row = max(rows_of_rank, key=_labels_by_rule)
         error, _ = relative_error(gradients_of([row]), of_all_rows)
         if max(all_gather_object(error)) == 0:
@@ -355,11 +354,14 @@ def verify_invariance(
 
 def _cloned(gradients: Gradients) -> Gradients:
     """Returns copies, because the next step may write into the same tensors. Raises TypeError for anything else."""
-    is_mapping = isinstance(gradients, Mapping)
-    if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
-        raise TypeError(
-            f'`gradients` and `reference` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.'
-        )
+    if not isinstance(gradients, Mapping):
+        raise TypeError(f'`gradients` and `reference` must return tensors by name, got: {type(gradients).__name__}.')
+    for name, gradient in gradients.items():
+        if not isinstance(gradient, torch.Tensor):
+            raise TypeError(
+                f'`gradients` and `reference` must return tensors, got: {gradient!r:.60} for `{name}`. Leave out '
+                'parameters without a gradient.'
+            )
     return {name: gradient.detach().clone() for name, gradient in gradients.items()}
 
 

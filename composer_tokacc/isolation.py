@@ -45,8 +45,8 @@ class IsolationReport:
 
     def __str__(self) -> str:
         lines = []
-        for row, seer, seen, size in self.leaks:
-            lines.append(f'row {row}: document {seer} sees document {seen}: {size:.1e}')
+        for row, reader, seen, size in self.leaks:
+            lines.append(f'row {row}: document {reader} sees document {seen}: {size:.1e}')
         verdict = 'NOT isolated' if self.leaks else 'isolated'
         lines.append(f'{verdict}: {len(self.leaks)} leaks')
         return '\n'.join(lines)

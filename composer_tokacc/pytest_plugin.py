@@ -23,8 +23,8 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
 
     The test also fails if a forward adds nothing to the gradient, or leaves out some of its labels; if parameters or
     gradients change between two backwards; if gradients are lost before the step, or not averaged over the ranks; and
-    if a forward writes state on which the next one depends. Run an evaluation inside of the context
-    under ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
+    if a forward writes state on which the next one depends. Run an evaluation inside of the context under
+    ``torch.no_grad()``. Otherwise its forwards count as forwards that add nothing to the gradient.
 
     Example:
         .. code-block:: python
@@ -46,7 +46,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    # `spread` and `values_of_ranks` are collectives, so no rank may fail before them.
+    # `spread` and `values_of_ranks` are collectives, so nothing may fail between them on one rank only.
     spread = report.spread
     have_negative = [bool((weights < 0).any()) for weights in report.weights]
     have_others = [bool((weights >= 0).any()) for weights in report.weights]

@@ -24,7 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, edge_of, logits_of, tolerance_of
 from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
-from composer_tokacc.compat import buffer_versions, inner_model, state_of_gradient, when_backward_ends
+from composer_tokacc.compat import (
+    buffer_versions,
+    inner_model,
+    is_in_backward,
+    state_of_gradient,
+    when_backward_ends,
+)
 from composer_tokacc.random_state import same_random_numbers
 
 Versions = dict[str, tuple[int, int]]
@@ -211,6 +217,11 @@ class StepWatch:
         """Watches for the backward. Repeats the first forward twice, to see whether the second one is different."""
         if module is not self._model:  # copies of the model have its hooks
             return
+        if self._in_backward and not is_in_backward():
+            # The last backward raised, perhaps because memory ran out, so its end was not reported. The loop may set
+            # the gradients to 0 before it tries again.
+            self._in_backward = False
+            self._has_accumulated = False
         args, kwargs = self._inputs
         self._inputs = (), {}  # the batch must not stay in memory
         logits = logits_of(outputs)

@@ -247,8 +247,8 @@ class _VerifiedRun:
     def round_off(self, padding: str, expected: Gradients) -> float:
         """Returns the relative change of the gradient of one forward by round-off.
 
-        The exact gradient would stay the same: the rows come in reverse order and, if padded on the left, with more
-        padding.
+        The rows come in reverse order and, if padded on the left, with more padding. Without round-off that would not
+        change the gradient.
         """
         reversed_rows = self.rows_of_all_ranks[::-1]
         batch = self.layout.concat(reversed_rows, padding_side=padding)

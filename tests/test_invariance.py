@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
-from composer_tokacc.invariance import relative_error
+from composer_tokacc.invariance import InvarianceCase, InvarianceReport, relative_error
 from tests.checks.test_written_state import Cache, RunningMean, spectral_norm, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
@@ -201,6 +201,23 @@ def test_rows_that_prove_nothing_are_refused(rows, options, message):
 
     with pytest.raises(ValueError, match=message):
         verify_invariance(zero_gradients, text_rows(rows), **options)
+
+
+def test_verdict_shows_the_tolerance():
+    case = InvarianceCase(cut='again', padding='right', microbatch_size=1, error=1.2e-4, factor=1.0, reason='')
+    report = InvarianceReport(cases=(case,), tolerance=1.4e-4)
+    verdict = str(report).splitlines()[-1]
+    assert verdict.startswith('exact')
+    assert '1.4e-04' in verdict
+
+
+@pytest.mark.parametrize('options', [{}, {'reference': lambda batch: {'a': torch.ones(2)}}])
+@pytest.mark.parametrize(
+    ('gradients', 'message'), [({'a': torch.ones(2), 'frozen': None}, 'None for `frozen`'), (None, 'NoneType')]
+)
+def test_gradients_must_be_tensors(gradients, message, options):
+    with pytest.raises(TypeError, match=message):
+        verify_invariance(lambda microbatches: gradients, text_rows(ROWS), **options)
 
 
 @pytest.mark.slow

@@ -148,6 +148,19 @@ class Loop:
     def backward_of_negative(self):
         (-next(self.losses)).backward()
 
+    def failing_backward(self):
+        def run_out_of_memory(gradient):
+            raise torch.OutOfMemoryError
+
+        hook = self.weight.register_hook(run_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            next(losses(self.model)).backward()
+        hook.remove()
+
+    def start_again(self):
+        self.zero_grad()
+        self.losses = losses(self.model)
+
     def backward_of_zero(self):
         (next(self.losses) * 0).backward()
 
@@ -190,6 +203,7 @@ RIGHT_LOOPS = [
     'zero_grad backward backward clip step zero_grad',
     'backward_of_both step',
     'step_with_closure',
+    'backward failing_backward start_again backward backward step',
     'update_average backward update_average backward update_average step',
     'add_gradient add_gradient step',
     'backward_in_halves backward step',
@@ -201,6 +215,7 @@ FAULTS = {
     'backward forward': 'Forward 2 of 2 adds nothing to the gradient: `backward` did not reach its logits',
     'zero_grad backward zero_grad backward step': 'Gradients changed between backward 1 and 2: `weight`',
     'backward backward_without_row zero_grad backward step': 'Gradients changed between backward 2 and 3: `weight`',
+    'failing_backward zero_grad backward zero_grad backward step': 'Gradients changed between backward 2 and 3',
     'backward step backward step': 'An optimizer made a step between backward 1 and 2',
     'backward move_weight backward move_weight': 'Parameters changed between backward 1 and 2: `weight`',
     'backward clip backward clip step': 'Gradients changed between backward 1 and 2: `weight`',

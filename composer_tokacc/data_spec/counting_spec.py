@@ -3,7 +3,7 @@
 
 """Composer's DataSpec with exact counts of samples and tokens.
 
-The only module of this subpackage that needs Composer.
+Of this subpackage only this module imports Composer when it is loaded.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class CountingDataSpec(DataSpec):
                     num_real += sum(real_tokens(microbatch))
             return num_real
         if not has_counts:
-            # Needs no proven rule: Composer weights losses only by the tokens of microbatches, and these have counts.
+            # The rule need not be proven, because this number weights no loss. Only a user's own code asks for it.
+            # Composer asks for the loss tokens of microbatches, which have counts.
             rows = rows_of(with_counts(batch, self._loss_rule))
         elif not self._split.checked:
             raise NotExactError(
@@ -112,7 +113,7 @@ class CountingDataSpec(DataSpec):
         # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
         self._split.step = None  # the algorithm, if there is one, sets it after this
-        # In training with_counts() masks the labels, because it knows the loss rule.
+        # In training with_counts() masks the first labels of documents, because it knows the loss rule.
         if 'labels' not in batch or torch.is_grad_enabled():
             return batch
         # By the rule 'unshifted' no document predicts the first label of the next one, so nothing is masked.
@@ -123,7 +124,10 @@ class CountingDataSpec(DataSpec):
     def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
         """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
         if not is_counted(batch):
-            if self._model is not None and torch.is_grad_enabled():
+            # Without a check the split refuses to pack rows. Packing needs the algorithm, because nothing else gives
+            # the model its own attention back at the end of a fit.
+            may_pack = bool(self._split.options.packing)
+            if self._model is not None and torch.is_grad_enabled() and not may_pack:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
                 batch = with_counts(batch, self._loss_rule)
@@ -144,7 +148,7 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind."""
         split = self._split
-        layout = split.users_layout or inferred_layout(microbatches_of(batch))
+        layout = split.fixed_layout or inferred_layout(microbatches_of(batch))
         if self._first_batch is None:
             split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
@@ -157,15 +161,15 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # Without the user's layout it is inferred from each batch. The readings of earlier batches stay.
+        # Without a fixed layout it is inferred from each batch. The readings of earlier batches stay.
         if check.layout is not None:
             layout = layout.with_readings(check.layout.readings)
         check.layout = layout
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        # Without the user's layout the split, too, infers one from each batch.
-        if split.users_layout is not None:
+        # Without a fixed layout the split, too, infers one from each batch.
+        if split.fixed_layout is not None:
             split.layout = check.layout
         self._loss_tokens = check.rule or self._loss_tokens
 

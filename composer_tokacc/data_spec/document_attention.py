@@ -43,11 +43,11 @@ from composer_tokacc.refusals import NotExactError
 PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
-"""Largest head size of the kernels for half precision, see :func:`_half_kernel`. They also need a multiple of 8."""
+"""Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
-"""Arguments that the SDPA attention of Transformers does not ignore, but that :func:`_attend_at_once` lacks. SDPA adds
-the first to the scores and refuses the second. It ignores other arguments such as ``sliding_window``: the mask says
-the same."""
+"""Arguments that :func:`_attend_at_once` lacks, and that the SDPA attention of Transformers does not ignore. SDPA adds
+the first to the scores, and refuses the second. Both ignore further ones, such as ``sliding_window``, because the mask
+says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
@@ -346,10 +346,11 @@ def _is_replacement(function: HostFunction) -> bool:
 def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
     """Yields layers that would mix documents: the innermost modules that take a mask and ``states_name``.
 
-    They have a state or a convolution, or are embeddings that look at the mask. Attention modules (``is_causal``) are
-    left out: they receive :class:`_Documents`, and ``torch.compile`` can compile them. So are decoder layers, because
-    their attention takes a mask, too, and is further in. Models, and wrappers of models such as PEFT's, are left out
-    too, although they take ids and a mask.
+    They have a state or a convolution, or are embeddings that look at the mask. Left out are:
+
+    - attention modules (``is_causal``), which receive :class:`_Documents` and which ``torch.compile`` can compile;
+    - decoder layers, which hold an attention module that takes a mask;
+    - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
     from transformers import PreTrainedModel
 
@@ -526,17 +527,17 @@ def _attend_at_once(
     is_half = dtype in (torch.float16, torch.bfloat16)
     # Multi-head latent attention, as in DeepSeek-V3, has smaller values than queries and keys.
     has_one_head_size = value.shape[-1] == head_size
+    fits_kernel = has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0
     half_kernel = None
-    if is_half and has_one_head_size and head_size <= LARGEST_HEAD and head_size % 8 == 0:
-        half_kernel = _half_kernel(has_dropout=dropout > 0)
+    if is_half and fits_kernel and not dropout:
+        half_kernel = _half_kernel()
     if half_kernel is not None:
         # From (1, heads, tokens, size) to (tokens, heads, size).
         token_states = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
         ends = documents.ends(query.device)
         longest = max(documents.lengths)
-        options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
         # The kernel asks for the ends of queries and of keys, and for the longest of each. Here both are the same.
-        attended = half_kernel(*token_states, ends, ends, longest, longest, **options)
+        attended = half_kernel(*token_states, ends, ends, longest, longest, causal=is_causal, scale=scaling)
         return attended[None]
     # SDPA of torch takes everything else if the documents are a nested tensor. It needs a copy of the states.
     num_heads = query.shape[1]
@@ -572,18 +573,12 @@ def _without_groups(states: Tensor, num_heads: int) -> Tensor:
 
 
 @cache
-def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
-    """Returns torch's kernel for documents of any length, else ``flash_attn``'s, else None.
+def _half_kernel() -> Callable[..., Tensor] | None:
+    """Returns torch's kernel for documents of any length in half precision; None if this release of torch lacks it.
 
-    Both are for half precision. They take query, key and value of ``(tokens, heads, size)``, the ends of the documents
-    of queries and of keys, and the longest length of each, and return ``(tokens, heads, size)``.
+    It takes query, key and value of ``(tokens, heads, size)``, the ends of the documents of queries and of keys, and
+    the longest length of each, and returns ``(tokens, heads, size)``. It has no dropout.
     """
-    torch_kernel = None if has_dropout else _kernel_of_torch()
-    return torch_kernel or _kernel_of_flash_attn()
-
-
-def _kernel_of_torch() -> Callable[..., Tensor] | None:
-    """Returns the kernel of torch, which has no dropout; None if this release of torch lacks it."""
     try:
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
     except ImportError:
@@ -601,7 +596,6 @@ def _kernel_of_torch() -> Callable[..., Tensor] | None:
         *ends_and_lengths: Any,
         causal: bool,
         scale: float | None,
-        dropout: float,
     ) -> Tensor:
         # The columns that a token sees before and after itself; -1: all of them.
         window = (-1, 0) if causal else (-1, -1)
@@ -613,18 +607,6 @@ def _kernel_of_torch() -> Callable[..., Tensor] | None:
             key = _without_groups(key, num_heads)
             value = _without_groups(value, num_heads)
         return varlen_attn(query, key, value, *ends_and_lengths, **options)
-
-    return attend
-
-
-def _kernel_of_flash_attn() -> Callable[..., Tensor] | None:
-    try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-
-    def attend(*arguments: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
-        return flash_attn_varlen_func(*arguments, dropout_p=dropout, softmax_scale=scale, causal=causal)
 
     return attend
 

@@ -32,7 +32,7 @@ _ITEM_COUNTS = frozenset(f'num_{modality}s' for modality in MODALITIES)
 def pack_rows(
     layout: BatchLayout,
     batch: Batch,
-    attention: DocumentAttention | None = None,
+    attention: DocumentAttention,
 ) -> BatchDict:
     """Returns one row with the tokens of all rows. Each row becomes a document of it.
 
@@ -44,7 +44,7 @@ def pack_rows(
         layout: How the tensors of the batch belong to its rows.
         batch: The rows. They must not have holes, which are positions without attention between attended ones. The
             counts in the batch name the loss rule. A batch without counts is packed by a rule that shifts.
-        attention: The changed attention of the model. None: one that takes packed masks and counts positions from 0.
+        attention: The changed attention of the model.
 
     Returns:
         ``input_ids``, ``labels`` and all other tensors along the text ``(1, total)``. ``position_ids`` restart with
@@ -60,8 +60,7 @@ def pack_rows(
     real = real_positions(batch)
     _check_rows(batch, real, is_shifted=is_shifted)
     if not bool(real.any()):
-        # A microbatch without any token, such as an empty one that keeps ranks in step, keeps one pad: the model cannot
-        # compute a row without tokens.
+        # If all rows are empty, one pad stays, because the model cannot compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
     packed: BatchDict = {}
@@ -78,7 +77,7 @@ def pack_rows(
     is_start = is_first_token[real][None]
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
-    if attention is None or attention.has_masks:
+    if attention.has_masks:
         document_of_token = is_start.cumsum(dim=1) - 1
         num_documents = int(document_of_token[0, -1]) + 1
         documents = torch.arange(num_documents, device=real.device)
@@ -165,12 +164,9 @@ def _pack_value(key: str, value: Any, *, num_rows: int) -> Any:
 def _pack_positions(
     batch: Batch,
     real: Tensor,
-    attention: DocumentAttention | None,
+    attention: DocumentAttention,
 ) -> Tensor:
     """Returns the position of each token of the packed row in its own document; for shapes see :func:`pack_rows`."""
-    if attention is None:
-        positions_in_row = real.cumsum(dim=1) - 1
-        return positions_in_row[real][None]
     positions_in_row = attention.positions(batch, real)
     positions = positions_in_row[real][None]
     rotary = attention.rotary_positions(batch)

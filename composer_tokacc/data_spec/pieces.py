@@ -25,7 +25,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.planning import CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
@@ -38,13 +38,8 @@ POLICIES = {
 }
 """The values that a field of :class:`CutRules` may have, cheapest first."""
 NOT_SHOWN = sys.maxsize
-"""Width of a policy that no check has shown on any row. Such a policy is applied to rows of any width."""
-SETTINGS_OF_CAPS = {
-    'tokens': '`device_train_microbatch_size` x `slot_tokens`',
-    'image_tokens': '`max_image_tokens`',
-    'loss_tokens': '`max_loss_tokens`',
-}
-"""The setting that raises each cap of a microbatch, for messages."""
+"""Width of a policy that no check has shown on any row: ``'keep'``, or what a run without the check trims. It holds for
+rows of any width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +87,7 @@ class CutRules:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
 
         Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
-        has not tried to trim rows on the left.
+        has not tried to trim rows on the left. If ``'keep'`` has a width, trimming was tried and has failed.
         """
         name = _left_policy_name(facts)
         policy = getattr(self, name)
@@ -126,9 +121,9 @@ class CutRules:
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        The check calls it if it has accepted these rules without trimming any row. Then ``'trim'`` and ``'shift'`` were
-        not tried, and the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or it was the
-        earlier policy.
+        For the check, if it has accepted these rules on rows of which none was trimmed. That shows nothing about
+        ``'trim'`` and ``'shift'``, so the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or
+        it was the earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -412,9 +407,12 @@ class Piece:
             if indices is not None and 'sample_ids' not in self.facts.batch:
                 name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
+            setting = '`device_train_microbatch_size` x `slot_tokens`'
+            if size in CAPPED_SIZES:
+                setting = f'`{CAPPED_SIZES[size]}`'
             message = (
                 f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
-                f'({SETTINGS_OF_CAPS[size]}). Raise it, shorten the sample, or measure the lengths again if a table of '
+                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
             if self.options.on_oversize == 'raise':
@@ -448,6 +446,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
                 dummies = [dummy.batch for dummy in piece.dummies]
                 microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
             if piece.rules.packing:
+                assert attention is not None  # the split changes the attention before it packs
                 microbatch = pack_rows(facts.layout, microbatch, attention)
             microbatches.append(microbatch)
     return microbatches

@@ -13,6 +13,7 @@ functions at the end find the split and the layout of a loader.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,8 @@ class MicrobatchSplit:
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
-        layout: How tensors belong to rows. None: the model's own layout, as soon as the model is known.
+        layout: How tensors belong to rows: the user's layout, or that of ``model=``. None: the algorithm gives the
+            layout of its model. Without an algorithm it is inferred from each batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -76,7 +78,8 @@ class MicrobatchSplit:
     ) -> None:
         self.dataloader = dataloader
         self.options = options
-        self.users_layout = layout
+        self.fixed_layout = layout
+        """The layout of the arguments. It holds for every model and batch."""
         self.layout = layout
         self.rules = RULES_WITHOUT_CHECK
         """How rows are cut. After a fit they stay, to be read, until another batch is split."""
@@ -90,6 +93,8 @@ class MicrobatchSplit:
         """The loss rule of the model. The algorithm sets it for evaluation, and the DataSpec counts batches by it."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
+        self._planned_slot = 0
+        """Width of a slot by the plan of the loader, see :meth:`_note_plan`. 0: no batch was planned."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -103,12 +108,13 @@ class MicrobatchSplit:
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout`` is the layout of the model; None: the user's, if there is one.
+        ``layout`` is the layout of the model; None: the one of the arguments, if there is one.
         """
         self.stop()
         self._model = model
-        self.layout = layout or self.users_layout
+        self.layout = layout or self.fixed_layout
         self.rules = CutRules()  # trims nothing; the first-batch check finds what may be trimmed
+        self._note_plan(batch, microbatch_size)
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
@@ -118,7 +124,7 @@ class MicrobatchSplit:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
         self._restore_attention()
         self._model = None
-        self.layout = self.users_layout
+        self.layout = self.fixed_layout
         self.checked = False
         self.reduces_once = False
         self.step = None
@@ -173,9 +179,21 @@ class MicrobatchSplit:
         longest_row = max(lengths)  # a row over the budget is packed alone
         return max(largest_group, longest_row)
 
+    def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
+        """Notes the token budget of a loader that plans microbatches, as the width of a slot.
+
+        It is divided by the first microbatch size of this split. If memory runs out, Composer halves the size, and so
+        halves this budget.
+        """
+        if isinstance(batch, PreSplitBatch) and not self._planned_slot and microbatch_size > 0:
+            self._planned_slot = math.ceil(batch.max_tokens / microbatch_size)
+
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
-        width = self.options.slot_tokens or max(facts.width for facts in facts_of_batches)
+        width = self.options.slot_tokens
+        if width is None:
+            widest = max(facts.width for facts in facts_of_batches)
+            width = max(widest, self._planned_slot)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         return token_budget(microbatch_size, width + decoder_width)
 
@@ -187,8 +205,8 @@ class MicrobatchSplit:
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.
 
-        If rows may be packed, it first yields packing as in the earlier rules, or else by documents. If the run must
-        pack, packing by positions is the last resort. Otherwise the rows are padded.
+        If rows may be packed, packing comes first: as in the earlier rules, or by documents if these do not pack. Then
+        a run that must pack tries packing by positions, unless the earlier rules pack. Any other run tries padding.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
@@ -262,14 +280,19 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
+        if self.layout is None:
+            layout = _largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
+        self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
-        if pre_split is not None:
-            why_joined = self._why_joined(facts_of_batches)
-            if why_joined is not None:
-                self._log_once(log.info, 'The microbatches of the loader are joined and cut again: %s.', why_joined)
-                facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
-                pre_split = None
+        if pre_split is not None and self._must_join(facts_of_batches):
+            self._log_once(
+                log.info,
+                'The microbatches of the loader are joined and cut again, because `regroup` is off, rows are packed, '
+                'or the width of their padding may matter.',
+            )
+            facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
+            pre_split = None
         self._check_packing(facts_of_batches)
         budget = self._budget(facts_of_batches, microbatch_size)
         options = replace(self.options, max_tokens=budget)
@@ -319,30 +342,25 @@ class MicrobatchSplit:
                 return describe_all(layout, batch)
         return self.step.facts
 
-    def _why_joined(self, facts_of_batches: Sequence[RowFacts]) -> str | None:
-        """Returns why the microbatches of a loader are joined and cut again.
+    def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
+        """Returns whether the microbatches of a loader are joined and cut again.
 
-        None: each of them is used as it is, or cut by itself.
+        If not, each of them is used as it is, or cut by itself.
         """
-        if not self.options.regroup:
-            return '`regroup=False` keeps the order of the rows'
-        if self.packs_rows:
-            return 'rows are packed'
-        if _width_matters(facts_of_batches):
-            return 'rows are so wide that the rotary embedding depends on the width'
-        padding_matters = 'the check has not shown that their padding may be trimmed'
+        if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
+            return True
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
-            return None if self.rules.right == 'trim' else padding_matters
+            return self.rules.right != 'trim'
         if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
-            return 'rows are padded on both sides'
+            return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
-            return 'a pad predicts a label'
-        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. That one may
-        # have no padding, and then its side is 'right'.
+            return True  # a pad predicts a label
+        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. If that one has
+        # no padding, its side is 'right', but the policy for 'left' is asked for.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
-        return None if self.rules.policy(as_padded_left) == 'trim' else padding_matters
+        return self.rules.policy(as_padded_left) != 'trim'
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
@@ -408,7 +426,7 @@ class MicrobatchSplit:
     #
     # FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP
     # waits for gradients when it reduces them. In most runs it reduces only in the last microbatch, where
-    # `ReductionWatch` gives it zeros.
+    # `ReductionWatch` (algorithm/reduction.py) gives it zeros.
 
     def _dummy_rows(self, facts_of_batches: Sequence[RowFacts]) -> DummyRows:
         """Returns the dummy rows for microbatches without media; with several ranks a collective."""
@@ -613,19 +631,27 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
-def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout that the user gave, else the layout of the model, else the one that the batches imply.
+def _largest_of_ranks(layout: BatchLayout) -> BatchLayout:
+    """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    Returns None on all ranks if it does not tell rows apart on one of them. A collective.
+    A rank without media infers the layout of a text model, which has no entries.
     """
-    if split is not None and split.users_layout is not None:
-        return split.users_layout
+    layouts = all_gather_object(layout)
+    return max(layouts, key=lambda inferred: len(inferred.family.entries))
+
+
+def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
+    """Returns the layout of the arguments, else that of the model, else the one that the batches imply.
+
+    Returns None on all ranks if there is no split, and it does not tell rows apart on one of them. A collective.
+    """
+    if split is not None and split.fixed_layout is not None:
+        return split.fixed_layout
     try:
         layout = BatchLayout.for_model(state.model)
     except TypeError:
-        # The model has no config. A rank without media infers the layout of a text model, which has no entries.
-        layouts = all_gather_object(inferred_layout(microbatches_of(state.batch)))
-        layout = max(layouts, key=lambda inferred: len(inferred.family.entries))
+        # The model has no config.
+        layout = _largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout
     # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries. Perhaps

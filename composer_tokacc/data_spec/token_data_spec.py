@@ -60,7 +60,9 @@ def token_data_spec(
             compared with the model's own loss. ``'auto'``: the rule of that loss is found.
         layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
             the keys of each batch imply.
-        slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
+        slot_tokens: Width of a slot, in tokens. Default: the width of the device batch. If the loader has planned the
+            microbatches (:class:`.RegroupingDataLoader`), it is the loader's ``max_tokens``, divided by the first
+            microbatch size, or the width of the widest microbatch of the step, if that is more.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
             encoders that need much memory. Default: no cap.
         max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it

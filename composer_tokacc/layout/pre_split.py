@@ -46,8 +46,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     Args:
         microbatches: Mappings of tensors and of lists with one entry per row.
-        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. It is only
-            shown: the split compares with its own budget.
+        max_tokens: Token budget (rows x padded width) within which the loader planned each microbatch. The split uses
+            it only if it has no ``slot_tokens``.
         indices: Index in the dataset of each row of each microbatch, for messages; None: not known.
     """
 

@@ -192,8 +192,8 @@ def _time_of_slots(
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
 
-    The costliest `num_ranks` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
-    `num_ranks`. The loads of the ranks stay close, too: ranks in snake order (0, 1, 2, 2, 1, 0, 0, ...), so that the
+    The costliest ``num_ranks`` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
+    ``num_ranks``. The loads of the ranks stay close, too: ranks in snake order (0, 1, 2, 2, 1, 0, 0, ...), so that the
     rank with the costliest microbatch of one slot gets the cheapest of the next.
     """
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)

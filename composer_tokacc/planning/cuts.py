@@ -228,7 +228,7 @@ class LeastPaddedCuts:
     the curve is straight between them. Then a splice of their two cuts lies on the curve, at K.
 
     Corners are kept, so that the cuts for many K take little more time than one. To save trials, a cut may cost more
-    than the least, by the share `tolerance`.
+    than the least, by the share ``tolerance``.
     """
 
     def __init__(

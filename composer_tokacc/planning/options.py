@@ -26,6 +26,8 @@ docs/architecture.md#a-further-cap lists what else a further cap needs."""
 class CostModel:
     """Cost of a microbatch of ``n`` rows of width ``w``: ``n * (w + w^2 / quadratic) + vision + launch``.
 
+    :meth:`packed` has the cost of a packed row.
+
     The unit is the time of one token position in the dense layers. So a short row costs about its width. The defaults
     are rough values for a model of hidden size 4096. ``sizing.timing.fit_cost`` fits the prices to measured times.
 
@@ -111,7 +113,7 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 
 
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
-    """Returns how many samples of mean length have `tokens` tokens together, rounded up."""
+    """Returns how many samples of mean length have ``tokens`` tokens together, rounded up."""
     return -(-len(lengths) * tokens // int(lengths.sum()))
 
 
@@ -131,7 +133,7 @@ def check_kind(
     value: Any,
     kind: type,
 ) -> None:
-    """Raises ValueError unless an argument is an instance of `kind`."""
+    """Raises ValueError unless an argument is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
 
@@ -171,7 +173,8 @@ class CutOptions:
             replaces it for each batch: by the microbatch size times ``slot_tokens`` (for an encoder-decoder model the
             labels of the decoder count, too).
         slot_tokens: Width in tokens that one row of the microbatch size stands for; None: the width of each device
-            batch.
+            batch. If a loader has already split the batch: the loader's token budget, divided by the first microbatch
+            size, or the width of the widest microbatch, if that is more.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
             labels. None: no cap.

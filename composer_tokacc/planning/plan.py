@@ -321,7 +321,7 @@ class _CutSearch:
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
         self._costs_to_equalize = [(rows.row_costs, rows.vision)]
-        """For each equal-cost cut that is tried the two costs that :func:`.equal_cost_cut` takes."""
+        """For each equal-cost cut that is tried: the two costs that :func:`.equal_cost_cut` takes."""
         total_vision = rows.vision[-1]
         if in_slots and total_vision > 0.0:
             # One cut ignores the cost in the vision encoder. The other one ignores all other cost.
@@ -453,7 +453,7 @@ class _CutSearch:
         bounds: np.ndarray,
         count: int,
     ) -> _Cut:
-        """Returns a cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
+        """Returns a cut with its modelled time. If it has fewer microbatches than ``count``, dummies are added."""
         rows = self._rows
         num_microbatches = len(bounds) - 1
         num_dummies = count - num_microbatches

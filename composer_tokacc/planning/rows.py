@@ -44,7 +44,7 @@ class OrderedRows:
 class Rows:
     """Checked rows with the caps and costs of their microbatches.
 
-    The tables are explained at :func:`.plan_microbatches`, and `max_width` at :func:`.cut_rows`.
+    The tables are explained at :func:`.plan_microbatches`, and ``max_width`` at :func:`.cut_rows`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Rows:
         return np.any(is_over_cap, axis=0)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
-        """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
+        """Returns the rows (or the ``members`` among them) from the longest to the shortest, ties by index."""
         if members is None:
             members = np.arange(len(self.lengths))
         longest_first = np.argsort(-self.lengths[members], kind='stable')
@@ -163,7 +163,7 @@ def checked_table(
 ) -> np.ndarray:
     """Returns one number per sample, (n,).
 
-    Raises ValueError unless all are finite, at least `least`, and, for int64, integers below 2**31.
+    Raises ValueError unless all are finite, at least ``least``, and, for int64, integers below 2**31.
 
     Without ``num_samples`` the table may have any length except 0. ``sample_ids`` are names of the samples, for the
     message.

@@ -26,7 +26,7 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.matrix.native_models import NativeModel
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
-from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch
+from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch, text_attention
 from tests.support.training import (
     On,
     assert_exact,
@@ -188,7 +188,7 @@ def test_dummy_row_and_padding_are_not_counted():
     batch['labels'][0, 4] = 5
     first, second, _ = rows_of(with_counts(batch))
     batch = with_rows(batch, [first, second, RowCounts(samples=0, rule='causal')])
-    packed = pack_rows(BatchLayout.for_model(one_layer_model()), batch)
+    packed = pack_rows(BatchLayout.for_model(one_layer_model()), batch, text_attention())
     assert 'attention_mask' in packed, 'documents are told by masks'
     expected = [True] * 4 + [False] + [True] * 2 + [False] * 5
     assert counted_positions(packed).tolist() == [expected]

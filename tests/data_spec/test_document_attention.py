@@ -272,11 +272,10 @@ def test_kernel_for_gpus_gives_the_same():
         check_attention_at_once(torch.float32, is_causal=False)
 
 
-def attend_by_document(query, key, value, ends, _, longest, __, *, causal, scale, dropout=0.0):
+def attend_by_document(query, key, value, ends, _, longest, __, *, causal, scale):
     """Attends in one document after the other. A kernel for documents of any length must return the same."""
     lengths = ends.diff().tolist()
     assert longest == max(lengths)
-    assert not dropout
     outputs = []
     for document in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         query_part, key_part, value_part = (states.transpose(0, 1)[None] for states in document)
@@ -299,7 +298,7 @@ def calls_of_gpu_kernel(monkeypatch, model, autocast=False):
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         expected = logits_of(model, packed)
         monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-        monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
+        monkeypatch.setattr(document_attention, '_half_kernel', lambda: kernel)
         logits = logits_of(model, packed)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2)
     return calls
@@ -344,24 +343,6 @@ def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
     assert head_counts == [(4, 2, 2) if takes_groups else (4, 4, 4)]
 
 
-def test_dropout_is_left_to_the_kernel_that_has_it(monkeypatch):
-    """Torch's kernel has no dropout."""
-    dropouts = []
-
-    def kernel_with_dropout(query, *arguments, dropout, **options):
-        dropouts.append(dropout)
-        return query
-
-    monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
-    monkeypatch.setattr(document_attention, '_kernel_of_torch', lambda: attend_by_document)
-    monkeypatch.setattr(document_attention, '_kernel_of_flash_attn', lambda: kernel_with_dropout)
-    documents = document_attention._Documents([3, 2], [None, None])
-    states = torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
-    layer = attention_layer(is_causal=True)
-    document_attention._attend_at_once(documents, layer, states, states, states, dropout=0.25)
-    assert dropouts == [0.25]
-
-
 def states_of_heads(*sizes, num_tokens=10):
     """Returns random states ``(1, 4, tokens, size)`` in half precision, one tensor for each size of a head."""
     torch.manual_seed(0)
@@ -377,7 +358,7 @@ def test_kernels_get_no_position_bias(monkeypatch):
         query, key, value, attn_mask=bias.masked_fill(is_later, -torch.inf)
     )
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: attend_by_document)
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda: attend_by_document)
     documents = document_attention._Documents([10], [None])
     call = ('sdpa', attention_layer(is_causal=True), query, key, value, documents)
     if not IS_V4:  # SDPA of Transformers 4 has no bias
@@ -399,16 +380,17 @@ def test_kernels_have_the_arguments_of_sdpa():
     assert arguments <= {*known, *document_attention.UNKNOWN_TO_KERNELS}
 
 
-def test_values_of_another_size(monkeypatch):
-    """As in DeepSeek-V3. The kernels for half precision take one size of heads, torch's nested tensors take two."""
-    query, key, value = states_of_heads(16, 16, 8)
+@pytest.mark.parametrize(('value_size', 'dropout'), [(8, 0.0), (16, 1e-9)])
+def test_states_for_nested_tensors(value_size, dropout, monkeypatch):
+    """The kernel for half precision has no dropout, and takes only one size of heads (DeepSeek-V3 has two)."""
+    query, key, value = states_of_heads(16, 16, value_size)
     documents = document_attention._Documents([3, 7], [None, None])
     layer = attention_layer(is_causal=False)  # torch's plain kernel for nested tensors looks in both directions
     expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: pytest.fail('takes one size of heads'))
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda: pytest.fail('does not take this'))
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        attended, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
+        attended, _ = document_attention._attend('sdpa', layer, query, key, value, documents, dropout=dropout)
     torch.testing.assert_close(attended, expected, rtol=0, atol=2e-2)
 
 

@@ -221,7 +221,9 @@ def receive(monkeypatch, row):
 
 def packed_microbatches(batch, layout, slot_tokens):
     spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
-    split.split_of(spec.dataloader).adopt(CutRules(packing='documents'))
+    split_of_loader = split.split_of(spec.dataloader)
+    split_of_loader.start(one_layer_model(), batch, 1)
+    split_of_loader.adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
@@ -257,6 +259,20 @@ def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypa
     for microbatch in microbatches:
         model(**tensors_in(microbatch, torch.float32)).loss.backward()
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
+
+
+def test_text_rank_takes_the_layout_of_another(two_ranks, monkeypatch):
+    """Without a model each rank infers a layout from its own batch. Text does not show the entries of Mllama."""
+    case, layout = case_of('mllama')
+    batch = family_batch(case)
+    counts = layout.images_per_row(batch)
+    media_row = layout.select(batch, [counts.index(1)])
+    text = {key: batch[key][TEXT_ROWS] for key in ('input_ids', 'attention_mask', 'labels')}
+    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
+    monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, BatchLayout.infer(batch)])
+    receive(monkeypatch, media_row)
+    for microbatch in token_data_spec(loader(text)).split_batch(text, 1):
+        assert num_samples(microbatch) < len(microbatch['input_ids']) == len(microbatch['cross_attention_mask'])
 
 
 def test_packed_rows_are_not_halved_needlessly(two_ranks):

@@ -13,8 +13,8 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
-from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_rows
-from tests.support.training import assert_exact, fit, hugging_face, loader, relative_error
+from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_attention, text_rows
+from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ def test_packed_left_padding_keeps_no_columns():
     rows = text_rows(ONE_UNLABELLED)
     batch = collate(rows, side='left')
     spec = token_data_spec(loader(batch), packing=True)
+    split_of(spec.dataloader).start(one_layer_model(), batch, 2)
     split_of(spec.dataloader).adopt(CutRules(left='shift', packing='documents'))
     microbatches = spec.split_batch(batch, 2)
     assert len(microbatches) > 1
@@ -70,16 +71,22 @@ def test_leak_between_documents_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize('packing', [True, 'auto'])
-def test_packing_without_the_algorithm_is_refused(packing):
+@pytest.mark.parametrize('options', [{}, COMPOSERS_FLAG])
+def test_packing_without_the_algorithm_is_refused(packing, options):
+    """With Composer's flag the DataSpec knows the model. It must not change the model's attention, nor its cache."""
+    model = hugging_face(one_layer_model())
+    config_before = model.config.to_dict()
+    data = token_data_spec(loader(ragged_batch(ONE_UNLABELLED)), model=model if options else None, packing=packing)
     with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation'):
-        fit(one_layer_model(), ragged_batch(ONE_UNLABELLED), packing=packing, algorithms=[])
+        fit(model, data, algorithms=[], **options)
+    assert model.config.to_dict() == config_before
 
 
 def test_positions_of_the_batch_are_refused():
     batch = ragged_batch(ONE_UNLABELLED)
     batch['position_ids'] = torch.zeros_like(batch['input_ids'])
     with pytest.raises(ValueError, match='`position_ids` must be absent'):
-        pack_rows(BatchLayout.infer(batch), batch)
+        pack_rows(BatchLayout.infer(batch), batch, text_attention())
 
 
 def test_rows_without_ids_are_refused():
@@ -87,7 +94,7 @@ def test_rows_without_ids_are_refused():
     embeddings = one_layer_model().get_input_embeddings()(batch['input_ids']).detach()
     batch = {**batch, 'input_ids': None, 'inputs_embeds': embeddings}
     with pytest.raises(ValueError, match='`input_ids` must be in the batch'):
-        pack_rows(BatchLayout.infer(batch), batch)
+        pack_rows(BatchLayout.infer(batch), batch, text_attention())
 
 
 def batch_with_hole():
@@ -144,14 +151,14 @@ def test_row_without_tokens_is_no_document():
 @pytest.mark.parametrize('count', [list, torch.tensor], ids=['list', 'tensor'])
 def test_packed_row_has_all_images(count):
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'num_images': count([1, 0, 2])}
-    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch))
+    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch), text_attention())
     assert list(packed['num_images']) == [3]
 
 
 def test_packed_row_keeps_numbers_of_samples():
     """Their sum would name another sample."""
     batch = {**ragged_batch([(4, 2), (5, 3)]), 'sample_ids': [3, 7]}
-    packed = pack_rows(BatchLayout.infer(batch), batch)
+    packed = pack_rows(BatchLayout.infer(batch), batch, text_attention())
     assert packed['sample_ids'] == [[3, 7]]
 
 
@@ -159,7 +166,7 @@ def test_packed_row_keeps_counts_of_documents():
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
     with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
     counted = with_counts(with_dummy, token_weights='sqrt')
-    (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted))
+    (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted, text_attention()))
     assert packed.documents == tuple(rows_of(counted))
     assert [document.source for document in packed.documents] == ['a', 'b', None]
     assert packed.samples == 2

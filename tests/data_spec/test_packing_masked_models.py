@@ -14,6 +14,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import with_counts
 from tests.support.masked_text import MODELS, PAD, masked_batch, masked_model
+from tests.support.text import text_attention
 from tests.support.training import assert_exact, composer_gradients, fit, reference_gradients, relative_error
 
 LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
@@ -65,11 +66,11 @@ def test_labels_stay_where_they_are():
     batch = masked_batch(LENGTHS)
     layout = BatchLayout.infer(batch)
     real = batch['attention_mask'].bool()
-    packed = pack_rows(layout, with_counts(batch, 'unshifted'))
+    packed = pack_rows(layout, with_counts(batch, 'unshifted'), text_attention())
     assert torch.equal(packed['labels'][0], batch['labels'][real])
     assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
     # If labels are shifted, the label of a first token would be predicted from the document before it.
-    shifted = pack_rows(layout, with_counts(batch, 'causal'))
+    shifted = pack_rows(layout, with_counts(batch, 'causal'), text_attention())
     starts = packed['position_ids'][0] == 0
     assert torch.equal(shifted['labels'][0], batch['labels'][real].masked_fill(starts, -100))
 

@@ -39,10 +39,10 @@ from tests.support.text import text_model
 from tests.support.training import On, hugging_face, logged, train
 
 
-def spec_of(dataset, *, size, batch):
+def spec_of(dataset, *, size, batch, slot_tokens=LONGEST):
     """Returns a data spec that regroups a dataset on one rank."""
     options = {'global_batch_size': batch, 'max_tokens': size * LONGEST, 'num_replicas': 1, 'rank': 0}
-    return token_data_spec(regrouping_loader(dataset, **options), slot_tokens=LONGEST)
+    return token_data_spec(regrouping_loader(dataset, **options), slot_tokens=slot_tokens)
 
 
 def train_seven_steps(callbacks):
@@ -264,6 +264,18 @@ def test_no_late_failure_after_a_rehearsal(seeds):
         else:
             assert model.num_calls <= 4
     assert 0 < num_lowered < len(seeds)
+
+
+def test_short_rows_without_slot_tokens():
+    """A rehearsal reads a microbatch of short rows by itself. In the run a long row of its step makes the budget."""
+    dataset = LengthDataset(16)
+    dataset.lengths[:] = 10
+    dataset.lengths[0] = LONGEST
+    spec = spec_of(dataset, size=4, batch=16, slot_tokens=None)
+    model = Limited(limit=100)
+    state = state_of_trainer(spec, model)
+    rehearse(state, memory=model)
+    assert not would_fail(spec, model, state.device_train_microbatch_size)
 
 
 def test_fixed_size_too_large_is_refused():

@@ -18,6 +18,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from composer_tokacc.data_spec.document_attention import DocumentAttention
+
 VOCABULARY = 64
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 """Length and number of labels of each of six rows."""
@@ -43,6 +45,11 @@ def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **config: Any) -> L
 def one_layer_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     """Returns the smallest text model, for tests to which the number of layers does not matter."""
     return text_model(seed, num_hidden_layers=1, **config)
+
+
+def text_attention() -> DocumentAttention:
+    """Returns the attention of packed rows in the smallest text model."""
+    return DocumentAttention(one_layer_model())
 
 
 class ColumnCounter(GPT2LMHeadModel):
