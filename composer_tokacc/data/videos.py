@@ -39,9 +39,9 @@ MAX_MISSING_SHARE = 0.05
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
-"""Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Playlists are not read,
-because they name other files, which may lie outside of the media folder. Transport streams and elementary streams are
-not read, because they may end anywhere, so a missing half could not be noticed."""
+"""Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
+files, which may lie outside of the media folder. Transport streams and elementary streams are not read, because they
+may end anywhere, so a missing half could not be noticed. In nut, voc, w64, and caf with PCM it is not noticed either."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
@@ -340,7 +340,7 @@ def _check_end(container: InputContainer, end: float) -> None:
 
 def _shortest_complete(duration: float, container: InputContainer) -> float:
     """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
-    # The last packet may have no duration. It is one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
+    # The last packet may have no duration. It holds one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
     tolerance = 0.5 if container.streams.video else 0.1
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
@@ -444,7 +444,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
     Image files have no times, so they are taken as a video with the ``fps`` of the sampling. Therefore ``fps`` leaves
-    out none of them. Only ``num_frames`` and ``max_frames`` do.
+    out none of them.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -576,13 +576,13 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # Without key frames, the first timestamp takes the place of the only key frame: nothing is jumped over.
-    start_timestamps = key_timestamps or timestamps[:1]
-    frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps)
+    # With a single key frame, nothing is jumped over. If none is known, the first timestamp takes its place.
+    jump_timestamps = key_timestamps or timestamps[:1]
+    frame_of_timestamp = _decode_after_jumps(file, timestamps, jump_timestamps)
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
         # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
-        # everything is decoded without a jump, and no frame may be damaged from the first chosen one on.
+        # everything is decoded without a jump (one "key frame"), and no frame may be damaged from the first chosen one.
         frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
@@ -608,8 +608,7 @@ def _decode_after_jumps(
 ) -> dict[int, VideoFrame]:
     """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
 
-    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. If it has only one, nothing is
-    jumped over.
+    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. With only one there is no jump.
     """
     timestamps_after_key: dict[int, list[int]] = {}
     for timestamp in timestamps:
