@@ -46,7 +46,7 @@ QUARTER_TURNS = (5, 6, 7, 8)
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        # PIL's mode I holds 32 bits. An older PIL also uses it for the 16 bits of a PNG.
+        # PIL's mode I holds 32 bits. An older PIL uses it for the 16 bits of a PNG, too, so the mode does not tell.
         has_32_bits = image.format == 'TIFF' and image.mode == 'I'
         return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=has_32_bits)
 

@@ -260,7 +260,7 @@ def _measure_rows(
 ) -> list[MeasuredRow]:
     """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
 
-    But if headers are used, all samples that check them are read before, even if one of them is bad.
+    If headers are used, :func:`_check_rows` reads its samples before, and does not stop at a bad one.
 
     Args:
         measurer: Measures one sample.
@@ -286,7 +286,8 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
     The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
     :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
-    well, but nothing else is wrong: the split measures every row and keeps the cap.
+    well, but the split measures every row and keeps the cap. With ``'skip'``, a bad sample that has become good since
+    (a repaired file of the same size, a new decoder) is still left out.
     """
     if hasattr(dataset, 'fingerprint'):
         identity = dataset.fingerprint()

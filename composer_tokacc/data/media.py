@@ -47,8 +47,7 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
 
     Args:
         record: The record.
-        real_path: Returns an absolute path with all links resolved. It may remember the paths of folders, because to
-            resolve one it asks the file system about each folder in it.
+        real_path: ``Path.resolve``, perhaps cached, because it is slow and many files are in the same folder.
         allow_outside: Whether file names may lead out of the folder, by ``../``, as absolute paths or through links.
     """
     for modality, file in record.files:

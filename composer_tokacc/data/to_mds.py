@@ -83,8 +83,8 @@ def write_shards(
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``).
-        ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or there are videos
-            or audio and PyAV is not installed.
+        ValueError: If an argument is wrong, the file cannot be read, no sample is good, or there are videos or audio
+            and PyAV is not installed.
         ImportError: If mosaicml-streaming is not installed.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
