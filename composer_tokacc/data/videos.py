@@ -41,7 +41,7 @@ MEDIA_CONTAINERS = (
 )
 """Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
 files, which may lie outside of the media folder. Transport streams and elementary streams are not read, because they
-may end anywhere, so a missing half could not be noticed. In nut, voc, w64, and caf with PCM it is not noticed either."""
+may end anywhere, so a missing half could not be noticed. It is not in nut, voc, w64, and caf with PCM either."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
