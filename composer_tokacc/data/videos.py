@@ -36,21 +36,16 @@ if TYPE_CHECKING:
 
 MAX_MISSING_SHARE = 0.05
 """Share of a duration that may be missing, because the durations in headers are rounded or estimated."""
-MEDIA_CONTAINERS = (
-    'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
-)
+MEDIA_CONTAINERS = 'aiff,asf,au,avi,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,ogg,tta,wav,wv'
 """Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
-files, which may lie outside of the media folder. Transport streams and elementary streams are not read, because they
-may end anywhere, so a missing half could not be noticed. It is not in nut, voc, w64, and caf with PCM either."""
+files, which may lie outside of the media folder. Transport streams, elementary streams, caf, nut, voc and w64 are not
+read, because they may end anywhere, so a missing half could not be noticed."""
 STEADY_CONTAINERS = (
     'aiff',
-    'caf',
     'flac',
     'mp3',
     'ogg',
     'tta',
-    'voc',
-    'w64',
     'wav',
     'wv',
 )
@@ -233,7 +228,6 @@ def _check_last_bytes(file: BinaryIO) -> None:
     file_size = file.seek(0, os.SEEK_END)
     file.seek(max(0, file_size - MAX_OGG_PAGE))
     last_bytes = file.read()
-    last_bytes_without_zeros = last_bytes.rstrip(b'\0')  # zeros after the end of a GIF or PNG are no damage
     is_complete = True
     if head.startswith(b'OggS'):
         is_complete = _ends_with_last_ogg_page(last_bytes)
@@ -244,9 +238,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
     elif head.startswith(b'GIF8'):
-        is_complete = last_bytes_without_zeros.endswith(b';')  # the trailer
-    elif head.startswith(b'\x89PNG'):
-        is_complete = last_bytes_without_zeros.endswith(b'IEND\xaeB`\x82')  # the last chunk and its checksum
+        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros after it are no damage
     if not is_complete:
         raise InvalidInputError('its end is missing')
 
@@ -326,8 +318,6 @@ def _check_end(container: InputContainer, end: float) -> None:
         end: Time at which the last packet of any stream ends, in seconds.
     """
     if container.duration is None:
-        if container.format.name == 'apng':
-            return  # `_check_last_bytes` has checked its end
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
     duration = container.duration / 1e6  # PyAV counts the times of a container in microseconds
     start = (container.start_time or 0) / 1e6
