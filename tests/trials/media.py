@@ -174,6 +174,7 @@ FLAC = partial(write_encoded_sound, codec='flac')
 AIFF = partial(write_encoded_sound, codec='pcm_s16be')
 PCM = partial(write_encoded_sound, codec='pcm_s16le')
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
+LATIN_1_ARTIST = b'LIST\x14\0\0\0INFOIART\7\0\0\0Beyonc\xe9\0'
 NO_IMAGE = 'no image of a known format'
 NO_CONTAINER = 'container that is not supported'
 
@@ -247,6 +248,7 @@ MEDIA: dict[str, Reading] = {
     'an Ogg Opus': of_audio('a.ogg', OPUS, WORKS),
     'an Ogg Opus without its last bytes': of_audio('a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': of_audio('a.ogg', followed_by(OPUS, bytes(900)), WORKS),
+    'a WAV with a tag in Latin-1': of_audio('a.wav', followed_by(long_wav, LATIN_1_ARTIST), WORKS),
     'a WAV of rate 0': of_audio('a.wav', pcm_with(24, '<I', 0), SAMPLE),
     'a WAV of rate 1': of_audio('a.wav', pcm_with(24, '<I', 1, frames=100), 'cuts it off'),
     'a WAV of rate 384,000': of_audio('a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),
