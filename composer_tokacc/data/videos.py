@@ -196,7 +196,12 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         file.seek(0)
         source = file
     try:
-        container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
+        container = av.open(
+            source,
+            mode='r',
+            options={'format_whitelist': MEDIA_CONTAINERS},
+            metadata_errors='replace',  # tags may be in any encoding. They are not read
+        )
     except ValueError as error:
         if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
             raise
