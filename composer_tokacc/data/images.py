@@ -17,9 +17,6 @@ from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
 """Largest value of a channel with 16 bits."""
-MAX_PIXELS = 89_478_485
-"""Most pixels of one image. It is PIL's own limit: above it, PIL warns of a decompression bomb, and above twice the
-limit it raises an error of its own. To read an image of 100 million pixels takes 1.9 GiB of memory."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (
@@ -85,7 +82,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _open_image(file: MediaFile) -> Iterator[Image.Image]:
-    """Opens an image without decoding it. Refuses an image with several pages or too many pixels."""
+    """Opens an image without decoding it. Refuses an image with several pages. PIL refuses too many pixels."""
     formats = _known_formats()
     try:
         opened = Image.open(file, formats=formats)
@@ -99,10 +96,6 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
             raise InvalidInputError(
                 'it holds several images, but a model would see only the first. Save one, or make a video'
-            )
-        if image.width * image.height > MAX_PIXELS:
-            raise InvalidInputError(
-                f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller'
             )
         yield image
 
