@@ -106,12 +106,10 @@ class VideoSampling:
         # Without `num_frames`, only the two limits are compared.
         num_frames = self.num_frames or self.min_frames
         if not self.min_frames <= num_frames <= self.max_frames:
-            requirement = '`min_frames` <= `num_frames` <= `max_frames`'
-            got = f'{self.min_frames}, {num_frames} and {self.max_frames}'
-            if self.num_frames is None:
-                requirement = '`min_frames` <= `max_frames`'
-                got = f'{self.min_frames} and {self.max_frames}'
-            raise InvalidInputError(f'{requirement} must hold, got: {got}. Raise or remove one of them')
+            raise InvalidInputError(
+                '`min_frames` <= `num_frames` <= `max_frames` must hold, got: '
+                f'{self.min_frames}, {self.num_frames} and {self.max_frames}. Raise or remove one of them'
+            )
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take of a video.

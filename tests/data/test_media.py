@@ -131,7 +131,7 @@ def test_number_of_frames(options, count):
         ({'fps': float('nan')}, '`fps` must be a positive number'),
         ({'max_frames': None}, '`max_frames` must be a positive number'),
         ({'max_frames': 10**7}, '`max_frames` must be a positive number below 1,000,000'),
-        ({'max_frames': 4, 'min_frames': 5}, '`min_frames` <= `max_frames` must hold, got: 5 and 4'),
+        ({'max_frames': 4, 'min_frames': 5}, '`min_frames` <= `num_frames` .* got: 5, None and 4'),
         ({'num_frames': 256}, '`min_frames` <= `num_frames` <= `max_frames` must hold, got: 1, 256 and 128'),
         ({'num_frames': 4, 'min_frames': 5}, '`min_frames` <= `num_frames` .* got: 5, 4 and 128'),
         ({'num_frames': 4, 'fps': 2}, '`fps` must be left out if `num_frames` is given'),
