@@ -40,8 +40,6 @@ from composer_tokacc.refusals import InvalidInputError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MAX_BYTES = 2**32
-"""Limit for a text in memory, unpacked. A small gzip file may unpack to more than the memory of a machine."""
 GZIP_SIGNATURE = b'\x1f\x8b'
 PARQUET_SIGNATURE = b'PAR1'
 
@@ -154,14 +152,9 @@ def _read_text(file: str) -> str:
         with regular_file(Path(file)).open('rb') as opened:
             if opened.peek(2).startswith(GZIP_SIGNATURE):
                 with gzip.open(opened) as unpacked:
-                    content = unpacked.read(MAX_BYTES + 1)
+                    content = unpacked.read()
             else:
-                content = opened.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            # A ValueError. The last `except` below completes its message.
-            raise InvalidInputError(
-                f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or write it as parquet'
-            )
+                content = opened.read()
         encoding = json.detect_encoding(content)
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
         return content.decode(encoding, errors)
