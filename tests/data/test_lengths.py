@@ -241,13 +241,6 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     assert not caplog.text
 
 
-def test_archive_of_something_else_is_refused(tmp_path):
-    path = tmp_path / 'other.npz'
-    np.savez(path, lengths=np.zeros(3, np.int32))
-    with pytest.raises(ValueError, match=r"a saved length table, got: .*other\.npz without \['bad', 'image_tokens', "):
-        LengthTable.load(path)
-
-
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
     (tmp_path / 'file').write_text('')
     dataset = DigitsDataset(num_samples=3)
