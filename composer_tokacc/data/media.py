@@ -109,8 +109,7 @@ def check_decoder(record: Record) -> None:
     if not needs_decoder:
         return
     try:
-        importlib.import_module('av.container')
-        _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
+        importlib.import_module('av')
     except Exception as error:  # it is not installed, or a shared library is missing
         remedy = "pip install 'composer_tokacc[media]'"
         raise InvalidInputError(
