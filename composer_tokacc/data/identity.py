@@ -36,8 +36,8 @@ def identify_data(dataset: Any) -> str:
     if callable(identity_method):
         return fingerprint(identity_method())
     parts: list[Any] = [len(dataset)]
-    indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
-    for index in np.unique(indices).tolist():  # a dataset of fewer samples repeats indices
+    indices = np.linspace(0, len(dataset) - 1, min(NUM_READ, len(dataset))).astype(int)
+    for index in indices.tolist():
         try:
             sample = dataset[index]
             check_sample(sample, 'input_ids')
