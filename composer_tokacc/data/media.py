@@ -59,9 +59,8 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
         except (ValueError, OSError) as error:
             if not is_from_file(error):
                 raise
-            raise record.error(
-                f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
-            ) from error
+            reason = getattr(error, 'strerror', None) or error
+            raise record.error(f'{modality} file {path} cannot be found: {reason}. Is `image_dir` right?') from error
         # Only a link must be resolved itself. For other files the folder is enough.
         if os.path.islink(path):
             real_folder = path.resolve().parent
