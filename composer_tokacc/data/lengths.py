@@ -200,21 +200,20 @@ def length_table(
         # not kept in a file: a later run with this patch size would read it, and not make its samples fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
-    folder = Path(cache_folder('lengths') if folder is None else folder)
-    paths = [folder / f'{name}.npz']
     if _uses_headers(dataset, on_error):
         # Another file, because a table from headers may lack some bad samples, which a run with 'skip' must know.
-        paths.append(folder / f'{name}-headers.npz')
-    for path in paths:
-        table = load_kept(path, LengthTable.load)
-        # All ranks take part in the measurement, even if only one of them cannot load its file.
-        if all(_gather(table is not None)):
-            assert table is not None
-            return _check_table(table, on_error)
+        name += '-headers'
+    folder = Path(cache_folder('lengths') if folder is None else folder)
+    path = folder / f'{name}.npz'
+    table = load_kept(path, LengthTable.load)
+    # All ranks take part in the measurement, even if only one of them cannot load its file.
+    if all(_gather(table is not None)):
+        assert table is not None
+        return _check_table(table, on_error)
     table = build_length_table(dataset, processor, **options)
     if dist.get_local_rank() == 0:
         keep(
-            paths[-1],
+            path,
             table.save,
             hint='Set `loader.lengths_folder` to a folder that can be written.',
         )
