@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -175,7 +175,7 @@ def length_table(
             that the processor names, or 14, the most common, if it names none (Idefics3, Gemma3, InternVL, ...).
         num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
         on_error: Handling of a sample that raises :class:`.BadSampleError`. ``'raise'``, or ``'skip'``: keep the reason
-            in ``errors``. With ``'skip'`` all samples are read.
+            in ``errors``. With ``'skip'`` all samples are read, and later only the bad ones.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -209,8 +209,12 @@ def length_table(
     # All ranks take part in the measurement, even if only one of them cannot load its file.
     if all(_gather(table is not None)):
         assert table is not None
-        return _check_table(table, on_error)
-    table = build_length_table(dataset, processor, **options)
+        bad_indices = set().union(*_gather(list(table.errors)))
+        if not bad_indices:
+            return _check_table(table, on_error)
+        table = _read_again(table, sorted(bad_indices), dataset, processor, **options)
+    else:
+        table = build_length_table(dataset, processor, **options)
     if dist.get_local_rank() == 0:
         keep(
             path,
@@ -229,6 +233,53 @@ def build_length_table(
     on_error: OnError = 'raise',
 ) -> LengthTable:
     """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`."""
+    indices = range(len(dataset))
+    table = _measure_samples(
+        indices,
+        dataset,
+        processor,
+        num_workers=num_workers,
+        patch_size=patch_size,
+        on_error=on_error,
+    )
+    return _check_table(table, on_error)
+
+
+def _read_again(
+    table: LengthTable,
+    bad_indices: Sequence[int],
+    dataset: Any,
+    processor: Any,
+    **options: Any,
+) -> LengthTable:
+    """Reads the bad samples of a kept table again. Since then, a file may be repaired, or a decoder installed.
+
+    Args:
+        table: The table, which is changed.
+        bad_indices: The samples that are bad in the table of any rank.
+        dataset: The dataset.
+        processor: Its processor.
+        **options: Other arguments of :func:`build_length_table`.
+    """
+    table_of_read = _measure_samples(bad_indices, dataset, processor, **options)
+    for name in TABLE_COLUMNS:
+        getattr(table, name)[bad_indices] = getattr(table_of_read, name)
+    errors = {}
+    for place, reason in table_of_read.errors.items():
+        errors[bad_indices[place]] = reason
+    return _check_table(replace(table, errors=errors), options['on_error'])
+
+
+def _measure_samples(
+    indices: Sequence[int],
+    dataset: Any,
+    processor: Any,
+    *,
+    num_workers: int | None,
+    patch_size: int | None,
+    on_error: OnError,
+) -> LengthTable:
+    """Returns the table of some samples. The ranks share the work. Arguments as for :func:`length_table`."""
     # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
     num_ranks = 1
@@ -239,13 +290,12 @@ def build_length_table(
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
-    indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(measurer, indices, run, on_error)
-    rows_of_all: list[MeasuredRow] = [None] * len(dataset)
-    # Rank r has measured the samples r, r + num_ranks, ...
+    rows = _measure_rows(measurer, indices[rank::num_ranks], run, on_error)
+    rows_of_all: list[MeasuredRow] = [None] * len(indices)
+    # Rank r has measured the samples at the places r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
         rows_of_all[other_rank::num_ranks] = rows_of_rank
-    return _check_table(LengthTable.from_rows(rows_of_all), on_error)
+    return LengthTable.from_rows(rows_of_all)
 
 
 def _measure_rows(
@@ -282,8 +332,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
 
     The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
     :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
-    well, but the split measures every row and keeps the cap. With ``'skip'``, a bad sample that has become good since
-    (a repaired file of the same size, a new decoder) is still left out.
+    well, but the split measures every row and keeps the cap.
     """
     if hasattr(dataset, 'fingerprint'):
         identity = dataset.fingerprint()

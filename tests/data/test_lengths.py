@@ -219,8 +219,7 @@ def test_older_versions_are_not_read(tmp_path, monkeypatch):
 
 def test_saved_table_without_labels_is_refused(tmp_path):
     dataset = DigitsDataset(num_samples=3)
-    table = empty_table(errors={0: 'no image'})
-    table.save(tmp_path / f'{table_name(dataset, dataset.processor)}.npz')
+    empty_table().save(tmp_path / f'{table_name(dataset, dataset.processor)}.npz')
     with pytest.raises(ValueError, match='labels to learn'):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
