@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -206,15 +206,12 @@ def length_table(
     folder = Path(cache_folder('lengths') if folder is None else folder)
     path = folder / f'{name}.npz'
     table = load_kept(path, LengthTable.load)
-    # All ranks take part in the measurement, even if only one of them cannot load its file.
-    if all(_gather(table is not None)):
+    # All ranks take part in the measurement, even if only one of them cannot load its file, or has bad samples in it.
+    # These are read again, because a file may be repaired since, or a decoder installed.
+    if not any(_gather(table is None or len(table.errors) > 0)):
         assert table is not None
-        bad_indices = set().union(*_gather(list(table.errors)))
-        if not bad_indices:
-            return _check_table(table, on_error)
-        table = _read_again(table, sorted(bad_indices), dataset, processor, **options)
-    else:
-        table = build_length_table(dataset, processor, **options)
+        return _check_table(table, on_error)
+    table = build_length_table(dataset, processor, kept=table, **options)
     if dist.get_local_rank() == 0:
         keep(
             path,
@@ -231,55 +228,12 @@ def build_length_table(
     num_workers: int | None = None,
     patch_size: int | None = None,
     on_error: OnError = 'raise',
+    kept: LengthTable | None = None,
 ) -> LengthTable:
-    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`."""
-    indices = range(len(dataset))
-    table = _measure_samples(
-        indices,
-        dataset,
-        processor,
-        num_workers=num_workers,
-        patch_size=patch_size,
-        on_error=on_error,
-    )
-    return _check_table(table, on_error)
+    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`.
 
-
-def _read_again(
-    table: LengthTable,
-    bad_indices: Sequence[int],
-    dataset: Any,
-    processor: Any,
-    **options: Any,
-) -> LengthTable:
-    """Reads the bad samples of a kept table again. Since then, a file may be repaired, or a decoder installed.
-
-    Args:
-        table: The table, which is changed.
-        bad_indices: The samples that are bad in the table of any rank.
-        dataset: The dataset.
-        processor: Its processor.
-        **options: Other arguments of :func:`build_length_table`.
+    Samples that are good in the table ``kept`` are not measured again.
     """
-    table_of_read = _measure_samples(bad_indices, dataset, processor, **options)
-    for name in TABLE_COLUMNS:
-        getattr(table, name)[bad_indices] = getattr(table_of_read, name)
-    errors = {}
-    for place, reason in table_of_read.errors.items():
-        errors[bad_indices[place]] = reason
-    return _check_table(replace(table, errors=errors), options['on_error'])
-
-
-def _measure_samples(
-    indices: Sequence[int],
-    dataset: Any,
-    processor: Any,
-    *,
-    num_workers: int | None,
-    patch_size: int | None,
-    on_error: OnError,
-) -> LengthTable:
-    """Returns the table of some samples. The ranks share the work. Arguments as for :func:`length_table`."""
     # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
     num_ranks = 1
@@ -290,12 +244,13 @@ def _measure_samples(
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
-    rows = _measure_rows(measurer, indices[rank::num_ranks], run, on_error)
-    rows_of_all: list[MeasuredRow] = [None] * len(indices)
-    # Rank r has measured the samples at the places r, r + num_ranks, ...
+    indices = range(rank, len(dataset), num_ranks)
+    rows = _measure_rows(measurer, indices, run, on_error, kept)
+    rows_of_all: list[MeasuredRow] = [None] * len(dataset)
+    # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
         rows_of_all[other_rank::num_ranks] = rows_of_rank
-    return LengthTable.from_rows(rows_of_all)
+    return _check_table(LengthTable.from_rows(rows_of_all), on_error)
 
 
 def _measure_rows(
@@ -303,6 +258,7 @@ def _measure_rows(
     indices: Sequence[int],
     run: Callable[..., Iterator[Any]],
     on_error: OnError,
+    kept: LengthTable | None,
 ) -> list[MeasuredRow]:
     """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
 
@@ -313,10 +269,13 @@ def _measure_rows(
         indices: The samples.
         run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
+        kept: A table that has the rows of good samples. It is not used with headers, with which no bad sample is kept.
     """
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
         rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
+    elif kept is not None:
+        rows = [_good_row(kept, index) for index in indices]
     missing_places = [place for place, row in enumerate(rows) if row is None]
     missing_indices = [indices[place] for place in missing_places]
     missing_rows = run(measurer.read, missing_indices)
@@ -325,6 +284,14 @@ def _measure_rows(
         if isinstance(row, str) and on_error == 'raise':
             break  # no error is raised here, because all ranks raise it together when they have exchanged their rows
     return rows
+
+
+def _good_row(table: LengthTable, index: int) -> TableRow | None:
+    """Returns the row of a sample in a table. None if the sample is bad."""
+    if index in table.errors:
+        return None
+    numbers = [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
+    return TableRow(*numbers)
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
