@@ -96,7 +96,7 @@ def broken(tmp_path):
 
 
 REASONS = {
-    's0': r'image file .*0_0\.png does not exist',
+    's0': r'image file .*0_0\.png cannot be found',
     's3': r'image file .*3_0\.png cannot be read',
     's5': 'got: 1 images and 0 placeholders',
     's7': '`conversations`',
