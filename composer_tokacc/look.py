@@ -116,8 +116,9 @@ def _one_of_each_combination(dataset: Any) -> list[int]:
         num_looked_at = num_samples
         if must_read:
             num_looked_at = min(num_samples, MAX_READ_FOR_MODALITIES)
-        evenly_spread = np.linspace(0, num_samples - 1, num_looked_at).astype(int)
-        for index in evenly_spread.tolist():
+        # Evenly spread, which is every sample if none must be read.
+        indices = np.linspace(0, num_samples - 1, num_looked_at).astype(int)
+        for index in indices.tolist():
             if must_read:
                 modalities = _modalities_of(part[index])
             else:

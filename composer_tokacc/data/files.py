@@ -40,8 +40,6 @@ from composer_tokacc.refusals import InvalidInputError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MAX_BYTES = 2**32
-"""Limit for a text in memory, unpacked. A small gzip file may unpack to more than the memory of a machine."""
 GZIP_SIGNATURE = b'\x1f\x8b'
 PARQUET_SIGNATURE = b'PAR1'
 
@@ -61,7 +59,7 @@ def read_records(
         image_dir: Folder to which names of media are relative. None: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
-    real_path = cache(Path.resolve)  # many files are in the same folder, which takes long to resolve
+    real_path = cache(Path.resolve)
     for path in _list_paths(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
         for raw_record in read_raw_records(path):
@@ -137,8 +135,8 @@ def _is_table(file: str) -> bool:
             signature = opened.read(len(PARQUET_SIGNATURE))
     except (OSError, ValueError):  # `_read_json` reports why the file cannot be read
         return False
-    # `datasets` reports what is wrong with a `.parquet` file that does not have the signature.
-    return file.endswith('.parquet') or signature == PARQUET_SIGNATURE
+    # A `.parquet` file without the signature is damaged. `datasets` reports what is wrong with it.
+    return signature == PARQUET_SIGNATURE or file.endswith('.parquet')
 
 
 # JSON. `DECODER_WITH_ERRORS` does not raise an error for a wrong value, but returns the error in its place. So only the
@@ -154,14 +152,9 @@ def _read_text(file: str) -> str:
         with regular_file(Path(file)).open('rb') as opened:
             if opened.peek(2).startswith(GZIP_SIGNATURE):
                 with gzip.open(opened) as unpacked:
-                    content = unpacked.read(MAX_BYTES + 1)
+                    content = unpacked.read()
             else:
-                content = opened.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            # A ValueError. The last `except` below completes its message.
-            raise InvalidInputError(
-                f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or write it as parquet'
-            )
+                content = opened.read()
         encoding = json.detect_encoding(content)
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
         return content.decode(encoding, errors)
@@ -215,7 +208,7 @@ def _decode_value(text: str) -> object:
 def _decode_object(
     pairs: list[tuple[str, object]],
 ) -> dict[str, object] | ValueError:
-    """Returns an object, or an error if a key stands twice in it: one of the two values would be lost."""
+    """Returns an object. If a key stands twice in it, returns an error, because one of the two values would be lost."""
     decoded = dict(pairs)
     if len(decoded) == len(pairs):
         return decoded
@@ -225,7 +218,7 @@ def _decode_object(
 
 
 def _decode_integer(digits: str) -> int | ValueError:
-    """Returns an integer. An error if it has thousands of digits, which Python refuses to convert."""
+    """Returns an integer. If it has thousands of digits, returns the error of Python, which does not convert it."""
     try:
         return int(digits)
     except ValueError as error:
@@ -343,7 +336,7 @@ def _read_value(
     index: int,
     keys: tuple[str | int, ...],
 ) -> Any:
-    """Reads a row from the table and returns the value that the keys lead to. Without keys, the whole row."""
+    """Reads a row from the table. Returns the value in it that the keys lead to, or without keys the whole row."""
     # Decodes no media, because `features` are those of `_without_decoding`.
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:

@@ -47,8 +47,7 @@ If a processor has a ``size`` with a ``longest_edge``, that is its only budget, 
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Side of the image, and frames of the video, that show whether a budget changes the number of tokens. The side of the
-video is half as long. To show whether fewer frames make fewer tokens, the video has more frames if ``min_frames`` is
-large."""
+video is half as long."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 DIMENSIONS_OF_CLIPS = 5
@@ -152,9 +151,8 @@ class FittingEncoder(ConversationEncoder):
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: The number of steps, if it is known, as in training. Then it is not searched for, and the sample has
-                no ``shrink_steps``. A batch may also hold samples of datasets without ``fit``, and all its samples need
-                the same entries.
+            steps: The number of steps, if it is known, as in training. Then the sample has no ``shrink_steps``, because
+                it may be collated with samples of datasets without ``fit``, which have none.
         """
         encode = partial(self._encode_after, record, files)
         if steps is not None:
@@ -193,7 +191,7 @@ class FittingEncoder(ConversationEncoder):
 
         Decodes only as much of the media as the shapes need.
         """
-        # Bisection: more steps never make a sample longer, so if some number of steps fits, every larger number fits.
+        # Bisection, which supposes that more steps never make a sample longer.
         low, high = 1, MOST_STEPS
         while low < high:
             middle = (low + high) // 2
@@ -240,12 +238,9 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether ``min_frames`` make fewer tokens than more frames do, such as `PROBE_FRAMES`.
-
-        False if all videos must have the same number of frames.
-        """
-        # At the minimum of the budgets, because some processors share one budget among all frames. Above the minimum,
-        # fewer frames would only be larger.
+        """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
+        # Budgets are at their minimum, because some processors divide one budget among all frames. Above the minimum,
+        # they would make fewer frames larger, with as many tokens.
         budgets = self._budgets['video']
         fewest_frames = self.video.min_frames
         num_frames = min(max(PROBE_FRAMES, 2 * fewest_frames), self.video.max_frames)

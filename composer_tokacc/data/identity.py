@@ -23,9 +23,9 @@ def identify_data(dataset: Any) -> str:
     """Returns a fingerprint of the data.
 
     It is made of the value of ``dataset.identity()`` or ``dataset.fingerprint()``. If the dataset has no such method,
-    it is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other sample
-    goes unnoticed. A bad sample does not raise here, but when the run reads it. Its error message takes the place of
-    its ids.
+    it is made of the number of samples and the token ids of 64 of them, evenly spread. A change of labels, media or any
+    other sample goes unnoticed. A bad sample does not raise here, but when the run reads it. Its error message takes
+    the place of its ids.
 
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some.
@@ -36,8 +36,8 @@ def identify_data(dataset: Any) -> str:
     if callable(identity_method):
         return fingerprint(identity_method())
     parts: list[Any] = [len(dataset)]
-    indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
-    for index in np.unique(indices).tolist():  # a dataset of fewer samples repeats indices
+    indices = np.linspace(0, len(dataset) - 1, min(NUM_READ, len(dataset))).astype(int)
+    for index in indices.tolist():
         try:
             sample = dataset[index]
             check_sample(sample, 'input_ids')

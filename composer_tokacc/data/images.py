@@ -6,22 +6,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, cast
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from composer_tokacc.data.records import MediaFile
 from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
 """Largest value of a channel with 16 bits."""
-MAX_PIXELS = 89_478_485
-"""Most pixels of one image. It is PIL's own limit: above it, PIL warns of a decompression bomb, and above twice the
-limit it raises an error of its own. To read an image of 100 million pixels takes 1.9 GiB of memory."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (
@@ -39,36 +34,55 @@ IMAGE_FORMATS = (
     'WEBP',
 )
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
-QUARTER_TURNS = (5, 6, 7, 8)
-"""Values of EXIF's orientation that exchange width and height."""
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns an image upright, by the value of EXIF's orientation. From 5 on, width and height are exchanged."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says. 16 bits a channel are scaled to 8."""
     with _open_image(file) as image:
-        # PIL's mode I holds 32 bits. An older PIL also uses it for the 16 bits of a PNG.
+        # PIL's mode I holds 32 bits. An older PIL uses it for the 16 bits of a PNG, too, so the mode does not tell.
         has_32_bits = image.format == 'TIFF' and image.mode == 'I'
-        return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=has_32_bits)
+        return _to_rgb(_upright(image), has_32_bits=has_32_bits)
 
 
 def image_size(file: MediaFile) -> tuple[int, int]:
     """Returns width and height of the image that :func:`read_image` returns. Reads only the header if possible."""
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
-            return ImageOps.exif_transpose(image).size
-        if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
-            image.load()  # also reads this metadata, which may turn the image
-        # The base class's `getexif`, because PNG's own method would decode every image to look for such metadata.
+            return _upright(image).size
+        # The base class's `getexif`, because PNG's own method would decode the image to look for EXIF after its pixels.
+        # If a turn stands there, width and height are exchanged here.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
-        if orientation in QUARTER_TURNS:
+        if orientation in TURNS and orientation >= 5:
             return height, width
         return width, height
 
 
+def _upright(image: Image.Image) -> Image.Image:
+    """Returns the image, turned as its EXIF entry says.
+
+    PIL's own ``exif_transpose`` also writes the EXIF block again, and raises if any entry of it has an unusual type.
+    """
+    image.load()
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    if orientation in TURNS:
+        return image.transpose(TURNS[orientation])
+    return image
+
+
 @contextmanager
 def _open_image(file: MediaFile) -> Iterator[Image.Image]:
-    """Opens an image without decoding it. Refuses an image with several pages or too many pixels."""
+    """Opens an image without decoding it. Refuses an image with several pages. PIL refuses too many pixels."""
     formats = _known_formats()
     try:
         opened = Image.open(file, formats=formats)
@@ -83,10 +97,6 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
             raise InvalidInputError(
                 'it holds several images, but a model would see only the first. Save one, or make a video'
             )
-        if image.width * image.height > MAX_PIXELS:
-            raise InvalidInputError(
-                f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller'
-            )
         yield image
 
 
@@ -98,27 +108,6 @@ def _known_formats() -> list[str]:
 
         pillow_heif.register_heif_opener()
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
-
-
-def _has_metadata_after_pixels(file: BinaryIO) -> bool:
-    """Tells whether a PNG file has chunks after its pixels. Does not read the content of the chunks.
-
-    A chunk is the length of its content (4 bytes), its type (4 bytes), the content, and a checksum (4 bytes).
-    """
-    start = file.tell()
-    file.seek(8)  # after the signature
-    chunk_types = set()
-    head = file.read(8)
-    while len(head) == 8:
-        length = int.from_bytes(head[:4], 'big')
-        chunk_type = head[4:]
-        # Pixels begin at the first IDAT chunk. The types of all chunks from there on are collected.
-        if chunk_types or chunk_type == b'IDAT':
-            chunk_types.add(chunk_type)
-        file.seek(length + 4, os.SEEK_CUR)  # skips the content and the checksum
-        head = file.read(8)
-    file.seek(start)  # PIL goes on from here
-    return bool(chunk_types - {b'IDAT', b'IEND'})
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:

@@ -113,9 +113,6 @@ class LengthTable:
     def load(cls, path: Path) -> LengthTable:
         """Reads the file that :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
-            missing = {'bad', 'reasons', *TABLE_COLUMNS} - set(arrays)
-            if missing:
-                raise InvalidInputError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
             indices = arrays['bad'].tolist()
             reasons = arrays['reasons'].tolist()
             errors = dict(zip(indices, reasons, strict=True))
@@ -178,7 +175,7 @@ def length_table(
             that the processor names, or 14, the most common, if it names none (Idefics3, Gemma3, InternVL, ...).
         num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
         on_error: Handling of a sample that raises :class:`.BadSampleError`. ``'raise'``, or ``'skip'``: keep the reason
-            in ``errors``. With ``'skip'`` all samples are read.
+            in ``errors``. With ``'skip'`` all samples are read, and later only the bad ones.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -203,21 +200,21 @@ def length_table(
         # not kept in a file: a later run with this patch size would read it, and not make its samples fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
-    folder = Path(cache_folder('lengths') if folder is None else folder)
-    paths = [folder / f'{name}.npz']
     if _uses_headers(dataset, on_error):
         # Another file, because a table from headers may lack some bad samples, which a run with 'skip' must know.
-        paths.append(folder / f'{name}-headers.npz')
-    for path in paths:
-        table = load_kept(path, LengthTable.load)
-        # All ranks take part in the measurement, even if only one of them cannot load its file.
-        if all(_gather(table is not None)):
-            assert table is not None
-            return _check_table(table, on_error)
-    table = build_length_table(dataset, processor, **options)
+        name += '-headers'
+    folder = Path(cache_folder('lengths') if folder is None else folder)
+    path = folder / f'{name}.npz'
+    table = load_kept(path, LengthTable.load)
+    # All ranks take part in the measurement, even if only one of them cannot load its file, or has bad samples in it.
+    # These are read again, because a file may be repaired since, or a decoder installed.
+    if not any(_gather(table is None or len(table.errors) > 0)):
+        assert table is not None
+        return _check_table(table, on_error)
+    table = build_length_table(dataset, processor, kept=table, **options)
     if dist.get_local_rank() == 0:
         keep(
-            paths[-1],
+            path,
             table.save,
             hint='Set `loader.lengths_folder` to a folder that can be written.',
         )
@@ -231,8 +228,12 @@ def build_length_table(
     num_workers: int | None = None,
     patch_size: int | None = None,
     on_error: OnError = 'raise',
+    kept: LengthTable | None = None,
 ) -> LengthTable:
-    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`."""
+    """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`.
+
+    Samples that are good in the table ``kept`` are not measured again.
+    """
     # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
     num_ranks = 1
@@ -244,7 +245,7 @@ def build_length_table(
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
     indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(measurer, indices, run, on_error)
+    rows = _measure_rows(measurer, indices, run, on_error, kept)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
     # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
@@ -257,20 +258,24 @@ def _measure_rows(
     indices: Sequence[int],
     run: Callable[..., Iterator[Any]],
     on_error: OnError,
+    kept: LengthTable | None,
 ) -> list[MeasuredRow]:
     """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
 
-    But if headers are used, all samples that check them are read before, even if one of them is bad.
+    If headers are used, :func:`_check_rows` reads its samples before, and does not stop at a bad one.
 
     Args:
         measurer: Measures one sample.
         indices: The samples.
         run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
+        kept: A table that has the rows of good samples. It is not used with headers, with which no bad sample is kept.
     """
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
         rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
+    elif kept is not None:
+        rows = [_good_row(kept, index) for index in indices]
     missing_places = [place for place, row in enumerate(rows) if row is None]
     missing_indices = [indices[place] for place in missing_places]
     missing_rows = run(measurer.read, missing_indices)
@@ -281,12 +286,20 @@ def _measure_rows(
     return rows
 
 
+def _good_row(table: LengthTable, index: int) -> TableRow | None:
+    """Returns the row of a sample in a table. None if the sample is bad."""
+    if index in table.errors:
+        return None
+    numbers = [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
+    return TableRow(*numbers)
+
+
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
     """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
     The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
     :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
-    well, but nothing else is wrong: the split measures every row and keeps the cap.
+    well, but the split measures every row and keeps the cap.
     """
     if hasattr(dataset, 'fingerprint'):
         identity = dataset.fingerprint()

@@ -53,7 +53,7 @@ class LlavaDataset(Dataset):
     samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
     sample over ``max_length``, raises when it is read. With ``'skip'`` every sample is read once at the start, in
     parallel, and the ranks share the work. Bad samples are left out and counted (``skipped``, :meth:`skip_report`). The
-    result is kept in the length table, so that a later run need not read them again.
+    result is kept in the length table, so that a later run reads only the bad samples again.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or

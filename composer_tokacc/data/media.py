@@ -47,8 +47,7 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
 
     Args:
         record: The record.
-        real_path: Returns an absolute path with all links resolved. It may remember the paths of folders, because to
-            resolve one it asks the file system about each folder in it.
+        real_path: ``Path.resolve``, perhaps cached, because it is slow and many files are in the same folder.
         allow_outside: Whether file names may lead out of the folder, by ``../``, as absolute paths or through links.
     """
     for modality, file in record.files:
@@ -60,9 +59,8 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
         except (ValueError, OSError) as error:
             if not is_from_file(error):
                 raise
-            raise record.error(
-                f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
-            ) from error
+            reason = getattr(error, 'strerror', None) or error
+            raise record.error(f'{modality} file {path} cannot be found: {reason}. Is `image_dir` right?') from error
         # Only a link must be resolved itself. For other files the folder is enough.
         if os.path.islink(path):
             real_folder = path.resolve().parent
@@ -110,8 +108,7 @@ def check_decoder(record: Record) -> None:
     if not needs_decoder:
         return
     try:
-        importlib.import_module('av.container')
-        _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
+        importlib.import_module('av')
     except Exception as error:  # it is not installed, or a shared library is missing
         remedy = "pip install 'composer_tokacc[media]'"
         raise InvalidInputError(

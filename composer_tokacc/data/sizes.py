@@ -41,7 +41,7 @@ TEXTS_TOGETHER = 32
 FEWEST_FOR_WORKERS = 256
 """From this number of items on, processes are started. With fewer, starting them may take longer than the work."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
-"""Small, usual, wide, tall and large. If images of these sizes add equal rows, images of all sizes do."""
+"""Small, usual, wide, tall and large. If images of these sizes add equal rows, it is assumed that all images do."""
 
 
 class TableRow(NamedTuple):
@@ -192,8 +192,8 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 
 
 MeasuredText = tuple[TableRow | None, ImageSizes | None]
-"""The row of a text, and the sizes of its images. A sample whose row is complete has no sizes. A sample that must be
-read has no row either."""
+"""The row of a text, and the sizes of its images. The row of a sample with videos is complete, so it has no sizes. A
+sample that must be read has no row either."""
 
 
 class AddedRow(NamedTuple):
@@ -253,8 +253,8 @@ class SampleMeasurer:
             run: :func:`map_samples`, which knows the number of processes.
         """
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        # If every image adds the same row, all images are treated as images of one size. The same happens if
-        # `_added_by` has returned None for every size. Then it returns None for these samples, too, and they are read.
+        # If every image adds the same row, all images are treated as images of one size. The same happens if every row
+        # is None. Then the rows of all samples with images are None below, and these samples are read.
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         rows_and_sizes: list[MeasuredText] = []
         for rows_and_sizes_of_batch in run(measure_texts, indices, batch_size=TEXTS_TOGETHER):

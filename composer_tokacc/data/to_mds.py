@@ -83,8 +83,8 @@ def write_shards(
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``).
-        ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or there are videos
-            or audio and PyAV is not installed.
+        ValueError: If an argument is wrong, the file cannot be read, no sample is good, or there are videos or audio
+            and PyAV is not installed.
         ImportError: If mosaicml-streaming is not installed.
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
@@ -156,17 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
     """Returns an MDSWriter that writes no empty shards. MDSWriter itself writes one before a sample over the limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
-    from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
     class Writer(MDSWriter):
         def flush_shard(self) -> None:
             if self.new_samples:
                 super().flush_shard()
 
-    limit = bytes_to_int(size_limit)
-    if not 0 < limit < 2**32:
-        raise InvalidInputError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
-    return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
+    return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=size_limit)
 
 
 def _write_rows(

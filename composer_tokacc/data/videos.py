@@ -36,21 +36,16 @@ if TYPE_CHECKING:
 
 MAX_MISSING_SHARE = 0.05
 """Share of a duration that may be missing, because the durations in headers are rounded or estimated."""
-MEDIA_CONTAINERS = (
-    'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
-)
-"""Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Playlists are not read,
-because they name other files, which may lie outside of the media folder. Transport streams and elementary streams are
-not read, because they may end anywhere, so a missing half could not be noticed."""
+MEDIA_CONTAINERS = 'aiff,asf,au,avi,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,ogg,tta,wav,wv'
+"""Containers that are read, by FFmpeg's names. Each is a single file. Playlists are not read, because they name other
+files, which may lie outside of the media folder. Transport streams, elementary streams, caf, nut, voc and w64 are not
+read, because they may end anywhere, so a missing half could not be noticed."""
 STEADY_CONTAINERS = (
     'aiff',
-    'caf',
     'flac',
     'mp3',
     'ogg',
     'tta',
-    'voc',
-    'w64',
     'wav',
     'wv',
 )
@@ -111,12 +106,10 @@ class VideoSampling:
         # Without `num_frames`, only the two limits are compared.
         num_frames = self.num_frames or self.min_frames
         if not self.min_frames <= num_frames <= self.max_frames:
-            requirement = '`min_frames` <= `num_frames` <= `max_frames`'
-            got = f'{self.min_frames}, {num_frames} and {self.max_frames}'
-            if self.num_frames is None:
-                requirement = '`min_frames` <= `max_frames`'
-                got = f'{self.min_frames} and {self.max_frames}'
-            raise InvalidInputError(f'{requirement} must hold, got: {got}. Raise or remove one of them')
+            raise InvalidInputError(
+                '`min_frames` <= `num_frames` <= `max_frames` must hold, got: '
+                f'{self.min_frames}, {self.num_frames} and {self.max_frames}. Raise or remove one of them'
+            )
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take of a video.
@@ -201,7 +194,12 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         file.seek(0)
         source = file
     try:
-        container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
+        container = av.open(
+            source,
+            mode='r',
+            options={'format_whitelist': MEDIA_CONTAINERS},
+            metadata_errors='replace',  # tags may be in any encoding. They are not read
+        )
     except ValueError as error:
         if 'whitelist' not in str(error):  # FFmpeg's message about other containers has this word
             raise
@@ -233,7 +231,6 @@ def _check_last_bytes(file: BinaryIO) -> None:
     file_size = file.seek(0, os.SEEK_END)
     file.seek(max(0, file_size - MAX_OGG_PAGE))
     last_bytes = file.read()
-    last_bytes_without_zeros = last_bytes.rstrip(b'\0')  # zeros after the end of a GIF or PNG are no damage
     is_complete = True
     if head.startswith(b'OggS'):
         is_complete = _ends_with_last_ogg_page(last_bytes)
@@ -244,9 +241,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
     elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
         is_complete = _has_complete_chunk(file, file_size, b'SSND', 'big')
     elif head.startswith(b'GIF8'):
-        is_complete = last_bytes_without_zeros.endswith(b';')  # the trailer
-    elif head.startswith(b'\x89PNG'):
-        is_complete = last_bytes_without_zeros.endswith(b'IEND\xaeB`\x82')  # the last chunk and its checksum
+        is_complete = last_bytes.rstrip(b'\0').endswith(b';')  # the trailer. Zeros after it are no damage
     if not is_complete:
         raise InvalidInputError('its end is missing')
 
@@ -326,8 +321,6 @@ def _check_end(container: InputContainer, end: float) -> None:
         end: Time at which the last packet of any stream ends, in seconds.
     """
     if container.duration is None:
-        if container.format.name == 'apng':
-            return  # `_check_last_bytes` has checked its end
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i FILE -c copy other.mkv`')
     duration = container.duration / 1e6  # PyAV counts the times of a container in microseconds
     start = (container.start_time or 0) / 1e6
@@ -340,7 +333,7 @@ def _check_end(container: InputContainer, end: float) -> None:
 
 def _shortest_complete(duration: float, container: InputContainer) -> float:
     """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
-    # The last packet may have no duration. It is one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
+    # The last packet may have no duration. It holds one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
     tolerance = 0.5 if container.streams.video else 0.1
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
@@ -444,7 +437,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are image files.
 
     Image files have no times, so they are taken as a video with the ``fps`` of the sampling. Therefore ``fps`` leaves
-    out none of them. Only ``num_frames`` and ``max_frames`` do.
+    out none of them.
     """
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
@@ -576,13 +569,13 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # Without key frames, the first timestamp takes the place of the only key frame: nothing is jumped over.
-    start_timestamps = key_timestamps or timestamps[:1]
-    frame_of_timestamp = _decode_after_jumps(file, timestamps, start_timestamps)
+    # With a single key frame, nothing is jumped over. If none is known, the first timestamp takes its place.
+    jump_timestamps = key_timestamps or timestamps[:1]
+    frame_of_timestamp = _decode_after_jumps(file, timestamps, jump_timestamps)
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
         # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
-        # everything is decoded without a jump, and no frame may be damaged from the first chosen one on.
+        # everything is decoded without a jump (one "key frame"), and no frame may be damaged from the first chosen one.
         frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
@@ -608,8 +601,7 @@ def _decode_after_jumps(
 ) -> dict[int, VideoFrame]:
     """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
 
-    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. If it has only one, nothing is
-    jumped over.
+    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. With only one there is no jump.
     """
     timestamps_after_key: dict[int, list[int]] = {}
     for timestamp in timestamps:

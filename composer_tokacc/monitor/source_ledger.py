@@ -208,8 +208,8 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
         is_counted = loss_mask(labelled, rule)
     labels = labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX)
     targets = at_predictions(labels, rule).flatten()
-    ordinals = (targets != IGNORE_INDEX).cumsum(dim=0)  # each token has a number, from 1
-    positions = places_of(ordinals, range(1, num_tokens + 1))
+    running_count = (targets != IGNORE_INDEX).cumsum(dim=0)
+    positions = places_of(running_count, range(1, num_tokens + 1))  # of the first token, the second, ..., the last
     return token_losses_at(logits, positions, targets[positions])
 
 

@@ -135,7 +135,7 @@ class TokenMonitor(Callback):
         self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
-        self._weighting_distance: float | None = None  # of this rank in the previous step, see _weighting_distance()
+        self._weighting_distance: float | None = None  # of this rank in the previous step
         # Counts of the present step. The batch is counted when it starts.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
@@ -212,7 +212,7 @@ class TokenMonitor(Callback):
         # It needs the sums over the ranks, so it is gathered with the counts of the next step.
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
-        self._weighting_distance = _weighting_distance(self._microbatches, total)
+        self._weighting_distance = _distance_of_weights(self._microbatches, total)
         metrics |= _source_metrics(sources, total.positions)
         named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
         logger.log_metrics(named_metrics)
@@ -337,7 +337,7 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
     return metrics
 
 
-def _weighting_distance(microbatches: Sequence[BatchCounts], total: StepCounts) -> float:
+def _distance_of_weights(microbatches: Sequence[BatchCounts], total: StepCounts) -> float:
     """Returns how far the sample weights of a step's microbatches are from their token weights, on this rank.
 
     A weight of a microbatch is its share of the samples, or of the loss tokens, of all ranks, which ``total`` has. The

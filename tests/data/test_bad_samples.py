@@ -102,7 +102,7 @@ def write_records(folder, names):
 
 
 def test_sample_is_read_once(tmp_path):
-    """One reading finds the bad samples and measures the others. A second start reads none."""
+    """One reading finds the bad samples and measures the others. A second start reads only the bad ones."""
     path = write_records(tmp_path, ['good.png', 'bad.png', 'good.png'])
     folder = tmp_path / 'lengths'
 
@@ -112,7 +112,7 @@ def test_sample_is_read_once(tmp_path):
 
     second = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     second_table = length_table(second, second.encoder.processor, folder=folder)
-    assert second.reads == []
+    assert second.reads == [1]
 
     assert second.skipped == first.skipped
     assert 'bad.png' in second.skipped[0]
@@ -124,6 +124,26 @@ def test_sample_is_read_once(tmp_path):
     Image.new('RGB', (8, 8)).save(tmp_path / 'bad.png')
     repaired = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     assert len(repaired) == 3
+
+
+def test_repaired_sample_is_used(tmp_path):
+    """Neither name nor size of its file changes, so the length table of the first run is used again."""
+    path = write_records(tmp_path, ['good.png', 'bad.png', 'good.png'])
+    complete = (tmp_path / 'good.png').read_bytes()
+    (tmp_path / 'bad.png').write_bytes(bytes(len(complete)))  # a download that has just begun
+    options = {'on_error': 'skip', 'lengths_folder': tmp_path / 'lengths'}
+    assert len(CountingDataset(path, small(), **options)) == 2
+    strict = CountingDataset(path, small())
+    with pytest.raises(BadSampleError, match=r'bad\.png'):
+        length_table(strict, small(), folder=tmp_path / 'lengths')
+
+    (tmp_path / 'bad.png').write_bytes(complete)
+    table = length_table(strict, small(), folder=tmp_path / 'lengths')
+    assert strict.reads == [1, 1]
+    assert table.lengths.tolist() == lengths_of(strict)
+    repaired = CountingDataset(path, small(), **options)
+    assert len(repaired) == 3
+    assert repaired.skipped == repaired.reads == []
 
 
 def test_program_fault_is_no_bad_sample(tmp_path, monkeypatch):

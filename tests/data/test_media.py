@@ -20,6 +20,7 @@ pytest.importorskip('av')
 import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
+from composer_tokacc.data.images import image_size
 from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import Medium, Record, Turn
 from tests.support.clips import SHADES, sine, write_encoded_sound, write_sound, write_video
@@ -130,7 +131,7 @@ def test_number_of_frames(options, count):
         ({'fps': float('nan')}, '`fps` must be a positive number'),
         ({'max_frames': None}, '`max_frames` must be a positive number'),
         ({'max_frames': 10**7}, '`max_frames` must be a positive number below 1,000,000'),
-        ({'max_frames': 4, 'min_frames': 5}, '`min_frames` <= `max_frames` must hold, got: 5 and 4'),
+        ({'max_frames': 4, 'min_frames': 5}, '`min_frames` <= `num_frames` .* got: 5, None and 4'),
         ({'num_frames': 256}, '`min_frames` <= `num_frames` <= `max_frames` must hold, got: 1, 256 and 128'),
         ({'num_frames': 4, 'min_frames': 5}, '`min_frames` <= `num_frames` .* got: 5, 4 and 128'),
         ({'num_frames': 4, 'fps': 2}, '`fps` must be left out if `num_frames` is given'),
@@ -437,6 +438,36 @@ def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch, missing):
         read('video', path)
     assert not isinstance(raised.value, BadSampleError)
     assert 'a.mp4' not in str(raised.value)
+
+
+# Value of EXIF's orientation -> row and column in which the end of the first stored row is seen.
+END_OF_FIRST_ROW = {
+    1: (0, -1),
+    2: (0, 0),
+    3: (-1, 0),
+    4: (-1, -1),
+    5: (-1, 0),
+    6: (-1, -1),
+    7: (0, -1),
+    8: (0, 0),
+}
+
+
+@pytest.mark.parametrize(('orientation', 'place'), END_OF_FIRST_ROW.items())
+def test_image_with_odd_exif_is_turned(tmp_path, orientation, place):
+    """Another entry has a type that the standard does not allow, so PIL cannot write the EXIF block again."""
+    exif = b'Exif\0\0II*\0' + struct.pack('<IH', 8, 2)
+    exif += struct.pack('<HHIHH', 0x112, 3, 1, orientation, 0)
+    exif += struct.pack('<HHII', 0x128, 4, 1, 70_000)  # the unit of resolution, which has 16 bits
+    exif += bytes(4)
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    pixels[0, -1] = 255
+    path = tmp_path / 'a.png'
+    Image.fromarray(pixels).save(path, exif=exif)
+    image = read('image', path)
+    assert image.size == ((2, 3) if orientation >= 5 else (3, 2))
+    assert image_size(path) == image.size
+    assert np.asarray(image)[place].tolist() == [255, 255, 255]
 
 
 def test_heif_is_read(tmp_path):

@@ -199,7 +199,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     # The modality, the name of the file, and the words of its message.
     bad_files = [
         ('audio', 'sound.mp4', 'has audios, but the processor takes none; use one with `feature_extractor`'),
-        ('video', 'absent.mp4', 'does not exist'),
+        ('video', 'absent.mp4', 'cannot be found'),
         ('video', 'sound.mp4', 'it holds no video'),
         ('video', 'folder.mp4', 'it is no regular file'),
     ]

@@ -172,7 +172,9 @@ OPUS = partial(write_encoded_sound, codec='libopus')
 MP3 = partial(write_encoded_sound, codec='libmp3lame')
 FLAC = partial(write_encoded_sound, codec='flac')
 AIFF = partial(write_encoded_sound, codec='pcm_s16be')
+PCM = partial(write_encoded_sound, codec='pcm_s16le')
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
+LATIN_1_ARTIST = b'LIST\x14\0\0\0INFOIART\7\0\0\0Beyonc\xe9\0'
 NO_IMAGE = 'no image of a known format'
 NO_CONTAINER = 'container that is not supported'
 
@@ -206,7 +208,7 @@ MEDIA: dict[str, Reading] = {
     'a transparent picture': of_image('a.png', of_pillow('LA', (16, 16)), WORKS),
     # videos
     'a GIF of one frame as a video': of_video('a.gif', lambda path: GIF(path, [9]), WORKS),
-    'an animated PNG as a video': of_video('a.png', animated, WORKS),
+    'an animated PNG as a video': of_video('a.png', animated, NO_CONTAINER),
     'an animated WebP as a video': of_video('a.webp', pages, NO_CONTAINER),
     'a name that is a pattern': of_video('%03d.png', picture, NO_CONTAINER),
     'a transport stream': of_video('a.ts', transport_stream, NO_CONTAINER),
@@ -214,7 +216,6 @@ MEDIA: dict[str, Reading] = {
     'a manifest of DASH': of_video('a.mpd', of_bytes(b'<?xml version="1.0"?><MPD><Period/></MPD>'), SAMPLE),
     'half a GIF': of_video('a.gif', half(GIF), SAMPLE),
     'a video that a browser recorded': of_video('a.webm', live, 'how long it is'),
-    'an animated PNG that is cut': of_video('a.png', cut(animated, 0.6), 'end is missing'),
     'an MP4 without its last bytes': of_video('a.mp4', cut(MPEG4, 0.98), SAMPLE),
     'a MOV without its index': of_video('a.mov', cut(MPEG4, 0.9), SAMPLE),
     'an FLV without its last bytes': of_video('a.flv', cut(FLV, 0.85), SAMPLE),
@@ -237,12 +238,17 @@ MEDIA: dict[str, Reading] = {
     'a video as a sound': of_audio('a.mp4', MPEG4, 'it holds no audio'),
     'half a WAV': of_audio('a.wav', half(long_wav), 'end is missing'),
     'half an AIFF': of_audio('a.aiff', half(AIFF), 'end is missing'),
+    'half a CAF, whose end nobody would miss': of_audio('a.caf', half(PCM), NO_CONTAINER),
+    'half a W64': of_audio('a.w64', half(PCM), NO_CONTAINER),
+    'half a VOC': of_audio('a.voc', half(partial(write_encoded_sound, codec='pcm_u8')), NO_CONTAINER),
+    'half a NUT': of_video('a.nut', half(MPEG4), NO_CONTAINER),
     'a WAV without samples': of_audio('a.wav', pcm_without_frames, 'it holds no audio'),
     'a sound of NaN': of_audio('a.wav', sound_of(float('nan')), 'finite'),
     'half an MP3': of_audio('a.mp3', half(MP3), 'it ends after'),
     'an Ogg Opus': of_audio('a.ogg', OPUS, WORKS),
     'an Ogg Opus without its last bytes': of_audio('a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': of_audio('a.ogg', followed_by(OPUS, bytes(900)), WORKS),
+    'a WAV with a tag in Latin-1': of_audio('a.wav', followed_by(long_wav, LATIN_1_ARTIST), WORKS),
     'a WAV of rate 0': of_audio('a.wav', pcm_with(24, '<I', 0), SAMPLE),
     'a WAV of rate 1': of_audio('a.wav', pcm_with(24, '<I', 1, frames=100), 'cuts it off'),
     'a WAV of rate 384,000': of_audio('a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),

@@ -31,7 +31,7 @@ from composer_tokacc import (
 )
 from composer_tokacc.algorithm import apply_token_weights, token_weight
 from composer_tokacc.counting import count_tokens
-from composer_tokacc.data import ConversationEncoder, LengthTable, VisionLanguageCollator, length_table
+from composer_tokacc.data import ConversationEncoder, LengthTable, VisionLanguageCollator, identify_data, length_table
 from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import LossShares, Mixture
@@ -292,6 +292,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VisionLanguageCollator(small())(encoded(QUESTION, {'role': 'assistant', 'content': 'B.'})()),
         '`samples`',
     ),
+    'a fingerprint of no samples': (lambda: identify_data([]), WORKS),
     'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), '`microbatches` must be a list'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that does not exist': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
