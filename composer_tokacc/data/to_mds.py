@@ -156,12 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
     """Returns an MDSWriter that writes no empty shards. MDSWriter itself writes one before a sample over the limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
+    from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
     class Writer(MDSWriter):
         def flush_shard(self) -> None:
             if self.new_samples:
                 super().flush_shard()
 
+    if bytes_to_int(size_limit) == 0:  # for MDSWriter 0 means no limit, but offsets in a shard have only 32 bits
+        raise InvalidInputError(f'`size_limit` must be above 0, got: {size_limit}.')
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=size_limit)
 
 

@@ -143,8 +143,9 @@ def test_names_outside_the_folder(tmp_path, capsys):
         ('data.json', [], 'sample "s0"'),
         ('none.json', [], 'none.json, which does not exist'),
         ('data.json', ['--size-limit', '8gb'], '`size_limit` must be less than 2**32'),
+        ('data.json', ['--size-limit', '0mb'], '`size_limit` must be above 0'),
     ],
-    ids=['bad sample', 'missing file', 'size limit'],
+    ids=['bad sample', 'missing file', 'size limit', 'no size limit'],
 )
 def test_program_ends_with_one_line(broken, tmp_path, capsys, name, options, message):
     out = tmp_path / 'out'
