@@ -56,8 +56,8 @@ from composer_tokacc.row_counts import num_rows, without_rows
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""Rows are checked again in this step, and in steps 32, 64 and so on. A model may change in a way that the measurements
-of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
+"""`TokenAccumulation` has rows checked again in this step, and in steps 32, 64 and so on. A model may change in a way
+that the measurements of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
 MAX_ROWS = 6
 """Most rows of a check. There may be more with several new modalities, or by :func:`with_unequal_row`."""
 MIN_ROWS = 4
@@ -72,7 +72,7 @@ LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried with. One of them is beyond the limit of a clamp."""
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -236,16 +236,16 @@ class FirstBatchCheck(Generic[RulesT]):
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                # The earlier rows were compared under another cut, so nothing is proven of them. A cut that failed is
-                # not tried again, so the rules change only a few times.
+                # The earlier rows were compared under another cut, so nothing is proven of them. A padding policy that
+                # has failed is not tried again, so the policies change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
                 rules = new_rules
                 continue
             rules = new_rules
             self._proven = self._proven.joined(checked_ranges)
             if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
-                # The check has proven nothing new, for example because the layout cannot tell media from each other.
-                # The ranges count as proven, or this loop would not end.
+                # The check has proven nothing new, because nothing was missing, or because the layout cannot tell media
+                # from each other. The ranges count as proven, or this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
@@ -430,7 +430,7 @@ def find_loss_rule(
     result = probe.examine(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    # Terms that are means over tokens come first, and terms over samples after them. Most losses have only the former.
+    # The first unit is 'tokens', unless all terms are means over samples (see LossTerms.probed).
     gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
     # The last gradient that exists is taken: the one by the logits, or else by the output before them.
@@ -571,7 +571,6 @@ def chosen_rows(
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
-    # A row with labels is better than one that gets them for the check, unless only the latter has the property.
     is_masked = labels[:, 1:] == IGNORE_INDEX
     has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
@@ -582,7 +581,8 @@ def chosen_rows(
             lacks_property = criterion.lacks[row]
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
-            # Of equally good rows one with labels is taken, and of these the shortest one.
+            # A row with labels is better than one that gets them for the check, unless only the latter has the
+            # property. If the criterion needs no label, labels count only between rows of equal cost.
             key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
             keys.append(key)
         cheapest = keys.index(min(keys))
@@ -716,7 +716,7 @@ def _can_show_rule(batch: Batch) -> bool:
 
 
 def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row if no row has two, because a causal model has no loss on such rows.
+    """Repeats the token of each row if no row has more than one, because a causal model has no loss on such rows.
 
     Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
     repeated.
@@ -744,11 +744,12 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts a label on every token after the first, in rows that have a label. A leak may show only at some tokens.
+    """Adds labels to the rows of a check, because a leak may show only at some tokens.
 
-    Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
-    prompt also keeps its labels, to show a loss term over positions without a label. A row without any label gets one
-    on its last token: if possible a label of another row, because its own token may be a placeholder.
+    A row without any label gets one on its last token: if possible a label of another row, because its own token may be
+    a placeholder. Other rows get a label on every token after the first, with two exceptions. Rows with media stay as
+    they are, because a model may not count labels at placeholders. The row with the longest prompt stays, too, to show
+    a loss term over positions without a label.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -851,7 +852,10 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
-    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results."""
+    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results.
+
+    Calls the hook with random gradients.
+    """
     generator = torch.Generator().manual_seed(0)
     # Under FSDP a hook gets the part of the gradient that this rank holds.
     local = parameter
