@@ -43,9 +43,8 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
-columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much.
-See :class:`_VariedWeights`."""
+"""The most that :class:`_VariedWeights` adds to an entry of a weight with one column. With more columns it is divided
+by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 DROPOUTS = {
     'dropout',
     'dropout_',
@@ -91,9 +90,9 @@ class ProbeResult:
     # ``'samples'``. If all terms depend on the cut, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. The last one is by the logits, if the model has any. The gradient by the states before
-    # the logits comes before it. Logits and states are both leaves of the graph. So the gradient by the states shows
-    # only loss terms that use the states directly, without the logits. None: the loss does not use the output.
+    # ``(rows, width, entries)``. If the model has logits, the last one is by the logits, and the one before it is by
+    # the states that the logits are made of. No graph connects the two, so the gradient by the states comes only from
+    # loss terms that use the states themselves. None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -164,7 +163,7 @@ class Probe:
     as in evaluation.
 
     A model with float32 weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in
-    float32, and not in bfloat16.
+    float32, and not in bfloat16. After an error in float32 all forwards run with ``precision``.
     """
 
     def __init__(
@@ -187,8 +186,8 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the loss changes from forward to forward. If :attr:`state_dependence` is set, that may be the reason.
-        Otherwise the forward is random even in evaluation."""
+        """Whether the loss changes from forward to forward. After :meth:`examine` there are two possible reasons: state
+        that forwards write (then :attr:`state_dependence` is set), or a forward that is random even in evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
@@ -249,7 +248,7 @@ class Probe:
         if not self._was_examined:
             self.examine(batch)
         width = labels_of(batch).shape[1]
-        # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
+        # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
@@ -572,7 +571,7 @@ class _VariedWeights:
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of the largest number that :func:`_varied` would add.
+    """Returns whether entries are nearly equal: they differ by less than a fifth of the most that :func:`_varied` adds.
 
     Returns False for float8 (one byte), because torch cannot add it.
     """
