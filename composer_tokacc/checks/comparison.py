@@ -110,8 +110,8 @@ class _Change:
     point: Point
     row: int  # number of the row
     error: float  # size of the change, relative to the expected gradient
-    factor: float  # the part of the change that is a factor on the whole gradient
-    error_without_factor: float  # rest of the change, relative to the row's gradient
+    factor: float  # how many times as large the whole gradient is. 1: the change is no factor
+    error_without_factor: float  # change that is left after division by the factor, relative to the row's gradient
 
 
 class RowComparison(Generic[RulesT]):
@@ -173,7 +173,7 @@ class RowComparison(Generic[RulesT]):
             )
 
     @cached_property
-    def _at_own_weights(self) -> RowComparison[RulesT] | None:
+    def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
         """The same comparison without varied weights, because they may hide a fault. None: no weight was varied."""
         if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
             return None
@@ -266,9 +266,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. If nothing could be trimmed, for example because no row has
-            # padding, nothing was learnt, and rows that are padded on this side keep their earlier rules. If trimming
-            # has failed, the candidate says to keep the padding, and with_side_of() leaves that as it is.
+            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and with_side_of() leaves it
+            # so. If nothing could be trimmed, for example because no row has padding, nothing was learnt. Then rows
+            # that are padded on this side get their earlier rules back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -387,8 +387,8 @@ class RowComparison(Generic[RulesT]):
             self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
         if self._check_loss:
             self._check_losses(parts)
-        if self._at_own_weights is not None:
-            self._at_own_weights._check_microbatches(assemble, groups, cut_kind)
+        if self._at_unvaried_weights is not None:
+            self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
 
     def _check_num_tokens(
         self,
@@ -438,8 +438,8 @@ class RowComparison(Generic[RulesT]):
             # A loss that does not depend on an output has the gradient 0 there.
             return torch.zeros(len(rows), self._width, 1)
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        # Two or more packed rows are documents of one row. A row that is packed by itself is aligned like any single
-        # row. Microbatches that are not packed may have dummy rows after their own rows.
+        # Packed rows have one gradient together, because they are documents of one row. A row that is packed by itself
+        # is aligned like any single row. Other microbatches may have dummy rows after their own rows.
         if len(gradient) < len(rows):
             documents = documents_of(batch)[0]
             document = 0
