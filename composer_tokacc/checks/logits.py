@@ -161,7 +161,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def at_predictions(values: Tensor, rule: str) -> Tensor:
-    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict the label."""
+    """Moves the value of each label, ``(rows, width)``, to the position whose logits predict the label."""
     if rule == 'unshifted':
         return values
     # The value of column 0 moves to the last column. It never counts, because nothing predicts the first token.
