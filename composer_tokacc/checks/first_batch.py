@@ -236,8 +236,8 @@ class FirstBatchCheck(Generic[RulesT]):
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                # The earlier rows were compared under another cut, so nothing is proven of them. A padding policy that
-                # has failed is not tried again, so the policies change only a few times.
+                # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
+                # policy that has failed is not tried again, so the rules change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
                 rules = new_rules
                 continue
