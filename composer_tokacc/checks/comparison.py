@@ -159,7 +159,12 @@ class RowComparison(Generic[RulesT]):
         """The rows as the model gets them."""
         self._check_labels_kept()
         targets = targets_of(self.batch, rule)
-        self.reference = probe.run(self.batch, targets=targets, varies_weights=varies_weights)
+        self.reference = probe.run(
+            self.batch,
+            targets=targets,
+            varies_weights=varies_weights,
+            decides_precision=True,
+        )
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 

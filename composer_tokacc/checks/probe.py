@@ -163,7 +163,7 @@ class Probe:
     as in evaluation.
 
     A model with float32 weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in
-    float32, and not in bfloat16. After an error in float32 all forwards run with ``precision``.
+    float32, and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
     """
 
     def __init__(
@@ -230,6 +230,7 @@ class Probe:
         seed: int = 0,
         keeps_state: bool = False,
         varies_weights: bool = True,
+        decides_precision: bool = False,
     ) -> ProbeResult:
         """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and state stay as they were.
 
@@ -244,6 +245,9 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
+            decides_precision: Whether this forward and all later ones run with the trainer's precision if it raises in
+                float32. Only for rows as the loader padded them, because an error on other rows may be about the cut.
+                No result in float32 must be compared with later ones.
         """
         if not self._was_examined:
             self.examine(batch)
@@ -261,14 +265,16 @@ class Probe:
                     # Not inside of the mode, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
                     return result
+            except torch.OutOfMemoryError:
+                raise  # says nothing about kernels, and may come on one rank only
             except RuntimeError as error:
-                if self._uses_float32:
+                if 'in-place' in str(error) and len(self._layers) > 1:
+                    # Chameleon writes into its logits, which is not allowed for a leaf.
+                    self._layers = self._layers[:1]
+                elif decides_precision and self._uses_float32:
                     # Some kernels accept only half precision, such as flash attention. Each has its own message, so
                     # any error counts. If it has another cause, the next forward raises it again.
                     self._uses_float32 = False
-                elif 'in-place' in str(error) and len(self._layers) > 1:
-                    # Chameleon writes into its logits, which is not allowed for a leaf.
-                    self._layers = self._layers[:1]
                 else:
                     raise
 
@@ -326,7 +332,7 @@ class Probe:
                 outputs.append(layer_output)
 
         with _hooked(_without_children(self._modules), note):
-            result = self.run(batch, seed=1)
+            result = self.run(batch, seed=1, decides_precision=True)
         # The last layer is the one whose output is the logits. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
         # because another layer may have this size, such as the head of a teacher.
