@@ -47,7 +47,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PACKED_ROWS, PADDED_ROWS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.refusals import NotExactError
@@ -62,8 +62,6 @@ MAX_ROWS = 6
 """Most rows of a check. There may be more with several new modalities, or by :func:`with_unequal_row`."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
-NUM_TIED_TOKENS = 3
-"""Number of distinct tokens in the row of :func:`row_with_ties`."""
 NUM_LABELS = 4
 """Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
 ENOUGH_TOKENS = 4
@@ -82,7 +80,6 @@ class SharedRows(NamedTuple):
 
     rows: BatchDict
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
-    tied: BatchDict | None  # see :func:`row_with_ties`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
 
 
@@ -278,6 +275,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
+        self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison[RulesT](
             self.probe,
@@ -288,7 +286,6 @@ class FirstBatchCheck(Generic[RulesT]):
             self.check_loss,
         )
         self._check_written_state(comparison.batch)
-        self._check_ties(shared.tied)
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
@@ -366,18 +363,21 @@ class FirstBatchCheck(Generic[RulesT]):
             )
             self.probe.harmless_states = []
 
-    def _check_ties(self, row: BatchDict | None) -> None:
-        """Raises RuntimeError if the model chooses between positions with equal scores, in a row that repeats tokens.
+    def _check_window(self, rows: BatchDict) -> None:
+        """Raises RuntimeError if a row is longer than the number of keys that Doge attends to.
 
-        Round-off decides such a choice, and every microbatch rounds in another way.
+        It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
+        which of them are the best. Every microbatch rounds in another way.
         """
-        if row is not None and self.probe.run(self._on_device(row)).has_broken_tie:
-            width = row['labels'].shape[1]
+        config = getattr(self.probe.model, 'config', None)
+        window = getattr(config, 'keep_window_size', None)
+        longest = max(real_positions(rows).sum(dim=1).tolist())
+        if window is not None and longest > window:
             raise NotExactError(
-                f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
-                'positions with repeated tokens. Round-off decides which ones it attends to, so a loss depends on the '
-                'other rows of a microbatch. Train rows that are no longer than its window of keys, or use another '
-                'attention (docs/errors.md#row-coupling).'
+                f'The model must not choose between keys with equal scores, got: a row of {longest} tokens, and a '
+                f'window of {window} keys (`keep_window_size`). Round-off decides which ones it attends to, so a loss '
+                'depends on the other rows of a microbatch. Train rows that are no longer than the window, or use '
+                'another attention (docs/errors.md#row-coupling).'
             )
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -386,20 +386,15 @@ class FirstBatchCheck(Generic[RulesT]):
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
-            return SharedRows(dict(batch), {}, None, 0)
+            return SharedRows(dict(batch), {}, 0)
         # A row of a probe takes about half of its memory in training, so there is room for twice as many rows.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
-        # A model may begin to choose keys at some width, so ties are tried whenever a width is new.
-        tied = None
-        if any(name.startswith((PADDED_ROWS, PACKED_ROWS)) for name in missing):
-            tied = row_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
-            tied=tied,
             largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
         )
 
@@ -644,28 +639,6 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     criteria.append(Criterion(lengths, lacks=has_media))
     criteria.append(Criterion(most_media_first, lacks_nothing))
     return criteria + criteria_of_widths
-
-
-def row_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
-    """Returns the longest row of text, changed to a few distinct tokens. None: the batch has no row of text.
-
-    In a model whose keys have no positions, equal tokens have equal keys. If the model attends only to the best k keys,
-    it must choose between equal keys everywhere in this row. In other rows that happens only by chance.
-    """
-    if _ids_at_labels(batch) is None:
-        return None
-    facts = describe(layout, batch)
-    rows_of_text = [row for row, num_media in enumerate(facts.media) if not num_media]
-    if not rows_of_text:
-        return None
-    longest = max(rows_of_text, key=lambda row: facts.lengths[row])
-    tied = layout.select(without_rows(batch), [longest])
-    columns = facts.real[longest].nonzero().flatten()
-    tokens = tied['input_ids'][0, columns]
-    repeated = tokens[torch.arange(len(columns)) % NUM_TIED_TOKENS]
-    tied['input_ids'] = tied['input_ids'].clone()
-    tied['input_ids'][0, columns] = repeated
-    return tied
 
 
 def media_as_collated(

@@ -99,7 +99,6 @@ class ProbeResult:
     output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
     output_address: int | None  # memory address of the output
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
-    has_broken_tie: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -251,18 +250,17 @@ class Probe:
         """
         if not self._was_examined:
             self.examine(batch)
-        width = labels_of(batch).shape[1]
         # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
                 with torch.no_grad(), guard as snapshot:
-                    with self._as_probed(seed, width) as mode:
+                    with self._as_probed(seed):
                         forward = self._forward(
                             batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
                         )
-                        result = _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
-                    # Not inside of the mode, because it would intercept the comparison of each state.
+                        result = _result_of(forward, targets)
+                    # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
                     return result
             except torch.OutOfMemoryError:
@@ -445,8 +443,8 @@ class Probe:
         return _Forward(terms, points, logits)
 
     @contextmanager
-    def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
-        """Switches dropout, TF32 and compilation off, and seeds the random numbers. Yields the mode that notes ties.
+    def _as_probed(self, seed: int) -> Iterator[None]:
+        """Switches dropout, TF32 and compilation off, and seeds the random numbers.
 
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
@@ -467,8 +465,8 @@ class Probe:
         for module in probabilities:
             module.dropout = 0.0
         try:
-            with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'), _without_tf32():
-                yield mode
+            with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
+                yield
         finally:
             for module in modules:
                 module.training = True
@@ -476,12 +474,7 @@ class Probe:
                 module.dropout = probability
 
 
-def _result_of(
-    forward: _Forward,
-    targets: Tensor | None,
-    *,
-    has_broken_tie: bool,
-) -> ProbeResult:
+def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
     losses = {}
@@ -513,7 +506,6 @@ def _result_of(
         output_size=output_size,
         output_address=output_address,
         has_logits=has_logits,
-        has_broken_tie=has_broken_tie,
         eps=_coarsest_eps(forward.terms.values()),
         gradient_eps=_coarsest_eps(forward.points),
     )
@@ -656,22 +648,14 @@ def _without_tf32() -> Iterator[None]:
             setattr(backend, name, value)
 
 
-class _ProbeMode(TorchFunctionMode):
-    """Switches off the dropout that a model calls. Notes whether a top-k over positions had a tie.
+class _WithoutDropout(TorchFunctionMode):
+    """Switches off the dropout that a model calls.
 
     These are the functions in :data:`DROPOUTS`, and the dropout of ``scaled_dot_product_attention``. Dropout inside of
     another function of torch stays on, because torch calls the mode only for the outer function. The probe switches off
     the dropout of the modules in :data:`WITH_DROPOUT`. If the loss is random nevertheless, the model is probed in
     evaluation, see :meth:`Probe.examine`.
-
-    A tie means that a position that was left out has the same score as a chosen one. Kernels break it in an order that
-    depends on the width of the batch, so padding changes the result.
     """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.has_broken_tie = False
-        self._width = width
 
     def __torch_function__(
         self,
@@ -680,7 +664,7 @@ class _ProbeMode(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
+        """Calls the function with a dropout probability of 0."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
         # A model of torch.export calls operators by their full names, such as `dropout.default`.
@@ -691,34 +675,7 @@ class _ProbeMode(TorchFunctionMode):
             options = dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False))
             options |= {**kwargs, 'dropout_p': 0.0}
             return func(*args[:4], **options)
-        result = func(*args, **kwargs)
-        if name == 'topk':
-            self._note_broken_tie(result, *args, **kwargs)
-        return result
-
-    def _note_broken_tie(
-        self,
-        result: Any,
-        input: Tensor,
-        k: int,
-        dim: int = -1,
-        largest: bool = True,
-        sorted: bool = True,
-        **options: object,
-    ) -> None:
-        # A top-k over anything but positions, such as over experts, does not depend on the width.
-        if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
-            return
-        scores = input
-        chosen = result.values
-        if not largest:
-            scores = -scores
-            chosen = -chosen
-        last_chosen = chosen.amin(dim=dim, keepdim=True)
-        is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
-        # Masked positions have the lowest possible score. It does not matter which of them are chosen.
-        is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
-        self.has_broken_tie |= bool((is_tied & ~is_masked).any())
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -374,24 +374,6 @@ def test_random_forward_is_probed_in_evaluation(draw):
     assert not probe.is_training
 
 
-@pytest.mark.parametrize(
-    'top_k',
-    [
-        pytest.param(lambda scores: torch.topk(scores, 2, -1, True, False), id='positional'),
-        pytest.param(lambda scores: scores.topk(2, dim=-1, largest=True, sorted=False), id='named'),
-    ],
-)
-def test_ties_of_every_form(top_k):
-    """All arguments of torch's top-k may be positional."""
-
-    def loss(logits, batch):
-        top_k(logits.mean(dim=-1))
-        top_k(torch.zeros(1, logits.shape[1]))
-        return causal(logits, batch)
-
-    assert probe_of(loss).run(text_row(12, 6)).has_broken_tie
-
-
 def test_norm_after_the_head():
     """A layer before the head that runs again after it does not end the graph of the loss."""
     model = one_layer_model()
