@@ -571,9 +571,9 @@ class _VariedWeights:
 def _has_equal_entries(weight: Tensor) -> bool:
     """Returns whether entries are nearly equal: they differ by less than a fifth of the most that :func:`_varied` adds.
 
-    Returns False for float8 (one byte), because torch cannot add it.
+    Returns False for float8 (one byte), because torch cannot add it, and for tensors that wrap others, such as DTensor.
     """
-    if isinstance(weight, DTensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+    if hasattr(weight, '__tensor_flatten__') or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return False
     if not weight.numel():
         return False

@@ -18,14 +18,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from composer_tokacc.compat import num_writes, own_tensors
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
-"""Tensors in plain attributes that have more entries are not copied. FSDP1 keeps whole weights there."""
+"""Tensors with more entries are not copied if they may be weights: those in plain attributes, and those of integers."""
 MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
@@ -223,7 +222,13 @@ def undisturbed(
 
 
 def _can_be_compared(tensor: Tensor) -> bool:
-    """Returns whether torch can copy a tensor of this kind, and compare it with another one."""
+    """Returns whether torch can copy a tensor of this kind, and compare it with another one.
+
+    Not if it wraps other tensors. Ranks hold parts of a DTensor, and FSDP replaces it during a forward. The classes of
+    torchao's quantized weights know few of torch's functions.
+    """
+    if hasattr(tensor, '__tensor_flatten__'):
+        return False
     is_special = tensor.is_meta or tensor.is_nested or tensor.is_quantized
     return tensor.layout is torch.strided and not is_special
 
@@ -258,11 +263,12 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
                 continue
             for key, value in container.items():
                 if isinstance(value, Tensor):
-                    # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
-                    if isinstance(value, DTensor) or not _can_be_compared(value):
+                    if not _can_be_compared(value):
                         continue
-                    # If a tensor is not copied, only its number of writes tells whether it was written.
-                    is_too_large = container is attributes and value.numel() > LARGEST_COPY
+                    # FSDP1 keeps whole weights in attributes. GPTQ and AWQ keep theirs in buffers of integers. If a
+                    # tensor is not copied, only its number of writes tells whether it was written.
+                    may_be_weight = container is attributes or not value.is_floating_point()
+                    is_too_large = may_be_weight and value.numel() > LARGEST_COPY
                     copies = not is_parameter and not is_too_large
                     yield State.now(prefix + key, container, key, copies=copies, is_sampled=is_parameter)
                 elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
