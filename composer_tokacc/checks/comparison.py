@@ -65,8 +65,9 @@ NOT_COMPUTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, V
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NOT_A_NUMBER = (
-    "The model's loss must be a number, got: nan ({}). Look for NaN in its weights and in its batch, such as "
-    '`pixel_values`, and for an overflow of its precision (docs/errors.md#model-loss).'
+    "The model's loss must be a number, got: {} ({}). Look for NaN in its weights and in its batch, such as "
+    '`pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
+    '(docs/errors.md#model-loss).'
 )
 NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
@@ -550,6 +551,8 @@ class RowComparison(Generic[RulesT]):
             if self._is_same_loss(unit, mean):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
+            if self.reference.invalid_loss is not None:
+                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
             if unit == 'samples':
                 raise CutFailure(
                     f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
@@ -571,8 +574,8 @@ class RowComparison(Generic[RulesT]):
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
         """Returns a message with the difference, its possible causes, and what to do."""
-        if self.reference.is_nan:
-            return NOT_A_NUMBER.format(difference)
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if cut_kind is CutKind.PACKED:
             causes = 'Attention, positions or states leak from one document to the next'
             if self._facts.side == 'left':

@@ -423,8 +423,8 @@ def find_loss_rule(
         RuntimeError: If no rule fits the model, or ``loss_tokens`` does not.
     """
     result = probe.examine(row)
-    if result.is_nan:
-        raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
+    if result.invalid_loss is not None:
+        raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
     # The first unit is 'tokens', unless all terms are means over samples (see LossTerms.probed).
     gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
@@ -450,6 +450,12 @@ def find_loss_rule(
     if not matching and is_named_possible:
         return loss_tokens
     positions = _columns(norms)
+    if not positions:
+        raise NotExactError(
+            f'{MEAN}no gradient at any position. Either the loss is detached, or no layer returns a vector for every '
+            "position, because the model removes padding inside forward. In this case set `attn_implementation='sdpa'` "
+            '(docs/errors.md#model-loss).'
+        )
     if not matching:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)
         raise NotExactError(

@@ -103,9 +103,9 @@ class ProbeResult:
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
     @property
-    def is_nan(self) -> bool:
-        """Whether a loss is not a number. Then the gradients say nothing."""
-        return any(math.isnan(loss) for loss in self.losses.values())
+    def invalid_loss(self) -> float | None:
+        """A loss that is NaN or infinite, so that nothing can be compared with it. None: there is no such loss."""
+        return next((loss for loss in self.losses.values() if not math.isfinite(loss)), None)
 
     def is_same_loss(
         self,

@@ -110,11 +110,12 @@ def test_rule_needs_two_forwards():
     ('loss', 'message'),
     [
         (lambda *inputs: causal(*inputs) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
-        (lambda *inputs: causal(*inputs).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
+        (lambda *inputs: causal(*inputs) + torch.inf, r"must be a number, got: inf \(sample 'first'\)"),
+        (lambda *inputs: causal(*inputs).detach(), 'no gradient at any position'),
         (with_squares(100), 'no rule explains'),
         (truncated, r'no rule explains\. The model changes labels inside forward'),
     ],
-    ids=['nan', 'no gradient', 'large squares', 'truncated'],
+    ids=['nan', 'inf', 'no gradient', 'large squares', 'truncated'],
 )
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
