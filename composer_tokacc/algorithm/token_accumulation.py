@@ -38,7 +38,7 @@ from composer_tokacc.checks.logits import (
     logits_of,
     router_loss_of,
     targets_of,
-    token_losses,
+    token_losses_at,
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
@@ -633,7 +633,10 @@ class TokenAccumulation(Algorithm):
         weights = at_predictions(relative, rule)
         weigh_tokens(logits, weights)
         # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
-        changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
+        targets = targets_of(selected, rule).flatten()
+        positions = torch.arange(len(targets), device=logits.device)
+        losses = token_losses_at(logits, positions, targets)
+        changes = losses.view_as(weights) * (weights - 1)
         change_of_mean = changes.sum() / num_tokens
         state.loss = _with_added(state.loss, self._run.terms, change_of_mean)
         return weights

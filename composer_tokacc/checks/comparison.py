@@ -65,8 +65,9 @@ NOT_COMPUTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, V
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NOT_A_NUMBER = (
-    "The model's loss must be a number, got: nan ({}). Look for NaN in its weights and in its batch, such as "
-    '`pixel_values`, and for an overflow of its precision (docs/errors.md#model-loss).'
+    "The model's loss must be a number, got: {} ({}). Look for NaN in its weights and in its batch, such as "
+    '`pixel_values`, and for an overflow of its precision. It is inf if the logit of a label is -inf '
+    '(docs/errors.md#model-loss).'
 )
 NAME_TERMS = (
     "Return its terms as a dict and name the unit of each in `loss_units`, or a router's factor in "
@@ -110,8 +111,8 @@ class _Change:
     point: Point
     row: int  # number of the row
     error: float  # size of the change, relative to the expected gradient
-    factor: float  # the part of the change that is a factor on the whole gradient
-    error_without_factor: float  # rest of the change, relative to the row's gradient
+    factor: float  # how many times as large the whole gradient is. 1: the change is no factor
+    error_without_factor: float  # change that is left after division by the factor, relative to the row's gradient
 
 
 class RowComparison(Generic[RulesT]):
@@ -159,7 +160,12 @@ class RowComparison(Generic[RulesT]):
         """The rows as the model gets them."""
         self._check_labels_kept()
         targets = targets_of(self.batch, rule)
-        self.reference = probe.run(self.batch, targets=targets, varies_weights=varies_weights)
+        self.reference = probe.run(
+            self.batch,
+            targets=targets,
+            varies_weights=varies_weights,
+            decides_precision=True,
+        )
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 
@@ -173,7 +179,7 @@ class RowComparison(Generic[RulesT]):
             )
 
     @cached_property
-    def _at_own_weights(self) -> RowComparison[RulesT] | None:
+    def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
         """The same comparison without varied weights, because they may hide a fault. None: no weight was varied."""
         if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
             return None
@@ -266,9 +272,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. If nothing could be trimmed, for example because no row has
-            # padding, nothing was learnt, and rows that are padded on this side keep their earlier rules. If trimming
-            # has failed, the candidate says to keep the padding, and with_side_of() leaves that as it is.
+            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and with_side_of() leaves it
+            # so. If nothing could be trimmed, for example because no row has padding, nothing was learnt. Then rows
+            # that are padded on this side get their earlier rules back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -387,8 +393,8 @@ class RowComparison(Generic[RulesT]):
             self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
         if self._check_loss:
             self._check_losses(parts)
-        if self._at_own_weights is not None:
-            self._at_own_weights._check_microbatches(assemble, groups, cut_kind)
+        if self._at_unvaried_weights is not None:
+            self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
 
     def _check_num_tokens(
         self,
@@ -438,8 +444,8 @@ class RowComparison(Generic[RulesT]):
             # A loss that does not depend on an output has the gradient 0 there.
             return torch.zeros(len(rows), self._width, 1)
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        # Two or more packed rows are documents of one row. A row that is packed by itself is aligned like any single
-        # row. Microbatches that are not packed may have dummy rows after their own rows.
+        # Packed rows have one gradient together, because they are documents of one row. A row that is packed by itself
+        # is aligned like any single row. Other microbatches may have dummy rows after their own rows.
         if len(gradient) < len(rows):
             documents = documents_of(batch)[0]
             document = 0
@@ -545,6 +551,8 @@ class RowComparison(Generic[RulesT]):
             if self._is_same_loss(unit, mean):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
+            if self.reference.invalid_loss is not None:
+                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
             if unit == 'samples':
                 raise CutFailure(
                     f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
@@ -566,8 +574,8 @@ class RowComparison(Generic[RulesT]):
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
         """Returns a message with the difference, its possible causes, and what to do."""
-        if self.reference.is_nan:
-            return NOT_A_NUMBER.format(difference)
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if cut_kind is CutKind.PACKED:
             causes = 'Attention, positions or states leak from one document to the next'
             if self._facts.side == 'left':

@@ -26,9 +26,9 @@ class Rules(Protocol):
         ...
 
     def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules with the earlier rules for trimming on one side, ``'left'`` or ``'right'``.
+        """Returns these rules, but with the earlier ones for rows padded on ``side``, ``'left'`` or ``'right'``.
 
-        If these rules keep the padding of that side, they still do.
+        If these rules keep the padding of such rows, they stay as they are.
         """
         ...
 

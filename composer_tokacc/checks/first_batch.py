@@ -47,7 +47,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PACKED_ROWS, PADDED_ROWS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.refusals import NotExactError
@@ -56,14 +56,12 @@ from composer_tokacc.row_counts import num_rows, without_rows
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""Rows are checked again in this step, and in steps 32, 64 and so on. A model may change in a way that the measurements
-of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
+"""`TokenAccumulation` has rows checked again in this step, and in steps 32, 64 and so on. A model may change in a way
+that the measurements of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
 MAX_ROWS = 6
 """Most rows of a check. There may be more with several new modalities, or by :func:`with_unequal_row`."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
-NUM_TIED_TOKENS = 3
-"""Number of distinct tokens in the row of :func:`row_with_ties`."""
 NUM_LABELS = 4
 """Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
 ENOUGH_TOKENS = 4
@@ -72,7 +70,7 @@ LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried with. One of them is beyond the limit of a clamp."""
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -82,7 +80,6 @@ class SharedRows(NamedTuple):
 
     rows: BatchDict
     media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
-    tied: BatchDict | None  # see :func:`row_with_ties`
     largest_packed_row: int  # most tokens of a packed row in training; 0: rows are not packed
 
 
@@ -236,16 +233,16 @@ class FirstBatchCheck(Generic[RulesT]):
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                # The earlier rows were compared under another cut, so nothing is proven of them. A cut that failed is
-                # not tried again, so the rules change only a few times.
+                # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
+                # policy that has failed is not tried again, so the rules change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
                 rules = new_rules
                 continue
             rules = new_rules
             self._proven = self._proven.joined(checked_ranges)
             if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
-                # The check has proven nothing new, for example because the layout cannot tell media from each other.
-                # The ranges count as proven, or this loop would not end.
+                # The check has proven nothing new, because nothing was missing, or because the layout cannot tell media
+                # from each other. The ranges count as proven, or this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
@@ -278,6 +275,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
+        self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison[RulesT](
             self.probe,
@@ -288,7 +286,6 @@ class FirstBatchCheck(Generic[RulesT]):
             self.check_loss,
         )
         self._check_written_state(comparison.batch)
-        self._check_ties(shared.tied)
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
@@ -366,18 +363,21 @@ class FirstBatchCheck(Generic[RulesT]):
             )
             self.probe.harmless_states = []
 
-    def _check_ties(self, row: BatchDict | None) -> None:
-        """Raises RuntimeError if the model chooses between positions with equal scores, in a row that repeats tokens.
+    def _check_window(self, rows: BatchDict) -> None:
+        """Raises RuntimeError if a row is longer than the number of keys that Doge attends to.
 
-        Round-off decides such a choice, and every microbatch rounds in another way.
+        It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
+        which of them are the best. Every microbatch rounds in another way.
         """
-        if row is not None and self.probe.run(self._on_device(row)).has_broken_tie:
-            width = row['labels'].shape[1]
+        config = getattr(self.probe.model, 'config', None)
+        window = getattr(config, 'keep_window_size', None)
+        longest = max(real_positions(rows).sum(dim=1).tolist())
+        if window is not None and longest > window:
             raise NotExactError(
-                f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
-                'positions with repeated tokens. Round-off decides which ones it attends to, so a loss depends on the '
-                'other rows of a microbatch. Train rows that are no longer than its window of keys, or use another '
-                'attention (docs/errors.md#row-coupling).'
+                f'The model must not choose between keys with equal scores, got: a row of {longest} tokens, and a '
+                f'window of {window} keys (`keep_window_size`). Round-off decides which ones it attends to, so a loss '
+                'depends on the other rows of a microbatch. Train rows that are no longer than the window, or use '
+                'another attention (docs/errors.md#row-coupling).'
             )
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -386,20 +386,15 @@ class FirstBatchCheck(Generic[RulesT]):
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
-            return SharedRows(dict(batch), {}, None, 0)
+            return SharedRows(dict(batch), {}, 0)
         # A row of a probe takes about half of its memory in training, so there is room for twice as many rows.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
-        # A model may begin to choose keys at some width, so ties are tried whenever a width is new.
-        tied = None
-        if any(name.startswith((PADDED_ROWS, PACKED_ROWS)) for name in missing):
-            tied = row_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
-            tied=tied,
             largest_packed_row=self._largest_packed_row(describe_all(self.layout, batch)),
         )
 
@@ -428,9 +423,9 @@ def find_loss_rule(
         RuntimeError: If no rule fits the model, or ``loss_tokens`` does not.
     """
     result = probe.examine(row)
-    if result.is_nan:
-        raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    # Terms that are means over tokens come first, and terms over samples after them. Most losses have only the former.
+    if result.invalid_loss is not None:
+        raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
+    # The first unit is 'tokens', unless all terms are means over samples (see LossTerms.probed).
     gradients_of_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
     # The last gradient that exists is taken: the one by the logits, or else by the output before them.
@@ -455,6 +450,12 @@ def find_loss_rule(
     if not matching and is_named_possible:
         return loss_tokens
     positions = _columns(norms)
+    if not positions:
+        raise NotExactError(
+            f'{MEAN}no gradient at any position. Either the loss is detached, or no layer returns a vector for every '
+            "position, because the model removes padding inside forward. In this case set `attn_implementation='sdpa'` "
+            '(docs/errors.md#model-loss).'
+        )
     if not matching:
         label_positions = _columns(row['labels'] != IGNORE_INDEX)
         raise NotExactError(
@@ -571,7 +572,6 @@ def chosen_rows(
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
-    # A row with labels is better than one that gets them for the check, unless only the latter has the property.
     is_masked = labels[:, 1:] == IGNORE_INDEX
     has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
@@ -582,7 +582,8 @@ def chosen_rows(
             lacks_property = criterion.lacks[row]
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
-            # Of equally good rows one with labels is taken, and of these the shortest one.
+            # A row with labels is better than one that gets them for the check, unless only the latter has the
+            # property. If the criterion needs no label, labels count only between rows of equal cost.
             key = (lacks_property, is_repeated, lacks_label, cost, has_no_label[row], length)
             keys.append(key)
         cheapest = keys.index(min(keys))
@@ -646,28 +647,6 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     return criteria + criteria_of_widths
 
 
-def row_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
-    """Returns the longest row of text, changed to a few distinct tokens. None: the batch has no row of text.
-
-    In a model whose keys have no positions, equal tokens have equal keys. If the model attends only to the best k keys,
-    it must choose between equal keys everywhere in this row. In other rows that happens only by chance.
-    """
-    if _ids_at_labels(batch) is None:
-        return None
-    facts = describe(layout, batch)
-    rows_of_text = [row for row, num_media in enumerate(facts.media) if not num_media]
-    if not rows_of_text:
-        return None
-    longest = max(rows_of_text, key=lambda row: facts.lengths[row])
-    tied = layout.select(without_rows(batch), [longest])
-    columns = facts.real[longest].nonzero().flatten()
-    tokens = tied['input_ids'][0, columns]
-    repeated = tokens[torch.arange(len(columns)) % NUM_TIED_TOKENS]
-    tied['input_ids'] = tied['input_ids'].clone()
-    tied['input_ids'][0, columns] = repeated
-    return tied
-
-
 def media_as_collated(
     layout: BatchLayout,
     batch: Batch,
@@ -716,7 +695,7 @@ def _can_show_rule(batch: Batch) -> bool:
 
 
 def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row if no row has two, because a causal model has no loss on such rows.
+    """Repeats the token of each row if no row has more than one, because a causal model has no loss on such rows.
 
     Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
     repeated.
@@ -744,11 +723,12 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts a label on every token after the first, in rows that have a label. A leak may show only at some tokens.
+    """Adds labels to the rows of a check, because a leak may show only at some tokens.
 
-    Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
-    prompt also keeps its labels, to show a loss term over positions without a label. A row without any label gets one
-    on its last token: if possible a label of another row, because its own token may be a placeholder.
+    A row without any label gets one on its last token: if possible a label of another row, because its own token may be
+    a placeholder. Other rows get a label on every token after the first, with two exceptions. Rows with media stay as
+    they are, because a model may not count labels at placeholders. The row with the longest prompt stays, too, to show
+    a loss term over positions without a label.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -851,7 +831,10 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
-    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results."""
+    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results.
+
+    Calls the hook with random gradients.
+    """
     generator = torch.Generator().manual_seed(0)
     # Under FSDP a hook gets the part of the gradient that this rank holds.
     local = parameter

@@ -161,7 +161,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def at_predictions(values: Tensor, rule: str) -> Tensor:
-    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict the label."""
+    """Moves the value of each label, ``(rows, width)``, to the position whose logits predict the label."""
     if rule == 'unshifted':
         return values
     # The value of column 0 moves to the last column. It never counts, because nothing predicts the first token.
@@ -245,22 +245,15 @@ def sketch(gradient: Tensor) -> Tensor:
     return sums.cpu() / SKETCH_WIDTH**0.5
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the cross-entropy at each position, float32 ``(rows, width)``. It is 0 at positions without a target."""
-    flat_targets = targets.flatten()
-    parts = []
-    for part, (part_logits,) in _float_parts(logits):
-        parts.append(F.cross_entropy(part_logits, flat_targets[part], reduction='none'))
-    return torch.cat(parts).view(targets.shape)
-
-
 def token_losses_at(logits: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-    """Returns the cross-entropy at some positions, float32 ``(positions,)``. The time depends only on their number.
+    """Returns the cross-entropy at some positions, float32 ``(positions,)``. It is 0 at positions without a target.
+
+    The time depends only on the number of positions.
 
     Args:
         logits: ``(rows, width, vocabulary)``.
         positions: Indices of the positions in the flattened batch, int64 ``(positions,)``.
-        targets: The token that each of them should predict, ``(positions,)``.
+        targets: The token that each of them should predict, ``(positions,)``; -100 without a target.
     """
     flat_logits = whole_vocabulary(logits.detach()).flatten(0, 1)
     size = max(CHUNK // flat_logits.shape[-1], 1)

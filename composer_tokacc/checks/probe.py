@@ -43,9 +43,8 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""The largest number that is added to an entry of a weight with one column, if all its entries are equal. With more
-columns it is divided by the root of their number, so that outputs of wide and narrow layers change by about as much.
-See :class:`_VariedWeights`."""
+"""The most that :class:`_VariedWeights` adds to an entry of a weight with one column. With more columns it is divided
+by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 DROPOUTS = {
     'dropout',
     'dropout_',
@@ -91,23 +90,22 @@ class ProbeResult:
     # ``'samples'``. If all terms depend on the cut, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
-    # ``(rows, width, entries)``. The last one is by the logits, if the model has any. The gradient by the states before
-    # the logits comes before it. Logits and states are both leaves of the graph. So the gradient by the states shows
-    # only loss terms that use the states directly, without the logits. None: the loss does not use the output.
+    # ``(rows, width, entries)``. If the model has logits, the last one is by the logits, and the one before it is by
+    # the states that the logits are made of. No graph connects the two, so the gradient by the states comes only from
+    # loss terms that use the states themselves. None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
     output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
     output_address: int | None  # memory address of the output
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
-    has_broken_tie: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
     @property
-    def is_nan(self) -> bool:
-        """Whether a loss is not a number. Then the gradients say nothing."""
-        return any(math.isnan(loss) for loss in self.losses.values())
+    def invalid_loss(self) -> float | None:
+        """A loss that is NaN or infinite, so that nothing can be compared with it. None: there is no such loss."""
+        return next((loss for loss in self.losses.values() if not math.isfinite(loss)), None)
 
     def is_same_loss(
         self,
@@ -164,7 +162,7 @@ class Probe:
     as in evaluation.
 
     A model with float32 weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in
-    float32, and not in bfloat16.
+    float32, and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
     """
 
     def __init__(
@@ -187,8 +185,8 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the loss changes from forward to forward. If :attr:`state_dependence` is set, that may be the reason.
-        Otherwise the forward is random even in evaluation."""
+        """Whether the loss changes from forward to forward. After :meth:`examine` there are two possible reasons: state
+        that forwards write (then :attr:`state_dependence` is set), or a forward that is random even in evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
@@ -231,6 +229,7 @@ class Probe:
         seed: int = 0,
         keeps_state: bool = False,
         varies_weights: bool = True,
+        decides_precision: bool = False,
     ) -> ProbeResult:
         """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and state stay as they were.
 
@@ -245,31 +244,35 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
+            decides_precision: Whether this forward and all later ones run with the trainer's precision if it raises in
+                float32. Only for rows as the loader padded them, because an error on other rows may be about the cut.
+                No result in float32 must be compared with later ones.
         """
         if not self._was_examined:
             self.examine(batch)
-        width = labels_of(batch).shape[1]
-        # An error may come from how the probe runs the model. So one setting is changed, and the forward runs again.
+        # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
                 with torch.no_grad(), guard as snapshot:
-                    with self._as_probed(seed, width) as mode:
+                    with self._as_probed(seed):
                         forward = self._forward(
                             batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
                         )
-                        result = _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
-                    # Not inside of the mode, because it would intercept the comparison of each state.
+                        result = _result_of(forward, targets)
+                    # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
                     return result
+            except torch.OutOfMemoryError:
+                raise  # says nothing about kernels, and may come on one rank only
             except RuntimeError as error:
-                if self._uses_float32:
+                if 'in-place' in str(error) and len(self._layers) > 1:
+                    # Chameleon writes into its logits, which is not allowed for a leaf.
+                    self._layers = self._layers[:1]
+                elif decides_precision and self._uses_float32:
                     # Some kernels accept only half precision, such as flash attention. Each has its own message, so
                     # any error counts. If it has another cause, the next forward raises it again.
                     self._uses_float32 = False
-                elif 'in-place' in str(error) and len(self._layers) > 1:
-                    # Chameleon writes into its logits, which is not allowed for a leaf.
-                    self._layers = self._layers[:1]
                 else:
                     raise
 
@@ -327,7 +330,7 @@ class Probe:
                 outputs.append(layer_output)
 
         with _hooked(_without_children(self._modules), note):
-            result = self.run(batch, seed=1)
+            result = self.run(batch, seed=1, decides_precision=True)
         # The last layer is the one whose output is the logits. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
         # because another layer may have this size, such as the head of a teacher.
@@ -440,8 +443,8 @@ class Probe:
         return _Forward(terms, points, logits)
 
     @contextmanager
-    def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
-        """Switches dropout, TF32 and compilation off, and seeds the random numbers. Yields the mode that notes ties.
+    def _as_probed(self, seed: int) -> Iterator[None]:
+        """Switches dropout, TF32 and compilation off, and seeds the random numbers.
 
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
@@ -462,8 +465,8 @@ class Probe:
         for module in probabilities:
             module.dropout = 0.0
         try:
-            with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'), _without_tf32():
-                yield mode
+            with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
+                yield
         finally:
             for module in modules:
                 module.training = True
@@ -471,12 +474,7 @@ class Probe:
                 module.dropout = probability
 
 
-def _result_of(
-    forward: _Forward,
-    targets: Tensor | None,
-    *,
-    has_broken_tie: bool,
-) -> ProbeResult:
+def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     """Computes the gradients of a forward, and reads its losses. For the arguments see :meth:`Probe.run`."""
     logits = forward.logits
     losses = {}
@@ -508,7 +506,6 @@ def _result_of(
         output_size=output_size,
         output_address=output_address,
         has_logits=has_logits,
-        has_broken_tie=has_broken_tie,
         eps=_coarsest_eps(forward.terms.values()),
         gradient_eps=_coarsest_eps(forward.points),
     )
@@ -572,11 +569,11 @@ class _VariedWeights:
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of the largest number that :func:`_varied` would add.
+    """Returns whether entries are nearly equal: they differ by less than a fifth of the most that :func:`_varied` adds.
 
-    Returns False for float8 (one byte), because torch cannot add it.
+    Returns False for float8 (one byte), because torch cannot add it, and for tensors that wrap others, such as DTensor.
     """
-    if isinstance(weight, DTensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+    if hasattr(weight, '__tensor_flatten__') or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return False
     if not weight.numel():
         return False
@@ -651,22 +648,14 @@ def _without_tf32() -> Iterator[None]:
             setattr(backend, name, value)
 
 
-class _ProbeMode(TorchFunctionMode):
-    """Switches off the dropout that a model calls. Notes whether a top-k over positions had a tie.
+class _WithoutDropout(TorchFunctionMode):
+    """Switches off the dropout that a model calls.
 
     These are the functions in :data:`DROPOUTS`, and the dropout of ``scaled_dot_product_attention``. Dropout inside of
     another function of torch stays on, because torch calls the mode only for the outer function. The probe switches off
     the dropout of the modules in :data:`WITH_DROPOUT`. If the loss is random nevertheless, the model is probed in
     evaluation, see :meth:`Probe.examine`.
-
-    A tie means that a position that was left out has the same score as a chosen one. Kernels break it in an order that
-    depends on the width of the batch, so padding changes the result.
     """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.has_broken_tie = False
-        self._width = width
 
     def __torch_function__(
         self,
@@ -675,7 +664,7 @@ class _ProbeMode(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
+        """Calls the function with a dropout probability of 0."""
         kwargs = kwargs or {}
         name = getattr(func, '__name__', '')
         # A model of torch.export calls operators by their full names, such as `dropout.default`.
@@ -686,34 +675,7 @@ class _ProbeMode(TorchFunctionMode):
             options = dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False))
             options |= {**kwargs, 'dropout_p': 0.0}
             return func(*args[:4], **options)
-        result = func(*args, **kwargs)
-        if name == 'topk':
-            self._note_broken_tie(result, *args, **kwargs)
-        return result
-
-    def _note_broken_tie(
-        self,
-        result: Any,
-        input: Tensor,
-        k: int,
-        dim: int = -1,
-        largest: bool = True,
-        sorted: bool = True,
-        **options: object,
-    ) -> None:
-        # A top-k over anything but positions, such as over experts, does not depend on the width.
-        if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
-            return
-        scores = input
-        chosen = result.values
-        if not largest:
-            scores = -scores
-            chosen = -chosen
-        last_chosen = chosen.amin(dim=dim, keepdim=True)
-        is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
-        # Masked positions have the lowest possible score. It does not matter which of them are chosen.
-        is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
-        self.has_broken_tie |= bool((is_tied & ~is_masked).any())
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ class MicrobatchRecord:
     # How far the gradient at each measured position is off, ``(positions,)``. The unit is the weight of a token whose
     # relative weight is 1. None: nothing was measured.
     deviations: Tensor | None = None
-    # The measured positions, as indices into the flattened logits. None: every position was measured.
+    # The measured positions, as indices into the flattened logits. None: every position, if any was measured.
     measured_positions: Tensor | None = None
     # Number of its loss-generating tokens, counted on the device, ``()``. None: `check_step` counts them.
     loss_tokens_on_device: Tensor | None = None
@@ -205,7 +205,7 @@ class MicrobatchRecord:
         measures_all: bool,
     ) -> None:
         """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
-        # One of them may be of a finer type, which holds rounded numbers, because the model converts its logits.
+        # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if self.positions_of_logits is None:

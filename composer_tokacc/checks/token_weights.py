@@ -78,7 +78,7 @@ class TokenWeightsReport:
         return list(self._weights_of_forwards().values())
 
     def _weights_of_forwards(self) -> dict[int, Tensor]:
-        """Returns the same by the index of the forward."""
+        """Returns the :attr:`weights` by the index of their forward."""
         sums: dict[int, Tensor] = {}  # (positions,)
         for backward in self._backwards:
             weights = backward.weights.where(backward.is_reliable, 0)
@@ -416,9 +416,9 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _num_labels(batch: Any) -> Tensor | None:
     """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
-    :func:`.with_one_label` writes a label into a microbatch that has none, and the loss of this label is multiplied by
-    0. So a batch whose only label is the one that this function writes has no label that counts. A user's own label
-    that is equal to it cannot be told apart.
+    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch whose only label is the one that
+    :func:`.with_one_label` writes has none, because the loss of this label is multiplied by 0. A user's own label that
+    is equal to it cannot be told apart.
     """
     if not isinstance(batch, Mapping):
         return None

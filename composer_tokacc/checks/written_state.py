@@ -18,14 +18,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from composer_tokacc.compat import num_writes, own_tensors
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
-"""Tensors in plain attributes that have more entries are not copied. FSDP1 keeps whole weights there."""
+"""Tensors with more entries are not copied if they may be weights: those in plain attributes, and those of integers."""
 MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
@@ -47,7 +46,8 @@ class State:
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
     content: Tensor | float | None  # a copy of the value, or of a part of its entries; None: it was not copied
     version: int | None  # number of writes into the tensor; None: they are not counted, or it is a number
-    is_parameter: bool = False  # whether only some entries were copied, see _sample_of()
+    # Whether only some entries were copied, see _sample_of(). Then the content cannot be put back.
+    is_sampled: bool = False
 
     @classmethod
     def now(
@@ -57,22 +57,25 @@ class State:
         key: str,
         *,
         copies: bool = True,
-        is_parameter: bool = False,
+        is_sampled: bool = False,
     ) -> State:
-        """Returns the state as it is now, with a copy of a tensor's content if ``copies``."""
+        """Returns the state as it is now.
+
+        With a copy of some of a tensor's entries if ``is_sampled``, of all of them if ``copies``, else of none.
+        """
         value = container[key]
         content = value
         version = None
         if isinstance(value, Tensor):
             content = None
-            if is_parameter:
+            if is_sampled:
                 content = _sample_of(value)
             elif copies:
                 content = value.detach().clone()
             # Tensors made in inference mode do not count their writes.
             if not value.is_inference():
                 version = num_writes(value)
-        return cls(name, container, key, value, content, version, is_parameter)
+        return cls(name, container, key, value, content, version, is_sampled)
 
     def is_written(self) -> bool:
         """Returns whether the state was written after this moment."""
@@ -83,7 +86,7 @@ class State:
             return is_replaced and not is_equal  # a NaN that was not replaced is not equal to itself
         counts_writes = not is_replaced and not current.is_inference()
         has_writes = counts_writes and num_writes(current) != self.version
-        if self.is_parameter:
+        if self.is_sampled:
             # FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts experts, write
             # a parameter into itself. Neither changes a value.
             assert isinstance(self.content, Tensor), 'entries of every parameter are copied'
@@ -106,7 +109,7 @@ class StateSnapshot:
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
         """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
 
-        Here a parameter is a state like any other: it is copied, and :meth:`restore` puts it back.
+        Here a parameter is a state like any other: it is copied as a whole, and :meth:`restore` puts it back.
         """
         snapshot = []
         for state in states:
@@ -128,10 +131,10 @@ class StateSnapshot:
     def restore(self) -> None:
         """Puts the old object of each state back, with its old content if that was copied.
 
-        Leaves out parameters of a snapshot of the model.
+        Leaves out states of which only some entries were copied: the parameters in a snapshot :meth:`of_model`.
         """
         for state in self.states:
-            if state.is_parameter:
+            if state.is_sampled:
                 continue
             state.container[state.key] = state.value
             if not isinstance(state.value, Tensor) or not isinstance(state.content, Tensor):
@@ -151,7 +154,7 @@ class StateSnapshot:
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         lent = []
         for state in self.states:
-            if isinstance(state.content, Tensor) and not state.is_parameter:
+            if isinstance(state.content, Tensor) and not state.is_sampled:
                 state.container[state.key] = copies.setdefault(id(state.value), state.content)
                 # The copy no longer holds the old content. `restore` needs only the tensor, which nobody writes.
                 state = replace(state, content=None)
@@ -219,7 +222,13 @@ def undisturbed(
 
 
 def _can_be_compared(tensor: Tensor) -> bool:
-    """Returns whether torch can copy a tensor of this kind, and compare it with another one."""
+    """Returns whether torch can copy a tensor of this kind, and compare it with another one.
+
+    Not if it wraps other tensors. Ranks hold parts of a DTensor, and FSDP replaces it during a forward. The classes of
+    torchao's quantized weights know few of torch's functions.
+    """
+    if hasattr(tensor, '__tensor_flatten__'):
+        return False
     is_special = tensor.is_meta or tensor.is_nested or tensor.is_quantized
     return tensor.layout is torch.strided and not is_special
 
@@ -254,12 +263,13 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
                 continue
             for key, value in container.items():
                 if isinstance(value, Tensor):
-                    # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
-                    if isinstance(value, DTensor) or not _can_be_compared(value):
+                    if not _can_be_compared(value):
                         continue
-                    # If a tensor is not copied, only its number of writes tells whether it was written.
-                    is_too_large = container is attributes and value.numel() > LARGEST_COPY
+                    # FSDP1 keeps whole weights in attributes. GPTQ and AWQ keep theirs in buffers of integers. If a
+                    # tensor is not copied, only its number of writes tells whether it was written.
+                    may_be_weight = container is attributes or not value.is_floating_point()
+                    is_too_large = may_be_weight and value.numel() > LARGEST_COPY
                     copies = not is_parameter and not is_too_large
-                    yield State.now(prefix + key, container, key, copies=copies, is_parameter=is_parameter)
+                    yield State.now(prefix + key, container, key, copies=copies, is_sampled=is_parameter)
                 elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
                     yield State.now(prefix + key, container, key)

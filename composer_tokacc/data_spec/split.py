@@ -98,7 +98,8 @@ class MicrobatchSplit:
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
-        self._tries_packing = False  # whether the first-batch check should try to pack rows
+        # Whether the first-batch check should try to pack rows. No longer, as soon as packing has failed on some rows.
+        self._tries_packing = False
         self._logged: set[str] = set()
 
     # Called by the algorithm.
@@ -214,6 +215,8 @@ class MicrobatchSplit:
                 yield replace(earlier, packing='positions')
             if self.must_pack:
                 return
+            # The check asks for more rules, so packing has failed on these rows.
+            self._tries_packing = False
         yield from padded_candidates(facts, earlier)
 
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:

@@ -24,7 +24,7 @@ from composer_tokacc import (
     token_data_spec,
 )
 from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
-from composer_tokacc.checks.logits import token_losses, weigh_tokens
+from composer_tokacc.checks.logits import token_losses_at, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import token_weights_of
@@ -376,7 +376,9 @@ def test_weighting_reads_no_values(measures_all):
     rows = [RowCounts(rule='causal', loss_tokens=26)]
     record = MicrobatchRecord(batch={'labels': labels}, rows=rows)
     record.watch(logits, labels.float(), 1.0, batch=record.batch, measures_all=measures_all)
-    loss = ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()
+    positions = torch.arange(labels.numel(), device='meta')
+    losses = token_losses_at(logits, positions, labels.flatten())
+    loss = ForCausalLMLoss(logits, labels, 64) + losses.sum()
     loss.backward()
     assert record.was_reached
     assert record.deviations.device.type == 'meta'

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc.checks import probe as probe_module
+from composer_tokacc.checks.comparison import RowComparison
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.layout import BatchLayout
@@ -109,11 +110,12 @@ def test_rule_needs_two_forwards():
     ('loss', 'message'),
     [
         (lambda *inputs: causal(*inputs) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
-        (lambda *inputs: causal(*inputs).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
+        (lambda *inputs: causal(*inputs) + torch.inf, r"must be a number, got: inf \(sample 'first'\)"),
+        (lambda *inputs: causal(*inputs).detach(), 'no gradient at any position'),
         (with_squares(100), 'no rule explains'),
         (truncated, r'no rule explains\. The model changes labels inside forward'),
     ],
-    ids=['nan', 'no gradient', 'large squares', 'truncated'],
+    ids=['nan', 'inf', 'no gradient', 'large squares', 'truncated'],
 )
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
@@ -221,18 +223,65 @@ def test_forward_sets_flags_of_cudnn():
     assert find_loss_rule(probe_of(loss), row_for_rule()) == 'causal'
 
 
-def test_kernel_of_half_precision_only():
+def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None):
+    """Returns a probe of a float32 model that trains in bfloat16. A forward calls the two functions."""
     model = one_layer_model()
 
     def forward(batch):
-        if not torch.is_autocast_enabled('cpu'):
-            raise RuntimeError('FlashAttention only support fp16 and bf16 data type')
+        before(batch['input_ids'])
         logits = model(input_ids=batch['input_ids']).logits
+        after(logits)
         return {'loss': causal(logits, batch), 'logits': logits}
 
-    in_bfloat16 = partial(torch.autocast, 'cpu', dtype=torch.bfloat16)
-    probe = Probe(forward, loss_in, model, in_bfloat16)
-    assert find_loss_rule(probe, row_for_rule()) == 'causal'
+    return Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16))
+
+
+def half_precision_only(ids):
+    if not torch.is_autocast_enabled('cpu'):
+        raise RuntimeError('FlashAttention only support fp16 and bf16 data type')
+
+
+def test_kernel_of_half_precision_only():
+    assert find_loss_rule(probe_in_bfloat16(half_precision_only), row_for_rule()) == 'causal'
+
+
+def test_later_kernel_of_half_precision_only():
+    """Such as that of a vision encoder, if the first rows have no image."""
+    batch = ragged_batch()
+    probe = probe_in_bfloat16(lambda ids: half_precision_only(ids) if len(ids) == len(batch['labels']) else None)
+    probe.run(text_row(12, 6))
+    comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
+    assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
+
+
+def pool(ids):
+    if ids.shape[1] < 6:
+        raise RuntimeError('pooling needs 6 positions')
+
+
+def test_error_of_a_cut_leaves_the_precision():
+    probe = probe_in_bfloat16(pool)
+    expected = probe.run(text_row(12, 6))
+    with pytest.raises(RuntimeError, match='pooling'):
+        probe.run(text_row(5, 3))
+    assert probe.run(text_row(12, 6)).losses == expected.losses
+
+
+def test_logits_that_are_written_in_float32():
+    probe = probe_in_bfloat16(after=lambda logits: logits[..., 3].fill_(-1e4))
+    assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.float32).eps
+
+
+def test_out_of_memory_is_raised_at_once():
+    forwards = []
+
+    def fill_memory(ids):
+        forwards.append(ids)
+        raise torch.OutOfMemoryError('CUDA out of memory')
+
+    with pytest.raises(torch.OutOfMemoryError):
+        probe_in_bfloat16(fill_memory).run(text_row(12, 6))
+    assert len(forwards) == 1
 
 
 @torch.library.custom_op('tests_of_probe::bias_dropout_add', mutates_args=())
@@ -324,24 +373,6 @@ def test_random_forward_is_probed_in_evaluation(draw):
     row = text_row(12, 6)
     assert probe.run(row).losses == probe.run(row).losses
     assert not probe.is_training
-
-
-@pytest.mark.parametrize(
-    'top_k',
-    [
-        pytest.param(lambda scores: torch.topk(scores, 2, -1, True, False), id='positional'),
-        pytest.param(lambda scores: scores.topk(2, dim=-1, largest=True, sorted=False), id='named'),
-    ],
-)
-def test_ties_of_every_form(top_k):
-    """All arguments of torch's top-k may be positional."""
-
-    def loss(logits, batch):
-        top_k(logits.mean(dim=-1))
-        top_k(torch.zeros(1, logits.shape[1]))
-        return causal(logits, batch)
-
-    assert probe_of(loss).run(text_row(12, 6)).has_broken_tie
 
 
 def test_norm_after_the_head():

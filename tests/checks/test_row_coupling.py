@@ -123,6 +123,17 @@ def test_longest_row_has_no_label(packing):
         fit(model, batch, packing=packing)
 
 
+def test_label_whose_logit_is_masked():
+    """Its loss is infinite. The label is not among those by which the loss rule is found."""
+    model = one_layer_model()
+    masked = torch.tensor([6])
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, masked, -torch.inf))
+    batch = ragged_batch()
+    assert masked in batch['labels']
+    with pytest.raises(RuntimeError, match='must be a number, got: inf'):
+        fit(model, batch)
+
+
 def test_leak_beside_biases_of_a_fresh_model():
     """The probe varies biases that are all 0. A leak in the attention of a fresh model is small beside them."""
     model = gpt2()

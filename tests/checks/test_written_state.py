@@ -293,9 +293,37 @@ def test_noise_moves_states_of_any_size(value):
     assert changes.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
 
 
+def test_quantized_weights_are_not_copied(monkeypatch):
+    """They are buffers of integers. A write is noticed nevertheless."""
+    monkeypatch.setattr(written_state, 'LARGEST_COPY', 0)
+    model = torch.nn.Module()
+    model.register_buffer('qweight', torch.zeros(8, dtype=torch.int32))
+    model.register_buffer('mean', torch.zeros(8))
+    snapshot = StateSnapshot.of_model(model)
+    copied = [state.name for state in snapshot.states if isinstance(state.content, torch.Tensor)]
+    assert copied == ['mean']
+    model.qweight.add_(1)
+    assert [state.name for state in snapshot.written()] == ['qweight']
+
+
+class Quantized(torch.Tensor):
+    """Wraps a tensor and takes none of torch's functions, as weights of torchao take only some of them."""
+
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape)
+
+    def __tensor_flatten__(self):
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f'{func} is not known')
+
+
 @pytest.mark.parametrize(
     'constant',
     [
+        pytest.param(Quantized(torch.zeros(3)), id='wrapper'),
         pytest.param(torch.zeros(3, device='meta'), id='meta'),
         pytest.param(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), id='nested'),
     ],

@@ -517,6 +517,21 @@ def test_auto_pads_if_packing_is_impossible():
     assert relative_error(recorder.gradients, expected) < 2e-6
 
 
+class NeverPacked(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, position_ids=None, **kwargs):
+        assert position_ids is None, 'only packed rows have positions'
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def test_packing_that_failed_is_not_tried_again():
+    """The row with a hole cannot be packed. It is not among the rows that the check takes next."""
+    batch = ragged_batch([(30, 6), (2, 1), (12, 4), (13, 3), (5, 3), (6, 3), (16, 3), (7, 3)])
+    batch['attention_mask'][2, 5] = 0
+    batch['labels'][2, 5] = -100
+    model = NeverPacked(one_layer_model().config)
+    assert_exact(model, batch, packing='auto', microbatch_size=4)
+
+
 HYBRIDS: dict[str, dict[str, Any]] = {
     'bamba': {'attn_layer_indices': [1]},
     'granitemoehybrid': {'layer_types': ['mamba', 'attention'], 'num_local_experts': 0},
