@@ -263,15 +263,14 @@ class Probe:
                     # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
                     return result
-            except torch.OutOfMemoryError:
-                raise  # says nothing about kernels, and may come on one rank only
             except RuntimeError as error:
                 if 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
                     self._layers = self._layers[:1]
                 elif decides_precision and self._uses_float32:
                     # Some kernels accept only half precision, such as flash attention. Each has its own message, so
-                    # any error counts. If it has another cause, the next forward raises it again.
+                    # any error counts, also that float32 takes too much memory. If the error has another cause, the
+                    # next forward raises it again.
                     self._uses_float32 = False
                 else:
                     raise

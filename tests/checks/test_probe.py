@@ -272,16 +272,24 @@ def test_logits_that_are_written_in_float32():
     assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.float32).eps
 
 
-def test_out_of_memory_is_raised_at_once():
+@pytest.mark.parametrize('num_before', [0, 1])
+def test_out_of_memory_in_float32(num_before):
+    """The first forward is made again in the trainer's precision, which takes less memory. Later ones raise at once."""
     forwards = []
 
     def fill_memory(ids):
-        forwards.append(ids)
-        raise torch.OutOfMemoryError('CUDA out of memory')
+        forwards.append(torch.is_autocast_enabled('cpu'))
+        if len(forwards) > num_before and not forwards[-1]:
+            raise torch.OutOfMemoryError('CUDA out of memory')
 
-    with pytest.raises(torch.OutOfMemoryError):
-        probe_in_bfloat16(fill_memory).run(text_row(12, 6))
-    assert len(forwards) == 1
+    probe = probe_in_bfloat16(fill_memory)
+    if num_before == 0:
+        probe.run(text_row(12, 6))
+        assert forwards[:2] == [False, True]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            probe.run(text_row(12, 6))
+        assert forwards == [False, False]
 
 
 @torch.library.custom_op('tests_of_probe::bias_dropout_add', mutates_args=())
