@@ -155,7 +155,8 @@ class TokenAccumulation(Algorithm):
         # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
         # in between.
         self._outputs: Any = None
-        # Outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD.
+        # The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
+        # comes from other nodes.
         self._edges_of_loss: Collection[Edge] = ()
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
@@ -240,7 +241,7 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # A microbatch without labels gets one from ModelBatch: logits are selected only without `loss_units`.
+            # If no label counts, ModelBatch adds one, unless there are `loss_units`. With these there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -304,7 +305,7 @@ class TokenAccumulation(Algorithm):
         self._num_read += 1
 
     def _note_restart(self, state: State) -> None:
-        """ITERATION_END: the loader is iterated from its start after this, also within an epoch."""
+        """ITERATION_END: an iteration of so many tokens may end within an epoch. The loader then starts again."""
         self._num_read = 0
 
     def _end_epoch(self, state: State) -> None:
@@ -360,7 +361,7 @@ class TokenAccumulation(Algorithm):
         (num_ranks_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step: its rows have just been proven, so none are new.
+        # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -444,7 +445,8 @@ class TokenAccumulation(Algorithm):
         """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
-        # If one of these holds, ranks may have unequal numbers of microbatches. An early reduction could wait forever.
+        # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
+        # a reduction before the last microbatch could wait forever.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
@@ -528,7 +530,7 @@ class TokenAccumulation(Algorithm):
         # Again, because algorithms may have taken entries out of the batch after the loss.
         state.batch = self._model_batch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
-        if not self.options.loss_units:  # they tell the unit of an added term
+        if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
@@ -551,7 +553,7 @@ class TokenAccumulation(Algorithm):
             self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
-            num_microbatches = record.num_microbatches or 1
+            num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
             state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
         self._outputs = None
         scales = _scales_of(record, weight_of_mean)
@@ -586,7 +588,8 @@ class TokenAccumulation(Algorithm):
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
         logits = logits_of(self._outputs)
-        # If tokens have weights, check_step() refuses the step after either of the next two returns.
+        # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
+        # then refuses the step.
         if logits is None or logits.grad_fn is None:
             return
         selector = run.selector
@@ -664,8 +667,7 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            # Also reached before a last microbatch that has only repeated samples. Then gradients are completed twice,
-            # which does no harm.
+            # A further microbatch may follow that has only repeated samples. Completing gradients twice does no harm.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -758,7 +760,8 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # The original comes back if the entry is still what the model got. For a hidden entry both are None.
+            # An entry that is still what the model got is replaced by the original. So is a hidden entry, for which
+            # both are None.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -843,7 +846,7 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
-        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),
+        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),  # None: no such term
     }
 
 
