@@ -183,10 +183,13 @@ class ReductionWatch:
 
 
 def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP2 leaves out parameters. Each rank would train its own copy of them."""
+    """Raises RuntimeError if FSDP2 shards some trained parameters and leaves out others.
+
+    Each rank would train its own copy of those that are left out.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     left_out = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
-    # If no parameter is sharded, the model is not under FSDP2.
+    # If no trained parameter is sharded, the model is taken as one that is not under FSDP2.
     if 0 < len(left_out) < len(trained):
         raise NotExactError(
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
