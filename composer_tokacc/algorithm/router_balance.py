@@ -296,8 +296,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         # It has tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
-    # If no row is a document, the packed row has one position of padding, with the document number 0. It needs an
-    # entry. Otherwise no position has the number of this last entry.
+    # For a packed row without any document. It has one position of padding, with the document number 0. In other rows
+    # no position looks up this last entry.
     real_tokens_of_documents.append(0)
     num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
     # The first position of the document that each position belongs to. Document numbers are in ascending order.
@@ -311,7 +311,7 @@ def _attended(batch: Batch) -> Tensor:
     attended = attended_positions(batch)
     if len(attended) == len(text_of(batch)):
         return attended
-    # The mask of a packed row has one row for each document.
+    # Several documents were packed into one row, and the mask has a row for each of them.
     return attended.any(dim=0, keepdim=True)
 
 
