@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""When gradients are reduced: real DDP and FSDP2 on a process group of one rank."""
+"""When gradients are reduced: real DDP and FSDP on a process group of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.core import Algorithm, Event
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc import TokenAccumulation
@@ -202,18 +202,44 @@ def test_ranks_differ_after_a_step_that_reduced_once():
     assert reduces_once.values == [False, True]
 
 
-def test_fsdp_shards_all_or_nothing():
+def shard_by_fsdp1(head: str, model: torch.nn.Module) -> None:
+    options = {'use_orig_params': True, 'device_id': torch.device('cpu')}
+    setattr(model, head, FullyShardedDataParallel(getattr(model, head), **options))
+
+
+def shard_by_fsdp2(head: str, model: torch.nn.Module) -> None:
+    fully_shard(getattr(model, head))
+
+
+@pytest.fixture(params=[shard_by_fsdp1, shard_by_fsdp2])
+def shard(request, monkeypatch):
+    """Shards one head of a model. There seems to be a second rank, because a single one may leave parameters out."""
+    monkeypatch.setattr('composer_tokacc.algorithm.reduction.get_world_size', lambda: 2)
+    return request.param
+
+
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+@pytest.mark.parametrize('is_first_frozen', [False, True])
+def test_fsdp_shards_all_or_nothing(shard, is_first_frozen):
     model = TwoHeads()
+    model.first.requires_grad_(not is_first_frozen)
     check_sharding(model)
-    fully_shard(model.first)
+    shard('first', model)
     with pytest.raises(RuntimeError, match=r'got: 2 .*second'):
         check_sharding(model)
-    fully_shard(model.second)
+    shard('second', model)
     check_sharding(model)
 
 
-def test_fsdp_need_not_shard_frozen_parameters():
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+def test_fsdp_need_not_shard_frozen_parameters(shard):
+    model = TwoHeads()
+    shard('first', model)
+    model.second.requires_grad_(False)
+    check_sharding(model)
+
+
+def test_one_rank_may_leave_parameters_out():
     model = TwoHeads()
     fully_shard(model.first)
-    model.second.requires_grad_(False)
     check_sharding(model)
