@@ -803,25 +803,26 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a term over samples has a gradient in a dummy row or a repeated sample."""
+    """Raises RuntimeError if a dummy row or a repeated sample has a gradient in a term that is no mean over tokens."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
     # If all rows are added ones, all terms are multiplied by 0.
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
-    terms_of_samples = terms.of_unit(loss, 'samples')
-    if not terms_of_samples or logits is None or not logits.requires_grad:
+    terms_over_rows = [term.value for term in terms.terms_of(loss) if term.unit != 'tokens']
+    with_gradient = [value for value in terms_over_rows if value.requires_grad]
+    if not with_gradient or logits is None or not logits.requires_grad:
         return
-    sum_over_samples = sum_of_means(terms_of_samples)
-    (gradient,) = torch.autograd.grad(sum_over_samples, logits, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(sum_of_means(with_gradient), logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():
         raise NotExactError(
-            'A term over samples must be 0 for the rows without labels that fill up a rank, but it has a gradient in '
-            f'such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds by '
-            '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
+            'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
+            f'gradient in such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds to a '
+            'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, or '
+            'give every rank equally many samples (`drop_last=True`).'
         )
 
 
