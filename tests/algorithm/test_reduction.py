@@ -18,7 +18,8 @@ from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
 from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import On, fit, weights_unchanged
+from tests.support.training import TOLERANCE, On, fit, relative_error, weights_unchanged
+from tests.support.weights import weighted_reference
 
 
 class TwoHeads(torch.nn.Module):
@@ -162,15 +163,16 @@ def test_ignored_parameters_get_no_zeros():
 class WrapsInDDP(Algorithm):
     """Wraps the model at the start of a fit, as Composer does on several ranks, and may then freeze a layer."""
 
-    def __init__(self, *, freezes_head=False):
+    def __init__(self, *, freezes_head=False, **options):
         self.freezes_head = freezes_head
+        self.options = options  # of DDP
 
     def match(self, event, state):
         return event == Event.FIT_START
 
     def apply(self, event, state, logger):
         head = state.model.model.lm_head
-        state.model = DistributedDataParallel(state.model)
+        state.model = DistributedDataParallel(state.model, **self.options)
         if self.freezes_head:
             head.requires_grad_(False)
 
@@ -190,6 +192,19 @@ def test_parameters_frozen_later_are_refused():
     algorithms = [WrapsInDDP(freezes_head=True), TokenAccumulation()]
     with weights_unchanged(model), pytest.raises(RuntimeError, match='it still waits for some'):
         fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
+
+
+@pytest.mark.usefixtures('launcher')
+@pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
+def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):
+    """Composer's LayerFreezing sets this option of DDP, which then returns copies of loss and logits."""
+    model = one_layer_model()
+    batch = ragged_batch()
+    expected, _, _ = weighted_reference(model, batch, token_weights)
+    algorithm = TokenAccumulation(token_weights=token_weights)
+    recorder = fit(model, batch, algorithms=[WrapsInDDP(find_unused_parameters=True), algorithm])
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert algorithm._run.step.is_measured
 
 
 @pytest.mark.usefixtures('launcher')
