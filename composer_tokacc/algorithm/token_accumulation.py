@@ -517,9 +517,11 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         if has_gradient or layout is None or layout.media_of(state.batch):
             return
-        parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+        trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+        if not trained:
+            return  # all were frozen during training; torch says so in the backward
         # The sum of no elements is 0, but it has a gradient.
-        no_elements = parameter.flatten()[:0]
+        no_elements = trained[0].flatten()[:0]
         sum_of_none = no_elements.sum()
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 

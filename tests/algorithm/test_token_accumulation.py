@@ -330,6 +330,12 @@ def test_images_without_gradient_are_refused():
         fit(model, batch, microbatch_size=1, loss_tokens='causal', check_loss=False)
 
 
+def test_nothing_is_trained_any_more(model, batch):
+    freeze = On(Event.BEFORE_TRAIN_BATCH, lambda state: state.model.requires_grad_(False))
+    with pytest.raises(RuntimeError, match='does not require grad'):
+        fit(model, batch, callbacks=[freeze])
+
+
 def test_masked_sum_without_labels_is_finite(model):
     batch = ragged_batch([(4, 2), (9, 0), (14, 11)])
     assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
