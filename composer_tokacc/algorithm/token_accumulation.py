@@ -172,7 +172,7 @@ class TokenAccumulation(Algorithm):
             Event.BATCH_END: TokenAccumulation._end_step,
             Event.EPOCH_END: TokenAccumulation._end_epoch,
             Event.ITERATION_END: TokenAccumulation._note_restart,
-            Event.EVAL_START: TokenAccumulation._give_rule_to_eval_split,
+            Event.EVAL_START: TokenAccumulation._start_evaluation,
             Event.FIT_END: TokenAccumulation._end_fit,
         }
 
@@ -317,11 +317,15 @@ class TokenAccumulation(Algorithm):
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
             )
 
-    def _give_rule_to_eval_split(self, state: State) -> None:
-        """EVAL_START: sets the loss rule of the eval loader's split. It decides which labels of packed rows stay."""
+    def _start_evaluation(self, state: State) -> None:
+        """EVAL_START: gives the model and its loss rule to the eval loader's split."""
         split = split_of(state.dataloader)
-        if split is not None:
-            split.loss_rule = self.rule
+        if split is None:
+            return
+        rule = self.rule
+        if rule is None and self.options.loss_tokens != 'auto':  # before the first fit
+            rule = self.options.loss_tokens
+        split.start_evaluation(state.model, rule)
 
     def _end_fit(self, state: State) -> None:
         """FIT_END: removes our hooks from the model, and makes the split forget it."""
