@@ -13,7 +13,7 @@ import torch
 
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
-from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
@@ -189,7 +189,7 @@ def _factors(weight_sums: Sequence[float], device: torch.device | str, plan: Pla
     """
     numbers = [sum(weight_sums), *numbers_to_sum(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
-    step_sum, *plan_sums = RankSum(on_device).read()
+    step_sum, *plan_sums = sum_over_ranks(on_device)
     check_plans(plan_sums, plan)
     world_size = get_world_size()
     return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]

@@ -42,7 +42,7 @@ from composer_tokacc.checks.logits import (
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
-from composer_tokacc.collectives import RankSum
+from composer_tokacc.collectives import sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
@@ -416,7 +416,7 @@ class TokenAccumulation(Algorithm):
         # Without token weights all numbers are whole: the weights of tokens sum to their number.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
-        sums_in_order = iter(RankSum(on_device).read())
+        sums_in_order = iter(sum_over_ranks(on_device))
         sums = {}
         for name, values in numbers.items():
             sums[name] = list(islice(sums_in_order, len(values)))
@@ -731,7 +731,7 @@ class TokenAccumulation(Algorithm):
             for record in step.microbatches:
                 if record.token_loss is not None:
                     loss_sum += record.token_loss.to(loss_sum)
-            (loss_sum_of_ranks,) = RankSum(loss_sum).read()
+            (loss_sum_of_ranks,) = sum_over_ranks(loss_sum)
             metrics['token_accumulation/token_mean_loss'] = loss_sum_of_ranks / max(tokens, 1)
         return metrics
 

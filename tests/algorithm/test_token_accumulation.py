@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm import token_accumulation
 from composer_tokacc.checks.step import MicrobatchRecord
-from composer_tokacc.collectives import RankSum
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
@@ -572,7 +572,7 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
 
 def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
     """A sum over one rank would only make the host wait for the device."""
-    monkeypatch.setattr(RankSum, 'read', lambda self: pytest.fail('waits for the device'))
+    monkeypatch.setattr(token_accumulation, 'sum_over_ranks', lambda values: pytest.fail('waits for the device'))
     assert_exact(model, loader(batch), batch=batch)
 
 
