@@ -347,7 +347,7 @@ class TokenAccumulation(Algorithm):
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = max(self._num_read - 1, 0)
+        batch_index = self._num_read - 1
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
