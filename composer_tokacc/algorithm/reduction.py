@@ -187,7 +187,7 @@ def check_sharding(model: torch.nn.Module) -> None:
 
     Each rank would train its own copy of it. A single rank may leave it out.
     """
-    sharded = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for unit in fsdp_units(model):
         if not isinstance(unit, FSDPModule):  # the parameters of FSDP1 are no DTensors
             sharded.update(unit.parameters())
