@@ -171,7 +171,8 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
         sink: The sink of DDP.
         index: The number of the output of the sink.
     """
-    # The sink counts all outputs of the model, also those that are no tensors. It has edges only for the tensors.
+    # The sink counts all outputs of the model, also those that are no tensors. It has edges only for the tensors. DDP
+    # returns outputs without a gradient themselves, and not those of the sink.
     has_gradient = sink.needs_input_grad[1:]  # the first input is DDP itself
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
     number_with_gradient = sum(has_gradient[:index])
