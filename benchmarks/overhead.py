@@ -25,8 +25,8 @@ from composer.utils import dist
 from benchmarks.machine import machine
 from benchmarks.record import ROOT, parser_of, write
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm import token_accumulation
 from composer_tokacc.checks.step import MicrobatchRecord
-from composer_tokacc.collectives import RankSum
 from composer_tokacc.monitor.source_ledger import SourceLedger
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.build import build_parts, build_trainer
@@ -83,8 +83,7 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
             algorithm.apply = times.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
     MicrobatchRecord.observe = times.timed(MicrobatchRecord.observe, 'algorithm')
     MicrobatchRecord._measure = times.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
-    RankSum.__init__ = times.timed(RankSum.__init__, 'all_reduce')
-    RankSum.read = times.timed(RankSum.read, 'all_reduce')
+    token_accumulation.sum_over_ranks = times.timed(token_accumulation.sum_over_ranks, 'all_reduce')
     # The ledger also needs a reduction, but the monitor makes that reduction in any case.
     SourceLedger.note = times.timed(SourceLedger.note, 'ledger')
     SourceLedger._sums_of_rank = times.timed(  # pyright: ignore[reportPrivateUsage]

@@ -156,6 +156,29 @@ def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
     return model._get_ddp_logging_data()['num_parameter_tensors']
 
 
+def is_ddp_sink(node: Any) -> bool:
+    """Returns whether a node of the graph is the sink of DDP, which returns the outputs of the model unchanged.
+
+    DDP has a sink if it is made with ``find_unused_parameters`` or ``static_graph``.
+    """
+    return node.name() == '_DDPSinkBackward'
+
+
+def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
+    """Returns the node that makes an output of the sink of DDP, and the number of the output among those of the node.
+
+    Args:
+        sink: The sink of DDP.
+        index: The number of the output of the sink.
+    """
+    # The sink counts all outputs of the model, also those that are no tensors. It has edges only for the tensors. DDP
+    # returns outputs without a gradient themselves, and not those of the sink.
+    has_gradient = sink.needs_input_grad[1:]  # the first input is DDP itself
+    edges = [edge for edge in sink.next_functions if edge[0] is not None]
+    number_with_gradient = sum(has_gradient[:index])
+    return edges[number_with_gradient]
+
+
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -64,8 +64,8 @@ class LabelledPositions:
         if rule == 'unshifted':
             of_labels = places_of(running_count, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
-        # One label more than there are. Its place is the end of the batch, and the position before that is the one that
-        # is added: the last position of the batch. It predicts no label.
+        # Also the place of a label behind the last one. There is none, so its place is the length of the batch. The
+        # position before it is the last one of the batch. It becomes the added position, which predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
         # The position before a label is in the same row, because these rules count no label in column 0.
@@ -163,7 +163,9 @@ def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 
 
 class LabelSelector:
-    """Hooks on a Hugging Face model. After a call of :meth:`arm` they select labels and hidden states in one forward.
+    """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
+
+    Training loops call :meth:`begin_forward` before each forward, which arms the hooks if that is worth it.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.

@@ -8,8 +8,8 @@ the same plan. Otherwise some samples would be trained twice and others never, w
 
 So three integers travel with the counts that are summed over the ranks in each step anyway. Their sums tell all ranks
 whether the plans are equal. Only if they are not, the ranks exchange the arguments of their plans, and all of them
-raise the same error about the difference. They go on if only the witness of some rank is missing. A normal step has no
-further collective.
+raise the same error about the difference. They go on if only the witness of some rank is missing, see
+:attr:`PlanRecord.witness`. A normal step has no further collective.
 """
 
 from __future__ import annotations
@@ -203,20 +203,20 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences.
     for name in chain.from_iterable(record.facts for record in records):
-        values_of_ranks = [record.facts.get(name, 'none') for record in records]
-        if len(set(values_of_ranks)) > 1:
-            return _unequal(name, values_of_ranks)
+        values = [record.facts.get(name, 'none') for record in records]
+        if len(set(values)) > 1:
+            return _unequal(name, values)
     # An empty witness says nothing.
-    witnesses_of_ranks = [record.witness or 'unknown' for record in records]
-    if len(set(witnesses_of_ranks) - {'unknown'}) > 1:
-        return _unequal('first samples', witnesses_of_ranks)
+    witnesses = [record.witness or 'unknown' for record in records]
+    if len(set(witnesses) - {'unknown'}) > 1:
+        return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)
     planned_ranks = sorted((record.rank, record.num_ranks) for record in records)
     if planned_ranks != [(rank, num_ranks) for rank in range(num_ranks)]:
-        values = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
+        planned = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
         return (
-            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '
+            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {planned}. Leave `rank` and '
             '`num_replicas` out, or give the rank and the number of ranks as launched.'
         )
     if len({record.plan_checksum for record in records}) > 1:

@@ -3,7 +3,8 @@
 
 """The errors by which this package refuses an input, a model or a step.
 
-The programs print such an error in one line. Any other error that this package raises is a bug and keeps its traceback.
+The programs print such an error in one line. Any other error keeps its traceback: it is a bug of this package, or a
+``TypeError`` for an argument of a wrong type.
 Each class is also a ``ValueError`` or a ``RuntimeError``, so that callers need not know it.
 """
 

@@ -39,7 +39,7 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     num_copies = num_repeated_by(sampler, batch_size, batch_index)
     if num_copies == 0:
         return 0
-    samples_left = sampler.num_samples - batch_index * batch_size  # all of them are in this batch, the last one
+    samples_left = sampler.num_samples - batch_index * batch_size  # this batch, the last one, has all of them
     if num_rows != samples_left:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import compat
 from tests.support.launch import ROOT, environment
+from tests.support.process_group import group_of_one_rank
 
 PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_exit'}
 """Names of named tuples and of ``os``."""
@@ -138,6 +139,32 @@ def test_only_backward_changes_state_of_gradient():
         assert compat.state_of_gradient(not_reached) == state_of_not_reached
         # Reading a gradient is no change. The next round would show it.
         reached.grad.clone()
+
+
+class NamedOutputs(nn.Module):
+    """Its outputs are not only tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, inputs):
+        logits = self.layer(inputs)
+        return {'number': 3, 'constant': torch.zeros(2), 'none': None, 'loss': logits.sum(), 'logits': logits}
+
+
+def test_outputs_of_ddp_are_found_before_its_sink(tmp_path):
+    with group_of_one_rank(tmp_path):
+        model = nn.parallel.DistributedDataParallel(NamedOutputs(), find_unused_parameters=True)
+        outputs = model(torch.ones(1, 2))
+    names_before_sink = []
+    for name in ('loss', 'logits'):
+        output = outputs[name]
+        assert compat.is_ddp_sink(output.grad_fn)
+        node, _ = compat.edge_before_sink(output.grad_fn, output.output_nr)
+        assert not compat.is_ddp_sink(node)
+        names_before_sink.append(node.name())
+    assert names_before_sink == ['SumBackward0', 'AddmmBackward0']
 
 
 def test_hooks_of_a_parameter_are_listed():

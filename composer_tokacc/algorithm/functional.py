@@ -13,7 +13,7 @@ import torch
 
 from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
-from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
@@ -77,8 +77,8 @@ def step_loss_weights(
     If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
 
     Args:
-        microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. A batch of a
-            :class:`.RegroupingDataLoader` is also possible.
+        microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. Or a batch of a
+            :class:`.RegroupingDataLoader`. Then the loop must be over its ``microbatches``.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
         token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. Within a microbatch they are applied by
             :func:`.apply_token_weights`.
@@ -90,7 +90,7 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    # Another iterable would be used up here, or give the caller's loop other batches: `zip(loader, ...)`.
+    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here.
     if not isinstance(microbatches, (Sequence, Mapping)):
         raise TypeError(
             f'`microbatches` must be a list of batches, got: a {type(microbatches).__name__}, which can be read only '
@@ -148,7 +148,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
 
     Raises:
         TypeError: If they are a single batch.
-        ValueError: If the loss of the model would be no mean, or would depend on how the loader has padded rows.
+        ValueError: If a batch has ``num_items_in_batch``, or if a pad of the loader predicts a first label.
     """
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
@@ -189,7 +189,7 @@ def _factors(weight_sums: Sequence[float], device: torch.device | str, plan: Pla
     """
     numbers = [sum(weight_sums), *numbers_to_sum(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
-    step_sum, *plan_sums = RankSum(on_device).read()
+    step_sum, *plan_sums = sum_over_ranks(on_device)
     check_plans(plan_sums, plan)
     world_size = get_world_size()
     return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]

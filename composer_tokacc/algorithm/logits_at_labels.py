@@ -108,6 +108,8 @@ class LogitsAtLabels:
             return args, kwargs
         assert self._selector is not None
         if self._rule is None:
+            if torch.is_inference_mode_enabled():
+                return args, kwargs  # the check needs gradients
             self._rule = self._checked_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
@@ -150,7 +152,7 @@ def _unchanged(batch: Batch) -> Batch:
 def _language_model(model: Any) -> torch.nn.Module:
     """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
     # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
-    return model.model if hasattr(model, 'eval_forward') else model
+    return getattr(model, 'model', model) if hasattr(model, 'eval_forward') else model
 
 
 def _by_name(

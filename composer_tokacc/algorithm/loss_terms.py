@@ -272,9 +272,9 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the outputs. Its backward gives every parameter in the graph a gradient of zero.
 
-    It stands for a mean over no tokens, which is NaN, as is its gradient. So the zero is made of the loss only if no
-    other output has a gradient. An output may be NaN as well, and ``0 * NaN`` is NaN. So the zero is the sum of empty
-    slices of the outputs.
+    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the outputs, because an output may
+    be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient, slices of the loss are taken, whose own gradient
+    may be NaN.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
@@ -314,7 +314,10 @@ def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
 
 
 def _sum(terms: Collection[Tensor]) -> Tensor:
-    """Returns the sum of the means of some terms, in their least precise dtype. The check allows its round-off."""
+    """Returns the sum of the means of some terms, in their least precise dtype.
+
+    The dtype tells the first-batch check how much round-off to allow.
+    """
     dtypes = [term.dtype for term in terms]
     least_precise = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return sum_of_means(terms).to(least_precise)

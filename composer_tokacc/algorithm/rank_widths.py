@@ -72,10 +72,10 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     if rules.depends_on_left_padding(facts):
         return True
-    # The check cannot trim rows with a label behind their padding. If all padded rows have one, it has not shown
-    # whether the model counts positions from the first column. A batch that has the positions needs no such proof.
-    is_known = rules.left == 'trim' or facts.has_positions
-    return any(facts.has_label_behind_padding) and not is_known
+    # The check cannot trim a row whose first token has a label behind padding. If all padded rows have one, it has not
+    # shown whether the model counts positions from the first column. If the batch has `position_ids`, it does not.
+    is_independent = rules.left == 'trim' or facts.has_positions
+    return any(facts.has_label_behind_padding) and not is_independent
 
 
 def check_widths(

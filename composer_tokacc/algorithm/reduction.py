@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Makes sure that DDP and FSDP2 can reduce the gradients of a step, and that FSDP shards all parameters.
+"""Makes sure that DDP and FSDP2 can reduce the gradients of a step, and that FSDP shards all trained parameters.
 
 DDP waits until every rank has a gradient for every parameter. If the microbatch of one rank does not use a part of the
 model (text without images), or if one rank has fewer microbatches, the others would wait forever.
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from composer.core import State
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.collectives import get_global_rank, max_over_ranks
+from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
 from composer_tokacc.compat import is_reduced, num_reduced, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 from composer_tokacc.refusals import NotExactError
@@ -183,14 +183,23 @@ class ReductionWatch:
 
 
 def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP2 leaves out parameters. Each rank would train its own copy of them."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    left_out = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
-    # If no parameter is sharded, the model is not under FSDP2.
-    if 0 < len(left_out) < len(trained):
+    """Raises RuntimeError if FSDP shards some parameters of the model, trained or not, but leaves out a trained one.
+
+    Each rank would train its own copy of it. A single rank may leave it out.
+    """
+    sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    for unit in fsdp_units(model):
+        if not isinstance(unit, FSDPModule):  # the parameters of FSDP1 are no DTensors
+            sharded.update(unit.parameters())
+    left_out = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in sharded:
+            left_out.append(name)
+    if sharded and left_out and get_world_size() > 1:
         raise NotExactError(
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
-            f'{left_out[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+            f'{left_out[:3]}. Composer wraps the children of a ComposerModel. Move these parameters into a child '
+            'without `_fsdp_wrap = False`, or freeze them.'
         )
 
 

@@ -25,7 +25,7 @@ from composer_tokacc.batch import Batch, attended_positions, text_of, with_copie
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import RankSum, get_world_size
+from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
@@ -109,7 +109,7 @@ class StepBalance:
         self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
         self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
         # Sums over the step and all ranks: the number of positions times layers, then the choices of each expert.
-        self._sums: RankSum | None = None
+        self._sums: tuple[float, ...] = ()
         # The largest deviations in the step so far, as multiples of their tolerances. They are scalars on the device,
         # because the host would have to wait to read them.
         self._loss_deviation = torch.zeros(())
@@ -143,7 +143,7 @@ class StepBalance:
         choices_of_microbatches = [counted.choices for counted in self._counted]
         choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
         sums = torch.stack([num_positions, *choices_of_experts])
-        self._sums = RankSum(self._device.tensor_to_device(sums))
+        self._sums = sum_over_ranks(self._device.tensor_to_device(sums))
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer, ``(positions, experts)``.
@@ -211,7 +211,6 @@ class StepBalance:
             outputs: The outputs of the model.
             num_microbatches: The number of microbatches of this rank in the step.
         """
-        assert self._sums is not None
         counted = self._counted.popleft()
         with self._precision():
             logits = _router_logits(outputs)
@@ -222,7 +221,7 @@ class StepBalance:
         num_choices = choices.sum()
         num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
         self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
-        num_positions, *choices_of_experts = self._sums.read()
+        num_positions, *choices_of_experts = self._sums
         num_experts = len(choices_of_experts)
         # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
         factor = num_experts / max(num_positions, 1) ** 2
@@ -296,8 +295,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         # It has tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
-    # If no row is a document, the packed row has one position of padding, with the document number 0. It needs an
-    # entry. Otherwise no position has the number of this last entry.
+    # For a packed row without any document. It has one position of padding, with the document number 0. In other rows
+    # no position looks up this last entry.
     real_tokens_of_documents.append(0)
     num_real = torch.tensor(real_tokens_of_documents, device=device)[document_of_position]
     # The first position of the document that each position belongs to. Document numbers are in ascending order.
@@ -311,7 +310,7 @@ def _attended(batch: Batch) -> Tensor:
     attended = attended_positions(batch)
     if len(attended) == len(text_of(batch)):
         return attended
-    # The mask of a packed row has one row for each document.
+    # Several documents were packed into one row, and the mask has a row for each of them.
     return attended.any(dim=0, keepdim=True)
 
 

@@ -374,7 +374,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
     embedding = None
     if is_hugging_face:
         head = output_embedding(model.model)
-        # Not of a class that wraps one, such as those of PEFT, which may show another number.
+        # Only of a Linear itself. A wrapper of PEFT may show another number.
         if vocabulary is None and isinstance(head, torch.nn.Linear):
             vocabulary = head.out_features
         with suppress(AttributeError, NotImplementedError):
@@ -383,7 +383,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
         check_vocabulary(microbatch, 'labels', vocabulary)
-        # Of a class derived from Embedding the number of ids is not known. Models replace the ids of placeholders, so
-        # these may be outside.
+        # A class derived from Embedding may have more ids than `num_embeddings`. Ids of placeholders may be outside,
+        # because models replace them.
         if type(embedding) is torch.nn.Embedding and microbatch.get('input_ids') is not None:
             check_vocabulary(microbatch, 'input_ids', embedding.num_embeddings, partial(all_placeholders, model.config))

@@ -42,7 +42,7 @@ from composer_tokacc.checks.logits import (
     weigh_tokens,
 )
 from composer_tokacc.checks.step import MicrobatchRecord, Step, StepTotals, TokenChoice, check_step
-from composer_tokacc.collectives import RankSum
+from composer_tokacc.collectives import sum_over_ranks
 from composer_tokacc.counting import real_tokens, with_one_label
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.labelled import LabelSelector, batch_at_logits
@@ -155,7 +155,8 @@ class TokenAccumulation(Algorithm):
         # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
         # in between.
         self._outputs: Any = None
-        # Outputs of the graph that make the loss; set at AFTER_LOSS and BEFORE_BACKWARD.
+        # The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
+        # comes from other nodes.
         self._edges_of_loss: Collection[Edge] = ()
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
@@ -171,7 +172,7 @@ class TokenAccumulation(Algorithm):
             Event.BATCH_END: TokenAccumulation._end_step,
             Event.EPOCH_END: TokenAccumulation._end_epoch,
             Event.ITERATION_END: TokenAccumulation._note_restart,
-            Event.EVAL_START: TokenAccumulation._give_rule_to_eval_split,
+            Event.EVAL_START: TokenAccumulation._start_evaluation,
             Event.FIT_END: TokenAccumulation._end_fit,
         }
 
@@ -240,7 +241,7 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # A microbatch without labels gets one from ModelBatch: logits are selected only without `loss_units`.
+            # If no label counts, ModelBatch adds one, unless there are `loss_units`. With these there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -304,7 +305,7 @@ class TokenAccumulation(Algorithm):
         self._num_read += 1
 
     def _note_restart(self, state: State) -> None:
-        """ITERATION_END: the loader is iterated from its start after this, also within an epoch."""
+        """ITERATION_END: an iteration of so many tokens may end within an epoch. The loader then starts again."""
         self._num_read = 0
 
     def _end_epoch(self, state: State) -> None:
@@ -316,11 +317,15 @@ class TokenAccumulation(Algorithm):
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
             )
 
-    def _give_rule_to_eval_split(self, state: State) -> None:
-        """EVAL_START: sets the loss rule of the eval loader's split. It decides which labels of packed rows stay."""
+    def _start_evaluation(self, state: State) -> None:
+        """EVAL_START: gives the model and its loss rule to the eval loader's split."""
         split = split_of(state.dataloader)
-        if split is not None:
-            split.loss_rule = self.rule
+        if split is None:
+            return
+        rule = self.rule
+        if rule is None and self.options.loss_tokens != 'auto':  # before the first fit
+            rule = self.options.loss_tokens
+        split.start_evaluation(state.model, rule)
 
     def _end_fit(self, state: State) -> None:
         """FIT_END: removes our hooks from the model, and makes the split forget it."""
@@ -342,7 +347,7 @@ class TokenAccumulation(Algorithm):
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = max(self._num_read - 1, 0)
+        batch_index = self._num_read - 1
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -360,7 +365,7 @@ class TokenAccumulation(Algorithm):
         (num_ranks_with_new_rows,) = sums['new rows']
         check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step: its rows have just been proven, so none are new.
+        # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -411,7 +416,7 @@ class TokenAccumulation(Algorithm):
         # Without token weights all numbers are whole: the weights of tokens sum to their number.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
-        sums_in_order = iter(RankSum(on_device).read())
+        sums_in_order = iter(sum_over_ranks(on_device))
         sums = {}
         for name, values in numbers.items():
             sums[name] = list(islice(sums_in_order, len(values)))
@@ -444,7 +449,8 @@ class TokenAccumulation(Algorithm):
         """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
-        # If one of these holds, ranks may have unequal numbers of microbatches. An early reduction could wait forever.
+        # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
+        # a reduction before the last microbatch could wait forever.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
@@ -515,9 +521,11 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         if has_gradient or layout is None or layout.media_of(state.batch):
             return
-        parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+        trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
+        if not trained:
+            return  # all were frozen during training; torch says so in the backward
         # The sum of no elements is 0, but it has a gradient.
-        no_elements = parameter.flatten()[:0]
+        no_elements = trained[0].flatten()[:0]
         sum_of_none = no_elements.sum()
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
@@ -528,7 +536,7 @@ class TokenAccumulation(Algorithm):
         # Again, because algorithms may have taken entries out of the batch after the loss.
         state.batch = self._model_batch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
-        if not self.options.loss_units:  # they tell the unit of an added term
+        if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
         record.num_microbatches = self._num_microbatches_with_samples(state)
         totals = run.step.totals
@@ -551,7 +559,7 @@ class TokenAccumulation(Algorithm):
             self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
-            num_microbatches = record.num_microbatches or 1
+            num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
             state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
         self._outputs = None
         scales = _scales_of(record, weight_of_mean)
@@ -586,7 +594,8 @@ class TokenAccumulation(Algorithm):
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
         logits = logits_of(self._outputs)
-        # If tokens have weights, check_step() refuses the step after either of the next two returns.
+        # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
+        # then refuses the step.
         if logits is None or logits.grad_fn is None:
             return
         selector = run.selector
@@ -667,8 +676,7 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            # Also reached before a last microbatch that has only repeated samples. Then gradients are completed twice,
-            # which does no harm.
+            # A further microbatch may follow that has only repeated samples. Completing gradients twice does no harm.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -726,7 +734,7 @@ class TokenAccumulation(Algorithm):
             for record in step.microbatches:
                 if record.token_loss is not None:
                     loss_sum += record.token_loss.to(loss_sum)
-            (loss_sum_of_ranks,) = RankSum(loss_sum).read()
+            (loss_sum_of_ranks,) = sum_over_ranks(loss_sum)
             metrics['token_accumulation/token_mean_loss'] = loss_sum_of_ranks / max(tokens, 1)
         return metrics
 
@@ -761,7 +769,8 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # The original comes back if the entry is still what the model got. For a hidden entry both are None.
+            # An entry that is still what the model got is replaced by the original. So is a hidden entry, for which
+            # both are None.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -803,25 +812,26 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a term over samples has a gradient in a dummy row or a repeated sample."""
+    """Raises RuntimeError if a dummy row or a repeated sample has a gradient in a term that is no mean over tokens."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
     # If all rows are added ones, all terms are multiplied by 0.
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
-    terms_of_samples = terms.of_unit(loss, 'samples')
-    if not terms_of_samples or logits is None or not logits.requires_grad:
+    terms_over_rows = [term.value for term in terms.terms_of(loss) if term.unit != 'tokens']
+    with_gradient = [value for value in terms_over_rows if value.requires_grad]
+    if not with_gradient or logits is None or not logits.requires_grad:
         return
-    sum_over_samples = sum_of_means(terms_of_samples)
-    (gradient,) = torch.autograd.grad(sum_over_samples, logits, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(sum_of_means(with_gradient), logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():
         raise NotExactError(
-            'A term over samples must be 0 for the rows without labels that fill up a rank, but it has a gradient in '
-            f'such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds by '
-            '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
+            'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
+            f'gradient in such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds to a '
+            'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, or '
+            'give every rank equally many samples (`drop_last=True`).'
         )
 
 
@@ -846,7 +856,7 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
-        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),
+        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),  # None: no such term
     }
 
 

@@ -27,6 +27,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
+from composer_tokacc.compat import edge_before_sink, is_ddp_sink
 from composer_tokacc.counting import loss_mask
 
 CHUNK = 2**23
@@ -306,14 +307,24 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 
 
 def edge_of(logits: Tensor) -> Edge:
-    """Returns the node of the graph that makes the logits, and the number of the logits among its outputs.
+    """Returns the node of the graph that makes the logits, and the number of the logits among its outputs."""
+    return _before_copies((logits.grad_fn, logits.output_nr))
 
-    accelerate and FSDP return a copy of the logits in another type. The loss may use the tensor before the copy.
+
+def _before_copies(edge: Edge) -> Edge:
+    """Follows an edge back to the node that makes the values, and not only copies them.
+
+    accelerate and FSDP return a copy of the logits in another type, and DDP may return copies of all outputs. The loss
+    may use the tensor before the copy.
     """
-    node = logits.grad_fn
-    index = logits.output_nr
-    while node is not None and node.name() == 'ToCopyBackward0':
-        node, index = node.next_functions[0]
+    node, index = edge
+    while node is not None:
+        if node.name() == 'ToCopyBackward0':
+            node, index = node.next_functions[0]
+        elif is_ddp_sink(node):
+            node, index = edge_before_sink(node, index)
+        else:
+            break
     return node, index
 
 
@@ -328,7 +339,7 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
         edge_to_loss = (loss.grad_fn, loss.output_nr)
         pending.append(edge_to_loss)
     while pending:
-        edge = pending.pop()
+        edge = _before_copies(pending.pop())
         node, _ = edge
         # Other outputs of the node of an end are followed: `split` makes the logits and the values of a second head in
         # one node.

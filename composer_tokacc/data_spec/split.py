@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -90,7 +91,8 @@ class MicrobatchSplit:
         and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
         gradients for the parameters of an unused encoder."""
         self.loss_rule: str | None = None
-        """The loss rule of the model. The algorithm sets it for evaluation, and the DataSpec counts batches by it."""
+        """The loss rule of a model that is evaluated. The DataSpec counts batches by it, and it decides which labels of
+        packed rows stay."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
         self._planned_slot = 0
@@ -120,6 +122,16 @@ class MicrobatchSplit:
         if self.options.packing == 'auto' and self.layout is not None:
             facts_of_batches = describe_all(self.layout, batch)
             self._tries_packing = self._packing_costs_less(facts_of_batches, microbatch_size)
+
+    def start_evaluation(self, model: torch.nn.Module, loss_rule: str | None) -> None:
+        """Takes the layout of a model that is evaluated, and its loss rule; None: the rule is not known."""
+        self.loss_rule = loss_rule
+        if self.checked:
+            return  # this is also the split of training, which has its layout
+        self.layout = self.users_layout
+        if self.layout is None:
+            with suppress(TypeError):  # a model without a config
+                self.layout = BatchLayout.for_model(model)
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""

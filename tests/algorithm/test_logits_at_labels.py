@@ -14,6 +14,7 @@ import torch
 import transformers
 from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
+from composer.models import ComposerClassifier
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -459,9 +460,25 @@ def test_plain_loop_refuses_a_wrong_shift():
         model(**without_sample_ids(batch_of()))
 
 
-def test_plain_loop_needs_a_head():
+def classifier():
+    """Returns a ComposerModel without an attribute ``model``."""
+    return ComposerClassifier(torch.nn.Linear(2, 2), num_classes=2)
+
+
+@pytest.mark.parametrize('make_model', [lambda: one_layer_model().model, classifier])
+def test_plain_loop_needs_a_head(make_model):
     with pytest.raises(ValueError, match='output embedding'):
-        LogitsAtLabels(one_layer_model().model)
+        LogitsAtLabels(make_model())
+
+
+def test_validation_in_inference_mode_before_training():
+    """The check of the first forward needs gradients, so it waits for a forward that has some."""
+    model = one_layer_model()
+    batch = without_sample_ids(batch_of())
+    with LogitsAtLabels(model):
+        with torch.inference_mode():
+            assert model(**batch).logits.shape[:2] == batch['labels'].shape
+        assert model(**batch).logits.shape[0] == 1
 
 
 def test_hooks_are_removed_after_fit():

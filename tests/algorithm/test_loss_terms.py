@@ -238,13 +238,15 @@ class NormTerm(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
 
 
-def test_sample_term_of_a_dummy_row_is_refused(model, batch):
+@pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
+def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
-    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
-    fit(model, batch, algorithms=[algorithm], microbatch_size=5)
+    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'norm': unit})
+    options = {'algorithms': [algorithm], 'microbatch_size': 5, 'regroup': False}
+    fit(model, batch, **options)
     batch_with_dummy = with_rows(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match=r'gradient in such rows \(1 of 5 rows fill up'):
-        fit(model, batch_with_dummy, algorithms=[algorithm], microbatch_size=5)
+        fit(model, batch_with_dummy, **options)
 
 
 def test_warning_of_noise_scaled_by_width(model, batch, caplog):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""When gradients are reduced: real DDP and FSDP2 on a process group of one rank."""
+"""When gradients are reduced: real DDP and FSDP on a process group of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.core import Algorithm, Event
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc import TokenAccumulation
@@ -18,7 +18,8 @@ from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
 from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
 from tests.support.text import one_layer_model, ragged_batch
-from tests.support.training import On, fit, weights_unchanged
+from tests.support.training import TOLERANCE, On, fit, relative_error, weights_unchanged
+from tests.support.weights import weighted_reference
 
 
 class TwoHeads(torch.nn.Module):
@@ -162,15 +163,16 @@ def test_ignored_parameters_get_no_zeros():
 class WrapsInDDP(Algorithm):
     """Wraps the model at the start of a fit, as Composer does on several ranks, and may then freeze a layer."""
 
-    def __init__(self, *, freezes_head=False):
+    def __init__(self, *, freezes_head=False, **options):
         self.freezes_head = freezes_head
+        self.options = options  # of DDP
 
     def match(self, event, state):
         return event == Event.FIT_START
 
     def apply(self, event, state, logger):
         head = state.model.model.lm_head
-        state.model = DistributedDataParallel(state.model)
+        state.model = DistributedDataParallel(state.model, **self.options)
         if self.freezes_head:
             head.requires_grad_(False)
 
@@ -193,6 +195,19 @@ def test_parameters_frozen_later_are_refused():
 
 
 @pytest.mark.usefixtures('launcher')
+@pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
+def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):
+    """Composer's LayerFreezing sets this option of DDP, which then returns copies of loss and logits."""
+    model = one_layer_model()
+    batch = ragged_batch()
+    expected, _, _ = weighted_reference(model, batch, token_weights)
+    algorithm = TokenAccumulation(token_weights=token_weights)
+    recorder = fit(model, batch, algorithms=[WrapsInDDP(find_unused_parameters=True), algorithm])
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert algorithm._run.step.is_measured
+
+
+@pytest.mark.usefixtures('launcher')
 def test_ranks_differ_after_a_step_that_reduced_once():
     """In the first step ranks must make equally many microbatches, because DDP may reduce in each of them."""
     reduces_once = On(Event.BEFORE_TRAIN_BATCH, lambda state: split_of(state.train_dataloader).reduces_once)
@@ -202,18 +217,44 @@ def test_ranks_differ_after_a_step_that_reduced_once():
     assert reduces_once.values == [False, True]
 
 
-def test_fsdp_shards_all_or_nothing():
+def shard_by_fsdp1(head: str, model: torch.nn.Module) -> None:
+    options = {'use_orig_params': True, 'device_id': torch.device('cpu')}
+    setattr(model, head, FullyShardedDataParallel(getattr(model, head), **options))
+
+
+def shard_by_fsdp2(head: str, model: torch.nn.Module) -> None:
+    fully_shard(getattr(model, head))
+
+
+@pytest.fixture(params=[shard_by_fsdp1, shard_by_fsdp2])
+def shard(request, monkeypatch):
+    """Shards one head of a model. There seems to be a second rank, because a single one may leave parameters out."""
+    monkeypatch.setattr('composer_tokacc.algorithm.reduction.get_world_size', lambda: 2)
+    return request.param
+
+
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+@pytest.mark.parametrize('is_first_frozen', [False, True])
+def test_fsdp_shards_all_or_nothing(shard, is_first_frozen):
     model = TwoHeads()
+    model.first.requires_grad_(not is_first_frozen)
     check_sharding(model)
-    fully_shard(model.first)
+    shard('first', model)
     with pytest.raises(RuntimeError, match=r'got: 2 .*second'):
         check_sharding(model)
-    fully_shard(model.second)
+    shard('second', model)
     check_sharding(model)
 
 
-def test_fsdp_need_not_shard_frozen_parameters():
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD')
+def test_fsdp_need_not_shard_frozen_parameters(shard):
+    model = TwoHeads()
+    shard('first', model)
+    model.second.requires_grad_(False)
+    check_sharding(model)
+
+
+def test_one_rank_may_leave_parameters_out():
     model = TwoHeads()
     fully_shard(model.first)
-    model.second.requires_grad_(False)
     check_sharding(model)

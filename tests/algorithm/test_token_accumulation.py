@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
+from composer_tokacc.algorithm import token_accumulation
 from composer_tokacc.checks.step import MicrobatchRecord
-from composer_tokacc.collectives import RankSum
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
@@ -330,6 +330,12 @@ def test_images_without_gradient_are_refused():
         fit(model, batch, microbatch_size=1, loss_tokens='causal', check_loss=False)
 
 
+def test_nothing_is_trained_any_more(model, batch):
+    freeze = On(Event.BEFORE_TRAIN_BATCH, lambda state: state.model.requires_grad_(False))
+    with pytest.raises(RuntimeError, match='does not require grad'):
+        fit(model, batch, callbacks=[freeze])
+
+
 def test_masked_sum_without_labels_is_finite(model):
     batch = ragged_batch([(4, 2), (9, 0), (14, 11)])
     assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
@@ -566,7 +572,7 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
 
 def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
     """A sum over one rank would only make the host wait for the device."""
-    monkeypatch.setattr(RankSum, 'read', lambda self: pytest.fail('waits for the device'))
+    monkeypatch.setattr(token_accumulation, 'sum_over_ranks', lambda values: pytest.fail('waits for the device'))
     assert_exact(model, loader(batch), batch=batch)
 
 

@@ -17,7 +17,7 @@ from composer import Trainer
 from composer.core import Evaluator, Event
 from composer.metrics import LanguageCrossEntropy
 
-from composer_tokacc import BatchLayout, row_counts, token_data_spec
+from composer_tokacc import BatchLayout, TokenAccumulation, row_counts, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules, padded_candidates
 from composer_tokacc.data_spec.split import layout_of, split_of
 from composer_tokacc.layout import describe
@@ -216,6 +216,35 @@ def test_evaluation_has_the_rule_of_training():
     model = EvaluatedLabels()
     fit(model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
     assert torch.equal(model.labels[-1], batch['labels'])
+
+
+def test_evaluation_before_training_has_the_named_rule():
+    batch = two_documents()
+    model = EvaluatedLabels()
+    algorithm = TokenAccumulation(loss_tokens='unshifted')
+    Trainer(model=model, eval_dataloader=evaluator_of(batch), algorithms=[algorithm], progress_bar=False).eval()
+    (labels,) = model.labels
+    assert torch.equal(labels, batch['labels'])
+
+
+def test_evaluation_has_the_layout_of_the_model():
+    """Without a model, an integer for each row whose name speaks of images could belong to images."""
+    model = one_layer_model()
+    batch = ragged_batch()
+    batch['image_id'] = torch.arange(len(batch['labels']))
+    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+    recorder = fit(composer_model, batch, eval_dataloader=evaluator_of(batch), eval_interval='1ba')
+    metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
+    _, loss = reference_gradients(model, ragged_batch())
+    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_training_keeps_its_layout_if_evaluation_shares_the_loader():
+    data = token_data_spec(loader(ragged_batch()))
+    evaluator = Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
+    layouts = [On(event, lambda state: split_of(data.dataloader).layout) for event in (Event.BATCH_END, Event.EVAL_END)]
+    fit(one_layer_model(), data, eval_dataloader=evaluator, eval_interval='1ba', callbacks=layouts)
+    assert layouts[0].values[-1] is layouts[1].values[-1]
 
 
 def test_evaluation_keeps_the_order():
