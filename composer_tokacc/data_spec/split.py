@@ -128,7 +128,7 @@ class MicrobatchSplit:
         self.loss_rule = loss_rule
         if self.checked:
             return  # this is also the split of training, which has its layout
-        self.layout = self.users_layout
+        self.layout = self.fixed_layout
         if self.layout is None:
             with suppress(TypeError):  # a model without a config
                 self.layout = BatchLayout.for_model(model)
