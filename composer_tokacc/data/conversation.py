@@ -502,7 +502,7 @@ class ConversationEncoder:
 
         The collator may pad the audio to the length of another sample's, and the mask tells the model what is padding.
         """
-        keys = getattr(self.parts['audio'], 'model_input_names', ())  # the features are the first
+        keys: list[str] = getattr(self.parts['audio'], 'model_input_names', [])  # the features are the first
         for key in keys[1:]:
             if key.endswith('attention_mask') and key not in encoded:
                 encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
