@@ -325,7 +325,7 @@ class FileSource(Source):
         """The argument of :class:`.TokenAccumulation`. None means its default."""
 
     def order(self) -> dict[str, Any] | None:
-        """Adds how often samples of each part of the dataset are drawn."""
+        """Returns the settings that every source has, and how often samples of each part of the dataset are drawn."""
         settings = super().order()
         if settings is None or 'parts' not in self.section:
             return settings
@@ -470,7 +470,8 @@ class FileSource(Source):
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
         if _is_ours(cls) and 'video' in part:
-            arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
+            # The class takes the mapping of the file. The check has made a VideoSampling of it.
+            arguments['video'] = part['video']
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
             # of the loader, so the dataset gets this size.
@@ -606,12 +607,12 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset or a subclass, which is taken to have the same arguments."""
+    """Tells whether a dataset class is LlavaDataset or a subclass. We assume that a subclass has the same arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
-    """Returns the checked settings. Refuses those that are neither arguments of the class nor ``extra_keys``."""
+    """Returns the checked settings, arguments of the class and ``extra_keys``. Refuses all others."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
@@ -650,9 +651,8 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set if any of its shards are those of the training set.
 
-        Called if ``dataset.eval`` names no place, so that both read the same streams and may differ only in the split.
-        ``dataset.eval.split`` must then name another split. That is not enough for a stream with a split of its own,
-        which it does not change.
+        Called if ``dataset.eval`` names no place. Both then read the same streams, and only ``dataset.eval.split`` can
+        make them differ. A stream with a split of its own does not follow it, so it is refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -670,8 +670,9 @@ class ShardSource(Source):
         if (self.section.get('replication') or 1) > 1:
             # Ranks that replicate one another read the same samples, which an exchange would take as different ones.
             raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
-        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # `suggest` also sets the width
-            self._slot_tokens()  # raises if there is none
+        # With `suggest` the width of a slot is suggested later, together with the size.
+        if self.config.microbatching.device_train_microbatch_size != 'suggest':
+            self._slot_tokens()  # raises if the width is not given
 
     def _check_arguments(self, path: str, arguments: Section) -> None:
         """Refuses unknown arguments of a dataset and its streams, and a dataset without shards."""
@@ -714,8 +715,8 @@ class ShardSource(Source):
                 # An eval set comes after the training set of this run, whose memory must not be removed.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # The shared memory says that another run uses our folder of shards. Usually that run was killed and left
-            # it. If it still runs, the two runs must not share the folder anyway.
+            # Some shared memory says that another run uses our folder of shards. Usually that run was killed. This
+            # removes the memory of all streaming runs of the user, also of running ones with other folders.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -808,7 +809,7 @@ class ShardSource(Source):
         return slot_tokens
 
     def texts(self) -> Iterator[str]:
-        """Yields the text of every turn. Of ``local`` and ``remote``, it reads the first folder with all shards."""
+        """Yields the text of every turn. Reads ``local`` if it has all shards, otherwise ``remote``."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         for places, split in self._shards(is_eval=False):
