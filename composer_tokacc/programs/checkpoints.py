@@ -117,7 +117,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     checkpoints = []
     rank_of_latest = _rank_in_name(latest)
     for path in latest.parent.iterdir():
-        # A sharded checkpoint is one folder for all ranks.
+        # A folder may be a sharded checkpoint, which all ranks share.
         may_be_of_this_rank = path.is_dir() or _rank_in_name(path) == rank_of_latest
         if path != latest and not path.is_symlink() and may_be_of_this_rank:
             checkpoints.append(path)
@@ -189,7 +189,7 @@ def _find_damage_in_folder(path: Path) -> str:
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that is not a checkpoint, such as a folder of checkpoints, a text file or a pipe.
 
-    Also refuses the damaged folder of a sharded checkpoint. Whether a file is damaged is only found when it is read.
+    Also refuses the damaged folder of a sharded checkpoint. Of a file it only checks that it is a zip archive.
 
     Args:
         key: The key of the config, or the argument, that the user gave the path under.
@@ -327,8 +327,8 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
         shapes = _shapes_of(state.get('model') or {})
-        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none are listed,
-        # and SameData refuses to resume.
+        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So no optimizers
+        # are listed, and SameData.before_load() refuses to resume, because it misses the one of the run.
         has_timestamp = bool(dict(state.get('timestamp') or {}))
         optimizers: dict[str, Any] = {}
         if has_timestamp:
@@ -416,8 +416,8 @@ class SameData(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string of JSON; nothing while a checkpoint is loaded.
 
-        To load a sharded checkpoint, torch reads exactly the entries of the present state. The checkpoint may lack this
-        one.
+        From a sharded checkpoint torch reads all entries that the present state has. Older checkpoints lack this one,
+        and torch would raise an error.
         """
         return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
@@ -464,7 +464,7 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again. Forgets the model, which is not compared after that."""
+        """Lets checkpoints hold the fingerprints again. Forgets the model, because no more weights are compared."""
         self._is_loading = False
         self.model = None
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
