@@ -44,6 +44,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _check_name(value: str) -> str:
+    """Refuses an empty text, and the text None."""
     # `key=None` on the command line is the text None. In YAML the value would be null.
     if value.strip() in ('', 'None'):
         raise ValueError('it should be a name, or null for none')
@@ -54,8 +55,8 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off. It
-is passed for every section, because only :class:`.CostModel` has a key of this name."""
+"""Keys that may be ``.inf``, in every section. Only :class:`.CostModel` has a key ``quadratic``, and an infinite one
+switches the quadratic term off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
@@ -449,7 +450,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation itself, and the types in its brackets: the branches of a union, or the type in Annotated.
+    # The annotation, and what it is made of, such as `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
     is_null = value is None and NoneType in branches
     for branch in branches:
@@ -502,7 +503,7 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
-    if isinstance(hint, str):  # an annotation that is a plain text
+    if isinstance(hint, str):  # an annotation in quotes, which inspect.signature() has not evaluated
         return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
