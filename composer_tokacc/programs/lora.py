@@ -144,8 +144,9 @@ def with_saved_adapter(
     model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
     has_base = contains_base(weights)
-    needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
-    refuse_partial('a whole adapter of its base', needed, unknown)
+    # A checkpoint without the base may lack all weights of the base.
+    missing_needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
+    refuse_partial('a whole adapter of its base', missing_needed, unknown)
     return model
 
 
@@ -168,9 +169,10 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
     """
     import peft
 
-    model.name_or_path = base or ''  # peft compares it with the name in the config, and warns if they differ
+    # Peft copies the name of the model into the config, and warns if the config had another name.
+    model.name_or_path = base or ''
     model = peft.get_peft_model(model, config)
-    # Peft has set it to the name above. identify_adapter() expects None for random weights, not ''.
+    # For random weights peft has written ''. identify_adapter() expects None.
     config.base_model_name_or_path = base
     return model
 
@@ -258,7 +260,8 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     """Leaves the frozen weights of a pretrained base out of checkpoints, because the base can be loaded again.
 
     Composer has ``should_save_peft_only`` for this, but it leaves out ``modules_to_save`` too, and under DDP it has no
-    effect. Hooks of torch's state dict work for every kind of checkpoint.
+    effect. Hooks of torch's state dict work for every kind of checkpoint. Under FSDP 1 they leave out nothing, because
+    it renames the parameters.
     """
 
     def leave_out(

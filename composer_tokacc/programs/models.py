@@ -56,7 +56,7 @@ FEATURE_LAYER_FAMILIES = (
 VISION_ENCODERS = ('vision_tower', 'image_tower', 'video_tower')
 """Ends of the names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
-"""Fields that Transformers accepts although not every config class has them as attributes."""
+"""Fields that Transformers accepts in every config, even if the config class has no such attribute."""
 FIELD_RANGES = {
     '^num_': Annotated[float, Field(ge=0)],
     '_size$': Annotated[float, Field(ge=1)],
@@ -295,7 +295,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
-        # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
+        # vars(), because getattr() raises for a field with a value for each layer, such as Gemma 4's head_dim.
         name_of_default = default.attribute_map.get(key, key)
         default_value = vars(default).get(name_of_default)
         is_number = isinstance(value, int | float)
@@ -416,8 +416,8 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Builds a model with random weights."""
-    # The only possible option is `attn_implementation`, because 4-bit weights are refused if no weights are loaded. An
-    # error names it if it is given, because it is then the most likely cause.
+    # The only option here is `attn_implementation`. Those for 4-bit weights need a checkpoint. If it is given, it is
+    # the most likely cause of an error.
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
     return model.to(dtype)
