@@ -30,7 +30,7 @@ HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bi
 LONGEST_LIST = 40
 """Most names that a message lists. More would push the mistake itself off the screen."""
 _CLASS_BEFORE_MESSAGE = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
-"""Matches the name of a refusal's class in a traceback, which is followed by its message. If a loader process raises a
+"""Matches the class of a refusal (:mod:`composer_tokacc.refusals`) before its message. If a loader process raises a
 refusal, torch raises it again with the whole traceback as message."""
 
 

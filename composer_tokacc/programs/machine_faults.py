@@ -67,7 +67,8 @@ FAULTS = (
         'the ranks must be able to meet at `MASTER_ADDR` and `MASTER_PORT`, got: {text}. Use `composer -n RANKS`',
     ),
     MachineFault(
-        # The second part: torch's queue to a loader process is broken. A dataset may raise these classes too.
+        # The second part: torch's queue to a loader process is broken. It names modules, because a dataset may raise
+        # these classes too.
         r'DataLoader worker \(pid|(ConnectionError|EOFError).* torch\.utils\.data\.dataloader .*multiprocessing',
         'the processes that read samples ended during the run, got: {text}. Usually the machine has run out of memory: '
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
