@@ -123,6 +123,12 @@ def build_transformers_model(
     - Without ``load_weights`` only the config of a ``pretrained`` model is read, and its weights are random.
     """
     check_model(pretrained, config, lora)
+    model_config = read_config(pretrained, config, processor)
+    model_class = auto_class(model_config)
+    # A causal class never has an encoder. Of BART, which has one, it builds only the decoder.
+    if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
+        # An encoder would read the answers, which stand in the same row as the question.
+        raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
     torch_dtype = getattr(torch, dtype)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
@@ -133,17 +139,14 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(read_config(pretrained, config))  # tells the names of the layers
+        base = empty_model(model_config)  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
     with same_random_numbers(seed):
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, torch_dtype, options)
+            model = _from_checkpoint(pretrained, model_class, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
         else:
-            model = _fresh(read_config(pretrained, config, processor), torch_dtype, options)
-    if model.config.get_text_config().is_encoder_decoder:
-        # An encoder would read the answers, which stand in the same row as the question.
-        raise ConfigError('model', f'must have only a decoder, got: {model.config.model_type} with an encoder')
+            model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
     unreached_names = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
@@ -382,11 +385,10 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config, trust_remote_code=False)
 
 
-def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Loads a model. Refuses a checkpoint without some of its weights, which Transformers would draw at random."""
-    config = read_config(path, None)
     with building('model.pretrained'):
-        model, loading = auto_class(config).from_pretrained(
+        model, loading = model_class.from_pretrained(
             path, **options, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
         if (Path(path) / 'generation_config.json').is_file():

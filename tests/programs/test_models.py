@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups, read_config
 from tests.support.text import VOCABULARY
 from tests.support.training import composer_gradients
@@ -126,6 +127,13 @@ def test_parts_to_freeze_have_parameters():
     config['tie_word_embeddings'] = False
     with pytest.raises(ValueError, match=r'has no part lm_heads\. Did you mean lm_head\?$'):
         build_transformers_model(config=config, freeze=['lm_heads'])
+
+
+def test_checkpoint_with_encoder_is_refused_unread(tmp_path):
+    """The folder has no weights, so loading them would end in another error."""
+    transformers.T5Config(**T5).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match='must have only a decoder, got: t5'):
+        build_transformers_model(pretrained=str(tmp_path))
 
 
 def test_same_seed_gives_same_weights(processor):
