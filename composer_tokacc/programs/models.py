@@ -418,11 +418,13 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Builds a model with random weights."""
-    # The only option here is `attn_implementation`. Those for 4-bit weights need a checkpoint. If it is given, it is
-    # the most likely cause of an error.
-    with building('model.attn_implementation' if options else 'model.config'):
-        model = auto_class(config).from_config(config, **options, trust_remote_code=False)
-    return model.to(dtype)
+    with building('model'):
+        model = auto_class(config).from_config(config, dtype=dtype, **options, trust_remote_code=False)
+    # Buffers stay as Transformers makes them, because rotary frequencies must be in float32. Some models make a few
+    # parameters in float32 too, such as the router of a mixture of experts.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def set_cache(model: nn.Module, on: bool) -> None:

@@ -129,6 +129,15 @@ def test_parts_to_freeze_have_parameters():
         build_transformers_model(config=config, freeze=['lm_heads'])
 
 
+def test_fresh_model_has_types_of_a_loaded_one(tmp_path):
+    """Rotary frequencies stay in float32 in both. Rounded ones would turn far positions by another angle."""
+    model = build_transformers_model(config=TEXT, dtype='bfloat16')
+    model.save_pretrained(tmp_path)
+    loaded = build_transformers_model(pretrained=str(tmp_path), dtype='bfloat16')
+    torch.testing.assert_close(dict(model.named_buffers()), dict(loaded.named_buffers()), rtol=0, atol=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_checkpoint_with_encoder_is_refused_unread(tmp_path):
     """The folder has no weights, so loading them would end in another error."""
     transformers.T5Config(**T5).save_pretrained(tmp_path)
