@@ -692,12 +692,7 @@ class ShardSource(Source):
             check_arguments(f'{path}.streams.{name}', Stream, stream)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the dataset, which divides its samples among the ranks itself; None without an eval set.
-
-        Removes shared memory of mosaicml-streaming that a killed run has left behind, if it is in the way.
-        """
-        from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
-
+        """Returns the dataset, which divides its samples among the ranks itself; None without an eval set."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         if is_eval and not self.section.get('eval'):
@@ -709,16 +704,6 @@ class ShardSource(Source):
             'batch_size': self.rank_batch_size(is_eval=is_eval),
         }
         with building('dataset.eval' if is_eval else 'dataset'):
-            try:
-                return LlavaStreamingDataset(processor=processor, **arguments)
-            except ValueError as error:
-                # An eval set comes after the training set of this run, whose memory must not be removed.
-                if is_eval or 'Reused local directory' not in str(error):
-                    raise
-            # Some shared memory says that another run uses our folder of shards. Usually that run was killed. This
-            # removes the memory of all streaming runs of the user, also of running ones with other folders.
-            log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
-            clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
 
     def open_loader(

@@ -149,19 +149,6 @@ def test_measuring_sees_every_sample(shards, tmp_path):
     assert table.lengths.tolist() == expected.lengths.tolist()
 
 
-def test_run_takes_over_killed_runs_folder(shards, tmp_path):
-    config = config_of(shards, f'dataset.remote={shards}/train', f'dataset.local={tmp_path}/cache')
-    killed = open_plain(config)  # a run that is killed before it reads leaves the same shared memory
-    with pytest.raises(ValueError, match='Reused local directory'):
-        open_plain(config)
-    assert sorted(sample_ids(build(config))) == sorted(SAMPLE_IDS)
-    del killed
-
-
-def open_plain(config):
-    return streaming.StreamingDataset(local=config.dataset['local'], remote=config.dataset['remote'], batch_size=8)
-
-
 MISTAKES = {
     'dataset.sufle_seed=1': '`dataset` has no key sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out here',
