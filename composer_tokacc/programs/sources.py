@@ -718,13 +718,6 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        global_batch_size = config.loader.largest_batch
-        if options['drop_last'] and dataset.epoch_size < global_batch_size:
-            raise ConfigError(
-                'loader.global_batch_size',
-                f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
-                f'{dataset.epoch_size} samples of an epoch',
-            )
         if not is_eval and config.loader.exchange_ranks:
             return self._exchanging_loader(dataset, processor, options)
         # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
