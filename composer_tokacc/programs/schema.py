@@ -61,7 +61,7 @@ INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionErr
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
     'folder': Name,
-    'name': str,
+    'name': str | None,
     'export': bool | None,
     'answers': NotNegative,
     'answer_tokens': Count,
@@ -389,7 +389,8 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)  # only a partial has `keywords`
+    arguments_of_program = getattr(target, 'keywords', {})  # only a partial has `keywords`
+    names_of_program = without(arguments_of_program, *extra_keys)
     for name in names_of_program:
         if name in arguments:
             raise ConfigError(
@@ -399,8 +400,13 @@ def check_arguments(
             )
     annotations: dict[str, Hint] = {}
     takes_any_name = False
-    with building(path):  # refuses a function that does not take the arguments of the program
+    try:
         parameters = _parameters_of(target)
+    except ValueError as error:
+        # `target` is a partial, and its function does not take what the program gives.
+        function = getattr(target, 'func', target)
+        needed = ', '.join(arguments_of_program) or 'an argument'
+        raise ConfigError(path, f'must name something that takes {needed} from the program, got: {function}') from error
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
@@ -432,13 +438,13 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
 def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Returns the parameters of a class or function, with evaluated annotations.
 
-    Raises TypeError if ``target`` is a partial with arguments that its function does not take.
+    Raises ValueError if ``target`` is a partial with arguments that its function does not take.
     """
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError, SyntaxError):
         # An annotation cannot be evaluated, because it is no Python or names something that is only imported for type
-        # checkers. Then no value is checked. If the arguments of a partial are wrong, this raises TypeError again.
+        # checkers. Then no value is checked.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 

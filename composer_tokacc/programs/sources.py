@@ -122,6 +122,7 @@ class Source(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.section = config.dataset
+        self.has_parts = self.section.get('parts') is not None
 
     @abstractmethod
     def check(self) -> None:
@@ -148,20 +149,9 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
+    @abstractmethod
     def order(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds; None: the dataset itself decides that."""
-        loader = self.config.loader
-        settings = {
-            'seed': self.config.seed,
-            'loader.shuffle': loader.shuffle,
-            'loader.drop_last': loader.drop_last,
-            'loader.modality': loader.modality,
-        }
-        if loader.global_batch_tokens is None:
-            settings['loader.global_batch_size'] = loader.global_batch_size
-        else:
-            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
-        return settings
 
     def by_index(self, dataset: Any) -> Any:
         """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
@@ -324,10 +314,20 @@ class FileSource(Source):
         self.token_weights = token_accumulation_options(config).get('token_weights')
         """The argument of :class:`.TokenAccumulation`. None means its default."""
 
-    def order(self) -> dict[str, Any] | None:
-        """Returns the settings that every source has, and how often samples of each part of the dataset are drawn."""
-        settings = super().order()
-        if settings is None or 'parts' not in self.section:
+    def order(self) -> dict[str, Any]:
+        """Returns the settings that decide which samples a batch holds."""
+        loader = self.config.loader
+        settings: dict[str, Any] = {
+            'seed': self.config.seed,
+            'loader.shuffle': loader.shuffle,
+            'loader.drop_last': loader.drop_last,
+            'loader.modality': loader.modality,
+        }
+        if loader.global_batch_tokens is None:
+            settings['loader.global_batch_size'] = loader.global_batch_size
+        else:
+            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+        if not self.has_parts:
             return settings
         # By weights, a share sets the weights of tokens and draws no other samples.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
@@ -339,10 +339,10 @@ class FileSource(Source):
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
-        if 'parts' in self.section:
+        if self.has_parts:
             self._check_parts()
         else:
-            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any})
+            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         self.check_processor()
@@ -356,7 +356,7 @@ class FileSource(Source):
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
-            if 'parts' in self.section and part.keys() & SHARE_KEYS.keys():
+            if self.has_parts and part.keys() & SHARE_KEYS.keys():
                 key_needing_plan = 'dataset.parts'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
@@ -403,7 +403,7 @@ class FileSource(Source):
         Without ``parts`` there is one training set, whose name is empty.
         """
         shared = without(self.section, *SECTION_KEYS)
-        parts = self.section.get('parts', {'': {}})
+        parts = self.section['parts'] if self.has_parts else {'': {}}
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
@@ -431,8 +431,9 @@ class FileSource(Source):
 
     def texts(self) -> Iterator[str]:
         """Yields the texts of all parts."""
-        for part in self._parts().values():
-            yield from _dataset_class('dataset', part['name']).texts(part['path'])
+        for name, part in self._parts().items():
+            with building(_path_of_part(name)):
+                yield from _dataset_class('dataset', part['name']).texts(part['path'])
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -442,18 +443,17 @@ class FileSource(Source):
             return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
         extra_keys = {'name': Any}
-        if 'parts' in self.section:
+        if self.has_parts:
             extra_keys = PART_KEYS
         datasets = []
         for name, part in parts.items():
-            path = f'dataset.parts.{name}' if name else 'dataset'
-            dataset = self._open(path, part, extra_keys, processor)
+            dataset = self._open(_path_of_part(name), part, extra_keys, processor)
             needs_weights = self.token_weights == 'column' and not self.shares_by_weights
             # Whether samples of other datasets have weights shows only in the batches.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
-        return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
+        return NamedParts(datasets, list(parts)) if self.has_parts else datasets[0]
 
     def _open(
         self,
@@ -538,7 +538,7 @@ class FileSource(Source):
         # For `per_step` the sampler tells by the image tokens which modality a sample has. All of them may be 0.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = {}
-        if 'parts' in self.section:
+        if self.has_parts:
             shares = self._shares(dataset.datasets, table.loss_tokens)
         sampler = RegroupingBatchSampler(
             dataset,
@@ -580,6 +580,11 @@ class FileSource(Source):
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
+
+
+def _path_of_part(name: str) -> str:
+    """Returns the key of a training set in the config. The name is empty if there is only one."""
+    return f'dataset.parts.{name}' if name else 'dataset'
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
@@ -631,7 +636,7 @@ class ShardSource(Source):
                 'dataset.name',
                 "llava_streaming needs mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'",
             )
-        if 'parts' in self.section:
+        if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
@@ -767,7 +772,7 @@ class ShardSource(Source):
         all places of the training set are left out, because ``local`` and ``streams`` exclude each other, and so is its
         ``split``.
         """
-        arguments = without(self.section, 'name', 'processor', 'eval')
+        arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
             return arguments
         eval_section = self.section.get('eval') or {}
@@ -792,7 +797,8 @@ class ShardSource(Source):
 
         for places, split in self._shards(is_eval=False):
             folders = [Path(place, split) for place in places]
-            yield from LlavaStreamingDataset.texts(*folders)
+            with building('dataset'):
+                yield from LlavaStreamingDataset.texts(*folders)
 
     def _shards(self, *, is_eval: bool) -> list[tuple[list[str], str]]:
         """Returns the places of each stream's shards, local and remote, and its split.
