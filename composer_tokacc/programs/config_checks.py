@@ -225,15 +225,13 @@ def _check_report(config: TrainConfig) -> None:
     """Refuses a function, a folder or an export that cannot be used at the end of the run."""
     report = config.report
     function: Any = object  # takes no arguments: without a function only REPORT_KEYS are allowed
-    if 'name' in report:
-        # Its first argument, a FinishedRun, is not from the file.
-        function = partial(import_by_name('report.name', str(report['name'])), None)
-        # `func` is a function even if the user names a partial, because partial() unpacks it. The module of a partial
-        # would be functools.
-        module = str(getattr(function.func, '__module__', ''))
+    name = report.get('name')
+    if name is not None:
         # A file from somebody else must not call functions such as os.system().
-        if module.partition('.')[0] in sys.stdlib_module_names:
-            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
+        if str(name).partition('.')[0] in sys.stdlib_module_names:
+            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
+        # Its first argument, a FinishedRun, is not from the file.
+        function = partial(import_by_name('report.name', str(name)), None)
     check_arguments('report', function, report, extra_keys=REPORT_KEYS)
     try:
         report['folder'].format(run_name='x')

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -158,16 +156,9 @@ def test_values_are_refused_by_key(override, expected):
     assert expected in refusal_of(LLAVA, 'dataset.path=data.json', override)
 
 
-def draw(finished_run, color='red'):
-    """Reports a run."""
-
-
-def test_partial_function_reports(monkeypatch):
-    """The module of a partial is functools, but what it calls decides."""
-    functions = SimpleNamespace(blue=functools.partial(draw, color='blue'), command=functools.partial(os.system))
-    monkeypatch.setitem(sys.modules, 'reports', functions)
-    check_config(load_config(LLAVA, ['dataset.path=data.json', 'report.name=reports.blue']), num_ranks=1)
-    assert 'must be a function' in refusal_of(LLAVA, 'dataset.path=data.json', 'report.name=reports.command')
+@pytest.mark.parametrize('override', ['report={name: null}', 'dataset.parts=null', 'callbacks.nan_monitor=null'])
+def test_null_counts_as_left_out(override):
+    check_config(load_config(LLAVA, ['dataset.path=data.json', override]), num_ranks=1)
 
 
 @pytest.mark.parametrize(
