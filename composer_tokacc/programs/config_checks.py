@@ -169,7 +169,7 @@ def _check_optimizer(optimizer: Section) -> None:
     for part, arguments in parts.items():
         arguments_by_path[f'optimizer.parts.{part}'] = {**shared, **arguments}
     for path, arguments in arguments_by_path.items():
-        weight = torch.nn.Parameter(torch.zeros(1))
+        weight = torch.nn.Parameter(torch.zeros(1, 1))  # a matrix, because Muon takes nothing else
         build_part('optimizer', path, optimizer.get('name', ''), arguments, [weight])
 
 

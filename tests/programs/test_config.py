@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
 
@@ -361,6 +362,21 @@ class FocalLoss(Callback):
 
     def __init__(self, alpha: float = -0.5, window_size: int | None = 3) -> None:
         self.arguments = (alpha, window_size)
+
+
+class OnlyMatrices(torch.optim.SGD):
+    """Takes only matrices, as torch's Muon does. The matrices of an adapter fit."""
+
+    def __init__(self, params, lr=0.1, **_):
+        params = list(params)
+        if any(parameter.dim() != 2 for parameter in params):
+            raise ValueError('only 2D parameters')
+        super().__init__(params, lr=lr)
+
+
+def test_optimizer_of_matrices_passes():
+    name = f'{__name__}.{OnlyMatrices.__name__}'
+    check_config(load_config(LLAVA, ['dataset.path=data.json', f'optimizer.name={name}']), num_ranks=1)
 
 
 def test_ranges_of_hosts_are_theirs(monkeypatch):
