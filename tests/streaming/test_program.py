@@ -124,7 +124,15 @@ def test_other_order_is_not_resumed(shards):
         config = config_of(shards, 'dataset.local=null', f'dataset.streams={streams}')
         source = source_of(config)
         processor = source.build_processor()
-        return SameData(source.build_dataset(processor), processor, adapter={}, trainer={})
+        return SameData(
+            source.build_dataset(processor),
+            processor,
+            adapter={},
+            optimizer={},
+            order=None,
+            trainer={},
+            on_other_data='raise',
+        )
 
     saved = same_data(3).state_dict()
     same_data(3).load_state_dict(saved)
