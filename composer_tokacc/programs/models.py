@@ -194,14 +194,9 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            # The two outer levels, such as `model` and `model.layers`. A head that is tied to the embeddings has no
-            # parameters of its own, so it is not among these.
-            outer_parts = set()
-            for full_name, _ in model.named_parameters():
-                levels = full_name.split('.')[:-1]  # the last one is the parameter itself
-                outer_parts.add('.'.join(levels[:1]))
-                outer_parts.add('.'.join(levels[:2]))
-            outer_parts.discard('')  # of a parameter that is in no part
+            # The two outer levels, such as `model.layers`. A head that is tied to the embeddings has no parameters of
+            # its own, so it is not among these.
+            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name, _ in model.named_parameters()}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
