@@ -147,7 +147,7 @@ class HostArguments(TypedDict, total=False):
     save_interval: Duration
     save_num_checkpoints_to_keep: Annotated[int, Field(ge=-1)]
     scale_schedule_ratio: Positive
-    smoothing: Fraction
+    smoothing: Fraction | None
     state_dict_type: Literal['full', 'sharded']
     t_max: Duration
     t_warmup: WarmUp

@@ -157,9 +157,17 @@ def test_values_are_refused_by_key(override, expected):
     assert expected in refusal_of(LLAVA, 'dataset.path=data.json', override)
 
 
-@pytest.mark.parametrize('override', ['report={name: null}', 'dataset.parts=null', 'callbacks.nan_monitor=null'])
+@pytest.mark.parametrize(
+    'override',
+    [
+        'report={name: null}',
+        'dataset.parts=null',
+        'callbacks.nan_monitor=null',
+        'algorithms={ema: {half_life: 10ba, smoothing: null}}',
+    ],
+)
 def test_null_counts_as_left_out(override):
-    check_config(load_config(LLAVA, ['dataset.path=data.json', override]), num_ranks=1)
+    check_run(LLAVA, ['dataset.path=data.json', override], num_ranks=1)
 
 
 @pytest.mark.parametrize(
