@@ -124,6 +124,11 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
+def name_in_state_dict(parameter_name: str) -> str:
+    """Returns the name that a parameter has in a state dict. There FSDP 1 and checkpoint wrappers add nothing to it."""
+    return parameter_name.replace('_fsdp_wrapped_module.', '').replace('_checkpoint_wrapped_module.', '')
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Returns whether torch.compile has compiled a model or a part of it."""
     for module in model.modules():

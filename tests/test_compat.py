@@ -18,6 +18,7 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from composer_tokacc import compat
@@ -113,6 +114,13 @@ def test_composer_trains_without_torchs_private_names():
 def test_bases_of_layers(base, layers):
     for layer in layers:
         assert issubclass(layer, base)
+
+
+def test_names_in_a_state_dict():
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    names = [name for name, _ in model.named_parameters()]
+    assert names != list(model.state_dict())
+    assert [compat.name_in_state_dict(name) for name in names] == list(model.state_dict())
 
 
 def test_inner_model_of_a_compiled_model():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Dataset
 
+from composer_tokacc import look
 from composer_tokacc.look import choose_samples, described, main
 from composer_tokacc.programs.process import prepare
 from examples.digits import DigitsDataset, build_digits_processor
@@ -66,7 +67,8 @@ def test_closed_pipe_ends_quietly(monkeypatch):
 def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
     with (tmp_path / 'out').open('w', encoding='latin-1') as screen:
         monkeypatch.setattr(sys, 'stdout', screen)
-        prepare(None)
+        monkeypatch.setattr(sys, 'argv', ['look', DIGITS])
+        prepare(look.__doc__)
         gc.enable()
         print('ä → \udce9')
     assert (tmp_path / 'out').read_bytes() == b'\xe4 \\u2192 \\udce9\n'

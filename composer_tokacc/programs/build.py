@@ -99,7 +99,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     if num_batches == 0:  # Composer would look for a batch for ever
         raise ConfigError(
             'dataset',
-            'must give every rank a batch, got: none. Set `loader.drop_last=false`',
+            f'must give every rank a batch, got: none in global batches of {config.loader.largest_batch} samples. Set '
+            '`loader.drop_last=false`, or lower `loader.global_batch_size`',
         )
     eval_loader = None
     if eval_dataset is not None:

@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.programs.errors import ConfigError, building, shorten
+from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
-from composer_tokacc.programs.schema import check_value
 
 log = logging.getLogger(__name__)
 
@@ -110,27 +109,16 @@ def repair_latest_link(trainer: Section) -> str:
 
 
 def _older_checkpoints(latest: Path) -> list[Path]:
-    """Returns what else in the folder may be a checkpoint of the same rank, newest first.
+    """Returns what else in the folder may be a checkpoint, newest first.
 
     Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
     """
     checkpoints = []
-    rank_of_latest = _rank_in_name(latest)
     for path in latest.parent.iterdir():
-        # A sharded checkpoint is one folder for all ranks.
-        may_be_of_this_rank = path.is_dir() or _rank_in_name(path) == rank_of_latest
-        if path != latest and not path.is_symlink() and may_be_of_this_rank:
+        may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
+        if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
     return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def _rank_in_name(path: Path) -> tuple[list[str], str]:
-    """Returns what the names of all checkpoint files of a rank have in common: the number of the rank, and the ending.
-
-    ``save_filename`` sets where the rank stands in the name, or leaves it out, as in ``ba{batch}.pt``.
-    """
-    ranks = re.findall(r'rank\d+', path.name)
-    return ranks, path.suffix
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
@@ -189,7 +177,7 @@ def _find_damage_in_folder(path: Path) -> str:
 def check_checkpoint(key: str, path: Path) -> None:
     """Refuses a path that is not a checkpoint, such as a folder of checkpoints, a text file or a pipe.
 
-    Also refuses the damaged folder of a sharded checkpoint. Whether a file is damaged is only found when it is read.
+    Also refuses the damaged folder of a sharded checkpoint. Of a file it only checks that it is a zip archive.
 
     Args:
         key: The key of the config, or the argument, that the user gave the path under.
@@ -232,18 +220,19 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
     """Returns the part ``state`` of a checkpoint file. Runs no code that the file may hold.
+
+    The weights stay on the disk until they are used.
 
     Args:
         path: A file that Composer wrote on one rank; not a sharded checkpoint.
-        mmap: Leave the weights on the disk until they are used.
 
     Raises:
         ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
     """
     with reading_checkpoint(path), torch.serialization.safe_globals(composer_state_types()):
-        return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
+        return dict(torch.load(path, map_location='cpu', mmap=True, weights_only=True)['state'])
 
 
 def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
@@ -325,10 +314,10 @@ class SavedRun:
 
     @classmethod
     def _read_file(cls, path: Path) -> SavedRun:
-        state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
+        state = read_state(path)
         shapes = _shapes_of(state.get('model') or {})
-        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none are listed,
-        # and SameData refuses to resume.
+        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So no optimizers
+        # are listed, and SameData.before_load() refuses to resume, because it misses the one of the run.
         has_timestamp = bool(dict(state.get('timestamp') or {}))
         optimizers: dict[str, Any] = {}
         if has_timestamp:
@@ -373,11 +362,11 @@ class SameData(Callback):
         processor: Processor,
         *,
         adapter: Section,
-        optimizer: Section | None = None,
-        order: Section | None = None,
+        optimizer: Section,
+        order: Section | None,
         model: torch.nn.Module | None = None,
         trainer: Section,
-        on_other_data: str = 'raise',
+        on_other_data: str,
     ) -> None:
         self.model = model
         self.trainer = trainer
@@ -401,7 +390,7 @@ class SameData(Callback):
         # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
             self._fingerprints['order'] = dataset.identity_of_order()
-        for name, value in (optimizer or {}).items():
+        for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
                 self._fingerprints[f'optimizer.{name}'] = _as_json(value)
         if order is not None:
@@ -416,8 +405,8 @@ class SameData(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string of JSON; nothing while a checkpoint is loaded.
 
-        To load a sharded checkpoint, torch reads exactly the entries of the present state. The checkpoint may lack this
-        one.
+        From a sharded checkpoint torch reads all entries that the present state has. Older checkpoints lack this one,
+        and torch would raise an error.
         """
         return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
@@ -464,7 +453,7 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again. Forgets the model, which is not compared after that."""
+        """Lets checkpoints hold the fingerprints again. Forgets the model, because no more weights are compared."""
         self._is_loading = False
         self.model = None
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
@@ -476,8 +465,7 @@ class SameData(Callback):
 
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
-        with building('fingerprints'):  # turns errors into one line, because somebody may have changed the checkpoint
-            saved = check_value('fingerprints', json.loads(saved_json or '{}'), dict)
+        saved = json.loads(saved_json or '{}')
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
         if saved_batches is not None and batches is not None and saved_batches != batches:

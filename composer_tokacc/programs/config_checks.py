@@ -87,7 +87,10 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
+    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE.
+
+    If RANK is no integer, Composer has already raised an error when it was imported.
+    """
     numbers = {}
     for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
         with building(name):
@@ -166,12 +169,15 @@ def _check_optimizer(optimizer: Section) -> None:
     for part, arguments in parts.items():
         arguments_by_path[f'optimizer.parts.{part}'] = {**shared, **arguments}
     for path, arguments in arguments_by_path.items():
-        weight = torch.nn.Parameter(torch.zeros(1))
+        weight = torch.nn.Parameter(torch.zeros(1, 1))  # a matrix, because Muon takes nothing else
         build_part('optimizer', path, optimizer.get('name', ''), arguments, [weight])
 
 
 def _check_stoppers(config: TrainConfig) -> None:
-    """Refuses a callback that stops the run by a metric that the run does not compute. It would never stop."""
+    """Refuses a callback that stops the run by a metric that the run does not compute.
+
+    Without an eval set it would never stop the run. With one, it raises an error at the first evaluation.
+    """
     metrics = set()
     if config.dataset.get('eval'):
         metrics |= {('eval', metric.__name__) for metric in EVAL_METRICS}
@@ -198,7 +204,7 @@ def _check_sharding(config: TrainConfig) -> None:
         known_names[setting.name] = Any
     check_arguments(
         _FSDP,
-        object,  # has no arguments
+        object,  # takes no arguments, so all settings are in `extra_keys`
         settings,
         hints=HOST_HINTS,
         extra_keys=known_names,
@@ -218,16 +224,14 @@ def _check_sharding(config: TrainConfig) -> None:
 def _check_report(config: TrainConfig) -> None:
     """Refuses a function, a folder or an export that cannot be used at the end of the run."""
     report = config.report
-    function: Any = object  # has no arguments
-    if 'name' in report:
-        # Its first argument, a FinishedRun, is not from the file.
-        function = partial(import_by_name('report.name', str(report['name'])), None)
-        # If the user's object is a partial itself, partial() unpacks it: `func` is the user's function. The module of
-        # the user's partial would be functools.
-        module = str(getattr(function.func, '__module__', ''))
+    function: Any = object  # takes no arguments: without a function only REPORT_KEYS are allowed
+    name = report.get('name')
+    if name is not None:
         # A file from somebody else must not call functions such as os.system().
-        if module.partition('.')[0] in sys.stdlib_module_names:
-            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
+        if str(name).partition('.')[0] in sys.stdlib_module_names:
+            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
+        # Its first argument, a FinishedRun, is not from the file.
+        function = partial(import_by_name('report.name', str(name)), None)
     check_arguments('report', function, report, extra_keys=REPORT_KEYS)
     try:
         report['folder'].format(run_name='x')

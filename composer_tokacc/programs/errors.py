@@ -30,7 +30,7 @@ HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bi
 LONGEST_LIST = 40
 """Most names that a message lists. More would push the mistake itself off the screen."""
 _CLASS_BEFORE_MESSAGE = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
-"""Matches the name of a refusal's class in a traceback, which is followed by its message. If a loader process raises a
+"""Matches the class of a refusal (:mod:`composer_tokacc.refusals`) before its message. If a loader process raises a
 refusal, torch raises it again with the whole traceback as message."""
 
 
@@ -136,7 +136,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
     return f'has no {kind} {name}. Known: {listed}'
 
 
-def one_line(error: Exception | str) -> str:
+def one_line(error: BaseException | str) -> str:
     """Returns the line that is printed for a mistake, at most about ``LONGEST_LINE`` characters long."""
     message = _CLASS_BEFORE_MESSAGE.split(str(error))[-1]
     return f'error: {shorten(message)}'
@@ -154,7 +154,7 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
     return f'{line[:half]} ... {line[-half:]}'
 
 
-def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -> int:
+def refuse(error: BaseException, message: str = '', *, on_all_ranks: bool = False) -> int:
     """Prints a mistake in one line and returns the exit status, 2. At the log level debug, prints its traceback first.
 
     Args:

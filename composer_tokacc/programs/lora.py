@@ -20,6 +20,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from composer_tokacc.cache import fingerprint
+from composer_tokacc.compat import name_in_state_dict
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
@@ -144,8 +145,9 @@ def with_saved_adapter(
     model = _attach(model, adapter_config, saved_config.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
     has_base = contains_base(weights)
-    needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
-    refuse_partial('a whole adapter of its base', needed, unknown)
+    # A checkpoint without the base may lack all weights of the base.
+    missing_needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
+    refuse_partial('a whole adapter of its base', missing_needed, unknown)
     return model
 
 
@@ -168,9 +170,10 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
     """
     import peft
 
-    model.name_or_path = base or ''  # peft compares it with the name in the config, and warns if they differ
+    # Peft copies the name of the model into the config, and warns if the config had another name.
+    model.name_or_path = base or ''
     model = peft.get_peft_model(model, config)
-    # Peft has set it to the name above. identify_adapter() expects None for random weights, not ''.
+    # For random weights peft has written ''. identify_adapter() expects None.
     config.base_model_name_or_path = base
     return model
 
@@ -267,34 +270,35 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         prefix: str,
         local_metadata: Any,
     ) -> None:
-        frozen_names = {prefix + name for name in _frozen_weights(module)}
+        frozen_names = {prefix + name for name in _frozen_names(module)}
         for key in list(state_dict):
             # A weight in 4 bits has further entries: `weight.absmax`, `weight.quant_map`, ...
             weight_name = re.sub(r'\.weight\..*', '.weight', key)
             if key in frozen_names or weight_name in frozen_names:
                 del state_dict[key]
 
-    def fill_in(
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        *args: Any,
-    ) -> None:
-        # Strict loading needs every weight, so each frozen one is loaded from the model into itself.
-        for name, value in _frozen_weights(module).items():
-            state_dict.setdefault(prefix + name, value)
+    def allow_missing(module: nn.Module, incompatible_keys: Any) -> None:
+        # Strict loading raises an error for each name that stays in this list. The names may have a prefix of DDP.
+        frozen_names = tuple(_frozen_names(module))
+        missing_keys = incompatible_keys.missing_keys
+        for key in list(missing_keys):
+            if name_in_state_dict(key).endswith(frozen_names):
+                missing_keys.remove(key)
 
     composer_model.register_state_dict_post_hook(leave_out)
-    composer_model.register_load_state_dict_pre_hook(fill_in)
+    composer_model.register_load_state_dict_post_hook(allow_missing)
 
 
-def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the frozen weights of the base by name. A frozen weight of an adapter is not one of them."""
-    weights = {}
+def _frozen_names(module: nn.Module) -> set[str]:
+    """Returns the names that the frozen weights of the base have in a state dict.
+
+    A frozen weight of an adapter is not one of them.
+    """
+    names = set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not IN_ADAPTER.search(name):
-            weights[name] = parameter.data
-    return weights
+            names.add(name_in_state_dict(name))
+    return names
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:

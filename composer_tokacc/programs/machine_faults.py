@@ -67,24 +67,16 @@ FAULTS = (
         'the ranks must be able to meet at `MASTER_ADDR` and `MASTER_PORT`, got: {text}. Use `composer -n RANKS`',
     ),
     MachineFault(
-        # The second part: torch's queue to a loader process is broken. A dataset may raise these classes too.
+        # The second part: torch's queue to a loader process is broken. It names modules, because a dataset may raise
+        # these classes too.
         r'DataLoader worker \(pid|(ConnectionError|EOFError).* torch\.utils\.data\.dataloader .*multiprocessing',
         'the processes that read samples ended during the run, got: {text}. Usually the machine has run out of memory: '
         'see its log, and lower `loader.num_workers` or `loader.prefetch_factor`',
     ),
     MachineFault(
-        'DefaultCPUAllocator',
-        'the machine must have memory for a microbatch, got: {text}. Lower `microbatching.slot_tokens` or '
-        '`device_train_microbatch_size`',
-    ),
-    MachineFault(
-        r'(?<!OutOf)MemoryError|Cannot allocate memory',
-        'the machine must have enough memory, got: {text}. If samples were being read, lower `loader.num_workers` or '
-        '`loader.prefetch_factor`',
-    ),
-    MachineFault(
-        'Stale file handle',
-        'the file system must answer, got: {text}. Mount it again, and start the run again',
+        '(?<!OutOf)MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
+        'the machine must have enough memory, got: {text}. Lower `microbatching.slot_tokens`, or if samples were being '
+        'read, `loader.num_workers` or `loader.prefetch_factor`',
     ),
     LOST_RANK,
 )
@@ -124,5 +116,6 @@ def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
             if re.search(fault.pattern, description):
                 shown_text = text[-LONGEST_TEXT:].rstrip('. ')
                 return fault, shown_text or type(cause).__name__
-        cause = cause.__cause__ or cause.__context__
+        # `__context__` is not followed, because a bug in the handler of another error needs its traceback.
+        cause = cause.__cause__
     return None, ''

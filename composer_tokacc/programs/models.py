@@ -56,7 +56,7 @@ FEATURE_LAYER_FAMILIES = (
 VISION_ENCODERS = ('vision_tower', 'image_tower', 'video_tower')
 """Ends of the names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
-"""Fields that Transformers accepts although not every config class has them as attributes."""
+"""Fields that Transformers accepts in every config, even if the config class has no such attribute."""
 FIELD_RANGES = {
     '^num_': Annotated[float, Field(ge=0)],
     '_size$': Annotated[float, Field(ge=1)],
@@ -123,6 +123,12 @@ def build_transformers_model(
     - Without ``load_weights`` only the config of a ``pretrained`` model is read, and its weights are random.
     """
     check_model(pretrained, config, lora)
+    model_config = read_config(pretrained, config, processor)
+    model_class = auto_class(model_config)
+    # A causal class never has an encoder. Of BART, which has one, it builds only the decoder.
+    if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
+        # An encoder would read the answers, which stand in the same row as the question.
+        raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
     torch_dtype = getattr(torch, dtype)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
@@ -133,17 +139,14 @@ def build_transformers_model(
                 'model.lora.bits',
                 'must be left out to size memory, because 4-bit weights are not counted, got: 4',
             )
-        base = empty_model(read_config(pretrained, config))  # tells the names of the layers
+        base = empty_model(model_config)  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
     with same_random_numbers(seed):
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, torch_dtype, options)
+            model = _from_checkpoint(pretrained, model_class, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
         else:
-            model = _fresh(read_config(pretrained, config, processor), torch_dtype, options)
-    if model.config.get_text_config().is_encoder_decoder:
-        # An encoder would read the answers, which stand in the same row as the question.
-        raise ConfigError('model', f'must have only a decoder, got: {model.config.model_type} with an encoder')
+            model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
     unreached_names = _freeze_unreached_vision_layers(model)
     freeze_parameters(model, freeze)
@@ -191,14 +194,9 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             if _match_of_part(full_name, name) > 0:
                 parameters.append(parameter)
         if not parameters:
-            # The two outer levels, such as `model` and `model.layers`. A head that is tied to the embeddings has no
-            # parameters of its own, so it is not among these.
-            outer_parts = set()
-            for full_name, _ in model.named_parameters():
-                levels = full_name.split('.')[:-1]  # the last one is the parameter itself
-                outer_parts.add('.'.join(levels[:1]))
-                outer_parts.add('.'.join(levels[:2]))
-            outer_parts.discard('')  # of a parameter that is in no part
+            # The two outer levels, such as `model.layers`. A head that is tied to the embeddings has no parameters of
+            # its own, so it is not among these.
+            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name, _ in model.named_parameters()}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters:
             parameter.requires_grad_(False)
@@ -295,7 +293,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
-        # Not getattr(), which raises for a field that may have another value in each layer, such as Gemma 4's head_dim.
+        # vars(), because getattr() raises for a field with a value for each layer, such as Gemma 4's head_dim.
         name_of_default = default.attribute_map.get(key, key)
         default_value = vars(default).get(name_of_default)
         is_number = isinstance(value, int | float)
@@ -382,11 +380,10 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config, trust_remote_code=False)
 
 
-def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _from_checkpoint(path: str, model_class: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Loads a model. Refuses a checkpoint without some of its weights, which Transformers would draw at random."""
-    config = read_config(path, None)
     with building('model.pretrained'):
-        model, loading = auto_class(config).from_pretrained(
+        model, loading = model_class.from_pretrained(
             path, **options, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
         if (Path(path) / 'generation_config.json').is_file():
@@ -416,11 +413,13 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     """Builds a model with random weights."""
-    # The only possible option is `attn_implementation`, because 4-bit weights are refused if no weights are loaded. An
-    # error names it if it is given, because it is then the most likely cause.
-    with building('model.attn_implementation' if options else 'model.config'):
-        model = auto_class(config).from_config(config, **options, trust_remote_code=False)
-    return model.to(dtype)
+    with building('model'):
+        model = auto_class(config).from_config(config, dtype=dtype, **options, trust_remote_code=False)
+    # Buffers stay as Transformers makes them, because rotary frequencies must be in float32. Some models make a few
+    # parameters in float32 too, such as the router of a mixture of experts.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def set_cache(model: nn.Module, on: bool) -> None:

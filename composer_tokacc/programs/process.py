@@ -44,15 +44,14 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     """Prepares the process of a program before its imports, which take ten seconds and more.
 
     Answers ``--help`` and usage errors at once. Switches garbage collection off until :func:`keep_what_is_loaded`,
-    because it would take a fifth of that time and find nothing. Makes stdout escape characters that the terminal lacks.
-    Silences the hosts' harmless warnings.
+    because it would take a fifth of the time of the imports and find nothing. Makes stdout escape characters that the
+    terminal lacks. Silences the hosts' harmless warnings.
 
     Args:
-        description: The program's docstring. None: the command line is not read.
+        description: The program's docstring.
         announces: Whether to say that the imports begin.
     """
-    if description is not None:
-        command_line(description).parse_known_args()  # exits for --help and for a missing file name
+    command_line(description).parse_known_args()  # exits for --help and for a missing file name
     gc.disable()
     if sys.stdout is not None:  # None if the user closed it
         # An answer may have characters that the terminal lacks. They are escaped, as stderr does, and raise no error.

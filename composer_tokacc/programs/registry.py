@@ -111,7 +111,7 @@ def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | No
 
 
 Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
-"""A time above 0 as Composer reads it, such as ``2ep``. A number without a unit means epochs."""
+"""A time above 0 as Composer reads it, such as ``2ep``, or None. A number without a unit means epochs."""
 Interval = Annotated[int | str, AfterValidator(partial(_check_time, may_be_zero=True))]
 """A time between two events, or 0 for never."""
 WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
@@ -122,7 +122,7 @@ AllOrSome = Literal[-1] | Count
 
 
 class HostArguments(TypedDict, total=False):
-    """Ranges of arguments by name, for all classes of hosts that have such an argument.
+    """Ranges of arguments by name, for the Trainer, FSDP and all classes that need no dotted name.
 
     Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own
     class may have the same name and another meaning, so its own annotation counts.
@@ -147,7 +147,7 @@ class HostArguments(TypedDict, total=False):
     save_interval: Duration
     save_num_checkpoints_to_keep: Annotated[int, Field(ge=-1)]
     scale_schedule_ratio: Positive
-    smoothing: Fraction
+    smoothing: Fraction | None
     state_dict_type: Literal['full', 'sharded']
     t_max: Duration
     t_warmup: WarmUp
@@ -195,8 +195,8 @@ def build_part(
         # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
     hints: dict[str, Hint] = {}
-    classes_of_hosts = _classes_of(kind)
-    if cls in classes_of_hosts.values():
+    classes_without_dots = _classes_of(kind)
+    if cls in classes_without_dots.values():
         hints = HOST_HINTS
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about

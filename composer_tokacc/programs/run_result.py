@@ -171,7 +171,7 @@ def write_report(
     folder = result_folder(config, result['run_name'])
     folder.mkdir(parents=True, exist_ok=True)
     lines = _lines(result)
-    if 'name' in config.report:
+    if config.report.get('name') is not None:
         run = FinishedRun(
             result=result,
             history=history,

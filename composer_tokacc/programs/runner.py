@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.programs.errors import ConfigError, building, is_of_host, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
@@ -55,7 +57,7 @@ def run_program(
             check_folders(config)
         is_checked = True
         return program(config) or 0
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         let_children_die()  # removes torch's handler of SIGCHLD, which could raise in the lines below
         message = _message_of(error)
         if not message:
@@ -73,7 +75,7 @@ def run_program(
         )
 
 
-def _message_of(error: Exception) -> str:
+def _message_of(error: BaseException) -> str:
     """Returns the message for the user; empty for an error that needs its traceback."""
     # Asked before fault_of_machine(), which would count a refusal as a fault if an OSError is its cause.
     if isinstance(error, RefusalError):
@@ -81,6 +83,9 @@ def _message_of(error: Exception) -> str:
     fault = fault_of_machine(error)
     if fault:
         return fault
+    if isinstance(error, CheckpointException):
+        failure, _ = next(iter(error.failures.values()))  # the error of one rank; the text has whole tracebacks
+        return f'a sharded checkpoint must be complete, got: {type(failure).__name__}: {failure}'
     if is_of_host(error):
         return f'{type(error).__name__}: {error}. `trainer.python_log_level=debug` shows where'
     return ''

@@ -44,6 +44,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _check_name(value: str) -> str:
+    """Refuses an empty text, and the text None."""
     # `key=None` on the command line is the text None. In YAML the value would be null.
     if value.strip() in ('', 'None'):
         raise ValueError('it should be a name, or null for none')
@@ -54,13 +55,13 @@ Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""A key that may be ``.inf``, unlike other numbers. An infinite ``quadratic`` of a cost model switches its term off. It
-is passed for every section, because only :class:`.CostModel` has a key of this name."""
+"""Keys that may be ``.inf``, in every section. Only :class:`.CostModel` has a key ``quadratic``, and an infinite one
+switches the quadratic term off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
     'folder': Name,
-    'name': str,
+    'name': str | None,
     'export': bool | None,
     'answers': NotNegative,
     'answer_tokens': Count,
@@ -388,7 +389,8 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)  # only a partial has `keywords`
+    arguments_of_program = getattr(target, 'keywords', {})  # only a partial has `keywords`
+    names_of_program = without(arguments_of_program, *extra_keys)
     for name in names_of_program:
         if name in arguments:
             raise ConfigError(
@@ -398,8 +400,13 @@ def check_arguments(
             )
     annotations: dict[str, Hint] = {}
     takes_any_name = False
-    with building(path):  # refuses a function that does not take the arguments of the program
+    try:
         parameters = _parameters_of(target)
+    except ValueError as error:
+        # `target` is a partial, and its function does not take what the program gives.
+        function = getattr(target, 'func', target)
+        needed = ', '.join(arguments_of_program) or 'an argument'
+        raise ConfigError(path, f'must name something that takes {needed} from the program, got: {function}') from error
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
@@ -431,13 +438,13 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
 def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Returns the parameters of a class or function, with evaluated annotations.
 
-    Raises TypeError if ``target`` is a partial with arguments that its function does not take.
+    Raises ValueError if ``target`` is a partial with arguments that its function does not take.
     """
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError, SyntaxError):
         # An annotation cannot be evaluated, because it is no Python or names something that is only imported for type
-        # checkers. Then no value is checked. If the arguments of a partial are wrong, this raises TypeError again.
+        # checkers. Then no value is checked.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
@@ -449,7 +456,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation itself, and the types in its brackets: the branches of a union, or the type in Annotated.
+    # The annotation, and what it is made of, such as `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
     is_null = value is None and NoneType in branches
     for branch in branches:
@@ -502,8 +509,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
-    if isinstance(hint, str):  # an annotation that is a plain text
-        return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         checker = TypeAdapter(hint, config=config)

@@ -122,6 +122,7 @@ class Source(ABC):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.section = config.dataset
+        self.has_parts = self.section.get('parts') is not None
 
     @abstractmethod
     def check(self) -> None:
@@ -148,20 +149,9 @@ class Source(ABC):
     ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
+    @abstractmethod
     def order(self) -> dict[str, Any] | None:
         """Returns the settings that decide which samples a batch holds; None: the dataset itself decides that."""
-        loader = self.config.loader
-        settings = {
-            'seed': self.config.seed,
-            'loader.shuffle': loader.shuffle,
-            'loader.drop_last': loader.drop_last,
-            'loader.modality': loader.modality,
-        }
-        if loader.global_batch_tokens is None:
-            settings['loader.global_batch_size'] = loader.global_batch_size
-        else:
-            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
-        return settings
 
     def by_index(self, dataset: Any) -> Any:
         """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
@@ -324,10 +314,20 @@ class FileSource(Source):
         self.token_weights = token_accumulation_options(config).get('token_weights')
         """The argument of :class:`.TokenAccumulation`. None means its default."""
 
-    def order(self) -> dict[str, Any] | None:
-        """Adds how often samples of each part of the dataset are drawn."""
-        settings = super().order()
-        if settings is None or 'parts' not in self.section:
+    def order(self) -> dict[str, Any]:
+        """Returns the settings that decide which samples a batch holds."""
+        loader = self.config.loader
+        settings: dict[str, Any] = {
+            'seed': self.config.seed,
+            'loader.shuffle': loader.shuffle,
+            'loader.drop_last': loader.drop_last,
+            'loader.modality': loader.modality,
+        }
+        if loader.global_batch_tokens is None:
+            settings['loader.global_batch_size'] = loader.global_batch_size
+        else:
+            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+        if not self.has_parts:
             return settings
         # By weights, a share sets the weights of tokens and draws no other samples.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
@@ -339,10 +339,10 @@ class FileSource(Source):
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, and settings of the loader that do not go together."""
-        if 'parts' in self.section:
+        if self.has_parts:
             self._check_parts()
         else:
-            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any})
+            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         self.check_processor()
@@ -356,7 +356,7 @@ class FileSource(Source):
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
-            if 'parts' in self.section and part.keys() & SHARE_KEYS.keys():
+            if self.has_parts and part.keys() & SHARE_KEYS.keys():
                 key_needing_plan = 'dataset.parts'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
@@ -403,7 +403,7 @@ class FileSource(Source):
         Without ``parts`` there is one training set, whose name is empty.
         """
         shared = without(self.section, *SECTION_KEYS)
-        parts = self.section.get('parts', {'': {}})
+        parts = self.section['parts'] if self.has_parts else {'': {}}
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
@@ -431,8 +431,9 @@ class FileSource(Source):
 
     def texts(self) -> Iterator[str]:
         """Yields the texts of all parts."""
-        for part in self._parts().values():
-            yield from _dataset_class('dataset', part['name']).texts(part['path'])
+        for name, part in self._parts().items():
+            with building(_path_of_part(name)):
+                yield from _dataset_class('dataset', part['name']).texts(part['path'])
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -442,18 +443,17 @@ class FileSource(Source):
             return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
         extra_keys = {'name': Any}
-        if 'parts' in self.section:
+        if self.has_parts:
             extra_keys = PART_KEYS
         datasets = []
         for name, part in parts.items():
-            path = f'dataset.parts.{name}' if name else 'dataset'
-            dataset = self._open(path, part, extra_keys, processor)
+            dataset = self._open(_path_of_part(name), part, extra_keys, processor)
             needs_weights = self.token_weights == 'column' and not self.shares_by_weights
             # Whether samples of other datasets have weights shows only in the batches.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
-        return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
+        return NamedParts(datasets, list(parts)) if self.has_parts else datasets[0]
 
     def _open(
         self,
@@ -470,7 +470,8 @@ class FileSource(Source):
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
         if _is_ours(cls) and 'video' in part:
-            arguments['video'] = part['video']  # it takes a mapping, and not the checked VideoSampling
+            # The class takes the mapping of the file. The check has made a VideoSampling of it.
+            arguments['video'] = part['video']
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
             # of the loader, so the dataset gets this size.
@@ -537,7 +538,7 @@ class FileSource(Source):
         # For `per_step` the sampler tells by the image tokens which modality a sample has. All of them may be 0.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = {}
-        if 'parts' in self.section:
+        if self.has_parts:
             shares = self._shares(dataset.datasets, table.loss_tokens)
         sampler = RegroupingBatchSampler(
             dataset,
@@ -581,6 +582,11 @@ class FileSource(Source):
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
 
 
+def _path_of_part(name: str) -> str:
+    """Returns the key of a training set in the config. The name is empty if there is only one."""
+    return f'dataset.parts.{name}' if name else 'dataset'
+
+
 def _smaller(first: int | None, second: int | None) -> int | None:
     """Returns the smaller of two limits. None or 0 means no limit."""
     limits = [limit for limit in (first, second) if limit]
@@ -606,12 +612,12 @@ def _dataset_class(path: str, name: object) -> Any:
 
 
 def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset or a subclass, which is taken to have the same arguments."""
+    """Tells whether a dataset class is LlavaDataset or a subclass. We assume that a subclass has the same arguments."""
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
-    """Returns the checked settings. Refuses those that are neither arguments of the class nor ``extra_keys``."""
+    """Returns the checked settings, arguments of the class and ``extra_keys``. Refuses all others."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
@@ -630,7 +636,7 @@ class ShardSource(Source):
                 'dataset.name',
                 "llava_streaming needs mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'",
             )
-        if 'parts' in self.section:
+        if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
@@ -650,9 +656,8 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set if any of its shards are those of the training set.
 
-        Called if ``dataset.eval`` names no place, so that both read the same streams and may differ only in the split.
-        ``dataset.eval.split`` must then name another split. That is not enough for a stream with a split of its own,
-        which it does not change.
+        Called if ``dataset.eval`` names no place. Both then read the same streams, and only ``dataset.eval.split`` can
+        make them differ. A stream with a split of its own does not follow it, so it is refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -670,8 +675,9 @@ class ShardSource(Source):
         if (self.section.get('replication') or 1) > 1:
             # Ranks that replicate one another read the same samples, which an exchange would take as different ones.
             raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
-        if self.config.microbatching.device_train_microbatch_size != 'suggest':  # `suggest` also sets the width
-            self._slot_tokens()  # raises if there is none
+        # With `suggest` the width of a slot is suggested later, together with the size.
+        if self.config.microbatching.device_train_microbatch_size != 'suggest':
+            self._slot_tokens()  # raises if the width is not given
 
     def _check_arguments(self, path: str, arguments: Section) -> None:
         """Refuses unknown arguments of a dataset and its streams, and a dataset without shards."""
@@ -691,12 +697,7 @@ class ShardSource(Source):
             check_arguments(f'{path}.streams.{name}', Stream, stream)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the dataset, which divides its samples among the ranks itself; None without an eval set.
-
-        Removes shared memory of mosaicml-streaming that a killed run has left behind, if it is in the way.
-        """
-        from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
-
+        """Returns the dataset, which divides its samples among the ranks itself; None without an eval set."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         if is_eval and not self.section.get('eval'):
@@ -708,16 +709,6 @@ class ShardSource(Source):
             'batch_size': self.rank_batch_size(is_eval=is_eval),
         }
         with building('dataset.eval' if is_eval else 'dataset'):
-            try:
-                return LlavaStreamingDataset(processor=processor, **arguments)
-            except ValueError as error:
-                # An eval set comes after the training set of this run, whose memory must not be removed.
-                if is_eval or 'Reused local directory' not in str(error):
-                    raise
-            # The shared memory says that another run uses our folder of shards. Usually that run was killed and left
-            # it. If it still runs, the two runs must not share the folder anyway.
-            log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
-            clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
 
     def open_loader(
@@ -732,13 +723,6 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        global_batch_size = config.loader.largest_batch
-        if options['drop_last'] and dataset.epoch_size < global_batch_size:
-            raise ConfigError(
-                'loader.global_batch_size',
-                f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
-                f'{dataset.epoch_size} samples of an epoch',
-            )
         if not is_eval and config.loader.exchange_ranks:
             return self._exchanging_loader(dataset, processor, options)
         # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
@@ -788,7 +772,7 @@ class ShardSource(Source):
         all places of the training set are left out, because ``local`` and ``streams`` exclude each other, and so is its
         ``split``.
         """
-        arguments = without(self.section, 'name', 'processor', 'eval')
+        arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
             return arguments
         eval_section = self.section.get('eval') or {}
@@ -808,12 +792,13 @@ class ShardSource(Source):
         return slot_tokens
 
     def texts(self) -> Iterator[str]:
-        """Yields the text of every turn. Of ``local`` and ``remote``, it reads the first folder with all shards."""
+        """Yields the text of every turn. Reads ``local`` if it has all shards, otherwise ``remote``."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         for places, split in self._shards(is_eval=False):
             folders = [Path(place, split) for place in places]
-            yield from LlavaStreamingDataset.texts(*folders)
+            with building('dataset'):
+                yield from LlavaStreamingDataset.texts(*folders)
 
     def _shards(self, *, is_eval: bool) -> list[tuple[list[str], str]]:
         """Returns the places of each stream's shards, local and remote, and its split.

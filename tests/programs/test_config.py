@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from composer.core import Callback
 from composer.loggers import LoggerDestination
 
@@ -158,16 +157,17 @@ def test_values_are_refused_by_key(override, expected):
     assert expected in refusal_of(LLAVA, 'dataset.path=data.json', override)
 
 
-def draw(finished_run, color='red'):
-    """Reports a run."""
-
-
-def test_partial_function_reports(monkeypatch):
-    """The module of a partial is functools, but what it calls decides."""
-    functions = SimpleNamespace(blue=functools.partial(draw, color='blue'), command=functools.partial(os.system))
-    monkeypatch.setitem(sys.modules, 'reports', functions)
-    check_config(load_config(LLAVA, ['dataset.path=data.json', 'report.name=reports.blue']), num_ranks=1)
-    assert 'must be a function' in refusal_of(LLAVA, 'dataset.path=data.json', 'report.name=reports.command')
+@pytest.mark.parametrize(
+    'override',
+    [
+        'report={name: null}',
+        'dataset.parts=null',
+        'callbacks.nan_monitor=null',
+        'algorithms={ema: {half_life: 10ba, smoothing: null}}',
+    ],
+)
+def test_null_counts_as_left_out(override):
+    check_run(LLAVA, ['dataset.path=data.json', override], num_ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +370,21 @@ class FocalLoss(Callback):
 
     def __init__(self, alpha: float = -0.5, window_size: int | None = 3) -> None:
         self.arguments = (alpha, window_size)
+
+
+class OnlyMatrices(torch.optim.SGD):
+    """Takes only matrices, as torch's Muon does. The matrices of an adapter fit."""
+
+    def __init__(self, params, lr=0.1, **_):
+        params = list(params)
+        if any(parameter.dim() != 2 for parameter in params):
+            raise ValueError('only 2D parameters')
+        super().__init__(params, lr=lr)
+
+
+def test_optimizer_of_matrices_passes():
+    name = f'{__name__}.{OnlyMatrices.__name__}'
+    check_config(load_config(LLAVA, ['dataset.path=data.json', f'optimizer.name={name}']), num_ranks=1)
 
 
 def test_ranges_of_hosts_are_theirs(monkeypatch):

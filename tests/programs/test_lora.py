@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import BitsAndBytesConfig
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -22,6 +24,7 @@ from examples.digits import build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json, launch_program
+from tests.support.process_group import group_of_one_rank
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.training import loader, reference_gradients, relative_error, train
 from tests.test_train import assert_equal_bitwise
@@ -97,9 +100,27 @@ def test_checkpoint_without_base_is_loaded_strictly(processor, pretrained):
     weights = model.state_dict()
     other.load_state_dict(weights, strict=True)
     torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+    wrapper = torch.nn.ModuleDict({'module': other})  # as DDP
+    wrapper.load_state_dict({f'module.{name}': weight for name, weight in weights.items()}, strict=True)
     weights.popitem()
     with pytest.raises(RuntimeError, match='Missing key'):
         other.load_state_dict(weights, strict=True)
+
+
+@pytest.mark.filterwarnings('ignore:.*FullyShardedDataParallel|.*NO_SHARD|.*FSDP')
+@pytest.mark.parametrize('is_full', [True, False])
+def test_fsdp_1_saves_and_loads_trained_weights(is_full, processor, pretrained, tmp_path):
+    """FSDP 1 adds to the names of the parameters, but not to those in a checkpoint."""
+    model = with_lora(processor, pretrained=pretrained, modules_to_save=['multi_modal_projector'])
+    trained = trained_names(model)
+    options = StateDictOptions(full_state_dict=is_full, strict=True)
+    with group_of_one_rank(tmp_path):
+        model.model = FullyShardedDataParallel(model.model, use_orig_params=True, device_id=torch.device('cpu'))
+        weights = get_model_state_dict(model, options=options)
+        assert set(weights) == trained
+        set_model_state_dict(model, weights, options=options)
+        with pytest.raises(RuntimeError, match='Missing key'):
+            model.load_state_dict({}, strict=True)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_full_disk_is_recognised():
         RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
         OSError(errno.EMFILE, 'Too many open files'),
         OSError(errno.ENOMEM, 'Cannot allocate memory'),
-        OSError(errno.ESTALE, 'Stale file handle'),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
         RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),
         RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'),
@@ -107,12 +107,19 @@ def test_other_errors_are_no_fault(error):
     assert fault_of_machine(error) == ''
 
 
+def test_error_in_a_handler_is_no_fault():
+    """A bug in a fallback of the user needs its traceback."""
+    error = KeyError('width')
+    error.__context__ = PermissionError(errno.EACCES, 'Permission denied')
+    assert fault_of_machine(error) == ''
+
+
 def test_error_that_causes_itself():
     error = ValueError('a bug')
     error.__cause__ = error
     assert fault_of_machine(error) == ''
     error.__cause__ = RuntimeError('another one')
-    error.__cause__.__context__ = error
+    error.__cause__.__cause__ = error
     assert fault_of_machine(error) == ''
 
 

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
+from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups, read_config
 from tests.support.text import VOCABULARY
 from tests.support.training import composer_gradients
@@ -120,12 +121,28 @@ def test_numbers_out_of_range():
 def test_parts_to_freeze_have_parameters():
     """A tied head has none of its own, so it cannot be frozen without the embeddings, and is not listed."""
     config = {**TEXT, 'vocab_size': VOCABULARY, 'tie_word_embeddings': True}
-    parts = r'has no part lm_head\. Known: model, model\.embed_tokens, model\.layers, model\.norm$'
+    parts = r'has no part lm_head\. Known: model\.embed_tokens, model\.layers, model\.norm$'
     with pytest.raises(ValueError, match=parts):
         build_transformers_model(config=config, freeze=['lm_head'])
     config['tie_word_embeddings'] = False
-    with pytest.raises(ValueError, match=r'has no part lm_heads\. Did you mean lm_head\?$'):
+    with pytest.raises(ValueError, match=r'has no part lm_heads\. Did you mean lm_head\.weight\?$'):
         build_transformers_model(config=config, freeze=['lm_heads'])
+
+
+def test_fresh_model_has_types_of_a_loaded_one(tmp_path):
+    """Rotary frequencies stay in float32 in both. Rounded ones would turn far positions by another angle."""
+    model = build_transformers_model(config=TEXT, dtype='bfloat16')
+    model.save_pretrained(tmp_path)
+    loaded = build_transformers_model(pretrained=str(tmp_path), dtype='bfloat16')
+    torch.testing.assert_close(dict(model.named_buffers()), dict(loaded.named_buffers()), rtol=0, atol=0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_checkpoint_with_encoder_is_refused_unread(tmp_path):
+    """The folder has no weights, so loading them would end in another error."""
+    transformers.T5Config(**T5).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match='must have only a decoder, got: t5'):
+        build_transformers_model(pretrained=str(tmp_path))
 
 
 def test_same_seed_gives_same_weights(processor):

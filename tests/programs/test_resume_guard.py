@@ -250,8 +250,16 @@ class Named(list):
         return list(self)
 
 
-def same_data(dataset, **options):
-    return SameData(dataset, build_digits_processor(), adapter={}, **options)
+def same_data(dataset, *, optimizer=None, order=None, on_other_data='raise', **options):
+    return SameData(
+        dataset,
+        build_digits_processor(),
+        adapter={},
+        optimizer=optimizer or {},
+        order=order,
+        on_other_data=on_other_data,
+        **options,
+    )
 
 
 @pytest.mark.parametrize('has_fingerprints', [True, False])

@@ -25,6 +25,7 @@ from tests.data.length_tables import lengths_of
 from tests.support.launch import ROOT
 
 DIGITS = ROOT / 'yamls' / 'digits.yaml'
+LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
 def build(tmp_path, *overrides, is_eval=False):
@@ -179,6 +180,33 @@ def test_parts_of_a_user(tmp_path):
     for index in (4, -5):
         with pytest.raises((IndexError, ValueError)):
             dataset[index]
+
+
+class WithoutProcessor:
+    def __init__(self, path):
+        self.path = path
+
+
+def test_class_without_a_processor_argument():
+    name = f'{__name__}.{WithoutProcessor.__name__}'
+    source = source_of(load_config(LLAVA, [f'dataset.name={name}', 'dataset.path=data.json']))
+    with pytest.raises(ConfigError, match=r'`dataset` must name .* takes processor .*WithoutProcessor'):
+        source.check()
+
+
+@pytest.mark.parametrize(
+    ('override', 'key'),
+    [
+        ('dataset.path=none.json', 'dataset'),
+        ('dataset={path: null, parts: {birds: {path: none.json}}}', 'dataset.parts.birds'),
+    ],
+)
+def test_missing_file_of_a_fresh_model(override, key):
+    """Its tokenizer is trained on the texts of the file."""
+    source = source_of(load_config(LLAVA, [override]))
+    with pytest.raises(ConfigError, match=r'none\.json, which does not exist') as raised:
+        source.build_processor()
+    assert raised.value.path == key
 
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):

@@ -391,8 +391,8 @@ PROGRAMS: dict[str, Call] = {
     'resume from a checkpoint whose timestamp is a word': loading(with_entry('timestamp', 'x'), 'written by Composer'),
     'resume without the time': loading(without('timestamp'), 'timestamp'),
     'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
-    'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), '`fingerprints`'),
-    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`fingerprints`'),
+    'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), 'JSONDecodeError'),
+    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer`: TypeError'),
     'resume from a pickle that ends in .ckpt': running(
         'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
     ),
