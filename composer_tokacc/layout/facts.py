@@ -41,8 +41,8 @@ PADDED_ROWS = 'rows padded'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
-"""The largest values of a property that were seen. A smallest value is kept as its negative, and whether something was
-seen as a bool, so that rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
+"""The largest values of a property that were seen. A smallest value is kept as its negative. A bool says whether rows
+had something. So rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
 :func:`_media_limit` say which values a property has."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
@@ -401,13 +401,14 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
 def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
     """Returns the limits of the widths of all batches together, as if they were one padded batch.
 
-    The limit of padded rows has the shortest row, the longest row with padding, and the width.
+    The limit of padded rows has the shortest row, the longest row with padding, and the width. Rows with
+    ``position_ids`` have limits of their own, whose names end with a suffix.
     """
     limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
     side = 'right'
-    joined_suffix = ''
+    suffix_of_padded = ''
     for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
@@ -417,10 +418,10 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         suffix = ''
         if facts.has_positions:
             suffix = ', with position_ids'
-            joined_suffix = suffix
+            suffix_of_padded = suffix
         # Beyond the limit the rotary embedding depends on the width, or with `position_ids` on the largest position of
-        # the microbatch. Such rows always keep their padding. The two cases have names of their own, because with
-        # `position_ids` it matters which rows share a microbatch.
+        # the microbatch. Such rows always keep their padding. With `position_ids` it also matters which rows share a
+        # microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
             # If only some rows are beyond it, the others change with the rows in their microbatch.
@@ -429,7 +430,7 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
     if padded_lengths:
-        limits[f'{PADDED_ROWS} on the {side}{joined_suffix}'] = (-min(lengths), max(padded_lengths), width)
+        limits[f'{PADDED_ROWS} on the {side}{suffix_of_padded}'] = (-min(lengths), max(padded_lengths), width)
     return limits
 
 

@@ -49,7 +49,7 @@ class Media:
     ) -> torch.Tensor | None:
         """Returns the positions of the placeholders of this modality, ``(rows, width)`` bool.
 
-        ``unit`` is the name of the modality. None: neither the config's ids nor ``mm_token_type_ids`` tell them.
+        Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the modality.
         """
         ids: torch.Tensor = batch['input_ids']
         name_in_config = unit if self.frames is None else 'image'
@@ -100,7 +100,7 @@ class Family:
 
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
-    'attention_mask': Entry(seq_dims=(1,)),  # entry_of() changes it for (rows, heads, width, width)
+    'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
     # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
@@ -112,7 +112,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
     # Encoder-decoder: the decoder's text has its own width, so it is not padded with `input_ids`. For its `labels`
-    # entry_of() drops `seq_dims`. `attention_mask` belongs to the encoder.
+    # BatchLayout.entry_of() drops `seq_dims`. `attention_mask` belongs to the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }

@@ -42,7 +42,7 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""The order of readings that have equal places in :func:`agreed_readings`, because two batches rank them oppositely."""
+"""The order of two readings that :func:`agreed_readings` cannot rank, because two batches rank them oppositely."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -338,8 +338,8 @@ def _entries_by_sizes(
 ) -> list[int] | None:
     """Returns the number of entries of each row if ``value`` holds the size of each item; None: it does not.
 
-    Sizes are grids of patches, ``(items, 2 or 3)`` (the 2 or 3 is not checked), or numbers of patches or tiles,
-    ``(items,)``.
+    Sizes are grids of patches, ``(items, 2)`` or ``(items, 3)``, or numbers of patches or tiles, ``(items,)``. Any
+    other second dimension is read as a grid, too.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None

@@ -139,7 +139,8 @@ class PreSplitBatch(Mapping[str, Any]):
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
         if entry.is_media:
-            # Sizes of images may tell along which dimension they lie. Their tensor is not joined below.
+            # Another tensor, of image sizes, may have told the dimension of the images. It is not joined below, so the
+            # entry is registered.
             layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
@@ -283,9 +284,9 @@ def widened(
 def _pad_token_id(batches: Sequence[Batch]) -> int:
     """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, the last id of a row.
 
-    A hidden id is nearly always the id of padding. The new padding is masked, so any id would do, except a placeholder
-    of media, because placeholders are counted. Rows rarely end with media. Without ``input_ids`` it returns 0, which is
-    not used.
+    A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. Rows
+    rarely end with media. Without ``input_ids`` it returns 0, which is not used.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
