@@ -62,7 +62,7 @@ def labels_of(batch: object) -> Tensor:
     if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise InvalidInputError(
             f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
-            f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
+            f'{tuple(labels.shape)}. A loss of whole rows, or of several labels a token, is no mean over tokens.'
         )
     return labels
 
@@ -138,14 +138,14 @@ def _check_width(batch: Batch, key: str, *, has_all_rows: bool) -> None:
     Args:
         batch: A batch with the tensor ``input_ids``.
         key: The entry.
-        has_all_rows: Whether the entry has as many rows as it needs. The caller knows its dimensions.
+        has_all_rows: Whether the entry has as many rows as it needs. Only the caller knows which dimension they are.
     """
     ids = batch['input_ids']
     value = batch[key]
     if value.shape[-1] != ids.shape[1] or not has_all_rows:
         raise InvalidInputError(
-            f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
-            f'with {sample_name(batch, 0)}.'
+            f'`{key}` must have the rows of `input_ids` and be as wide, {tuple(ids.shape)}, got: {tuple(value.shape)}, '
+            f'beginning with {sample_name(batch, 0)}.'
         )
 
 
