@@ -292,6 +292,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={
             'pixel_values': Entry(slot_dim=1),
             'pixel_attention_mask': Entry(slot_dim=1),
+            'tile_fine_mask': Entry(absent=0),  # (rows,), Granite Docling
         },
         media={'image': Media()},
         slots=_slots_of_idefics,

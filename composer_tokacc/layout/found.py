@@ -77,8 +77,13 @@ def inferred_family(config: Any) -> Family:
 def possible_readings(
     batch: Batch,
     key: str,
+    config: Any,
+    registered: Mapping[str, Entry],
 ) -> tuple[Reading, ...]:
-    """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none."""
+    """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
+
+    ``registered`` are the entries of other keys.
+    """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
     shape = tuple(value.shape)
@@ -87,7 +92,12 @@ def possible_readings(
     has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
     if modality is not None:
-        # The name of the tensor is that of media. But integers in the shape of the text may be a mask over its tokens.
+        # The name of the tensor is that of media. But the dataset may have a column with such a name, as `image_id`.
+        if shape == (num_rows,):
+            if _has_value_per_item(batch, value, modality, config, registered):
+                return (Reading.MEDIA, Reading.ROWS)
+            return (Reading.ROWS, Reading.MEDIA)
+        # Integers in the shape of the text may be a mask over its tokens.
         if value.is_floating_point() or not has_text_shape:
             return (Reading.MEDIA,)
         if _masks_media(batch, value, modality):
@@ -169,6 +179,27 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
         row_dim=row_dim,
         points_into=pixels if holds_patch_indices else None,
     )
+
+
+def _has_value_per_item(
+    batch: Batch,
+    values: torch.Tensor,
+    modality: str,
+    config: Any,
+    registered: Mapping[str, Entry],
+) -> bool:
+    """Returns whether a tensor ``(rows,)`` may have a value for each item: the batch has as many items as rows.
+
+    The items are counted by another tensor of the media, by the placeholders, or by the values, if these are sizes.
+    """
+    for key, other in batch.items():
+        if modality_of(key) != modality or not isinstance(other, torch.Tensor):
+            continue
+        is_of_rows = key in registered and registered[key].unit == 'row'
+        if other.dim() > 1 and len(other) == len(values) and not is_of_rows:
+            return True
+    placeholders = _placeholder_counts(batch, config, modality)
+    return sum(placeholders.runs) == len(values) or _entries_by_sizes(values, len(values), placeholders) is not None
 
 
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
@@ -274,6 +305,16 @@ class _PlaceholderCounts(NamedTuple):
     """Number of runs of placeholders of each row."""
 
 
+def _placeholder_counts(batch: Batch, config: Any, modality: str) -> _PlaceholderCounts:
+    ids = placeholder_ids(config, modality)
+    is_placeholder = has_any_id(text_of(batch), ids)
+    runs_of_rows = lengths_of_runs(is_placeholder)
+    return _PlaceholderCounts(
+        tokens=[sum(runs) for runs in runs_of_rows],
+        runs=[len(runs) for runs in runs_of_rows],
+    )
+
+
 def entries_per_row(
     batch: Batch,
     config: Any,
@@ -285,13 +326,7 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    ids = placeholder_ids(config, modality)
-    is_placeholder = has_any_id(text_of(batch), ids)
-    runs_of_rows = lengths_of_runs(is_placeholder)
-    placeholders = _PlaceholderCounts(
-        tokens=[sum(runs) for runs in runs_of_rows],
-        runs=[len(runs) for runs in runs_of_rows],
-    )
+    placeholders = _placeholder_counts(batch, config, modality)
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
     # If no row has a placeholder, and there are as many entries as rows, each row has one. Without a config the

@@ -197,7 +197,7 @@ class BatchLayout:
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = possible_readings(batch, key)
+            possible = possible_readings(batch, key, self.config, self._registered)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -246,7 +246,7 @@ class BatchLayout:
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
-        possible = possible_readings(batch, key)
+        possible = possible_readings(batch, key, self.config, self._registered)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
