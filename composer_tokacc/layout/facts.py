@@ -21,8 +21,8 @@ from composer_tokacc.batch import (
     labels_at_text,
     real_positions,
     sample_name,
-    text_of,
 )
+from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
@@ -133,8 +133,10 @@ class RowFacts:
         counts = self.counts.get(modality, [])
         if not any(counts):
             return [None] * len(self.real)
-        ids = token_ids(self.layout.config, modality)
-        is_placeholder = has_any_id(text_of(self.batch), ids)
+        media = self.layout.family.media.get(modality, Media())
+        is_placeholder = media.placeholders(self.batch, self.layout.config, modality)
+        if is_placeholder is None:
+            is_placeholder = torch.zeros_like(self.real)
         sizes: list[float | None] = []
         for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
             if num_items == 0:

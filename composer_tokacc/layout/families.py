@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch, text_of
 from composer_tokacc.layout import placeholders
 from composer_tokacc.layout.tensors import Entry
 
@@ -51,7 +51,7 @@ class Media:
 
         Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the modality.
         """
-        ids: torch.Tensor = batch['input_ids']
+        ids = text_of(batch)
         name_in_config = unit if self.frames is None else 'image'
         placeholder_ids = placeholders.token_ids(config, name_in_config)
         if not placeholder_ids:
