@@ -22,6 +22,7 @@ from composer_tokacc.batch import (
     sample_name,
     text_of,
 )
+from composer_tokacc.compat import inner_model
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
     Readings,
@@ -93,7 +94,8 @@ class BatchLayout:
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
-        model = getattr(model, 'module', model)  # DDP wraps the model as `module`
+        if isinstance(model, torch.nn.Module):
+            model = inner_model(model)
         config = getattr(model, 'config', model)
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')

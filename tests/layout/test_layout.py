@@ -58,6 +58,15 @@ def test_layout_needs_a_config(model):
         BatchLayout.for_model(model)
 
 
+def test_config_beside_a_child_named_module():
+    """Only DDP's `module` is the model itself."""
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type='llava')
+    for wrapped in (model, torch.nn.DataParallel(model)):
+        assert BatchLayout.for_model(wrapped).config is model.config
+
+
 # The tokens of a row, without its padding.
 
 
