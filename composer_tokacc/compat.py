@@ -172,8 +172,8 @@ def when_backward_ends(function: Callable[[], None]) -> None:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Returns the number of writes into a tensor. Autograd counts them."""
-    return tensor._version
+    """Returns the number of writes into a tensor, which autograd counts; 0 if it was made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,7 +186,7 @@ def buffer_versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
     """Returns two numbers for each buffer of a module itself. They change if the buffer is replaced or written."""
     versions = {}
     for name, buffer in module.named_buffers(recurse=False):
-        versions[name] = (id(buffer), buffer._version)
+        versions[name] = (id(buffer), num_writes(buffer))
     return versions
 
 
