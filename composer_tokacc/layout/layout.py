@@ -799,7 +799,7 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
     num_entries = {}
     for key, entry in entries.items():
         if entry.unit == unit:
-            num_entries[key] = len(batch[key])
+            num_entries[key] = batch[key].shape[entry.row_dim]
     if not num_entries:
         return None
     distinct_nums = set(num_entries.values())
