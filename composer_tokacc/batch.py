@@ -334,15 +334,6 @@ class Reach:
         all_begin_first = min(self.from_last) == self.width
         return 'left' if all_end_last and not all_begin_first else 'right'
 
-    @property
-    def spans(self) -> list[int]:
-        """For each row, the number of columns from its first position to its last one, both included; 0: none."""
-        spans = []
-        for from_first, from_last in zip(self.from_first, self.from_last, strict=True):
-            span = from_first + from_last - self.width
-            spans.append(max(span, 0))
-        return spans
-
     def lengths(self, side: str) -> list[int]:
         """Returns the width of each row without its padding on this side, at least 1, if these are its real positions.
 

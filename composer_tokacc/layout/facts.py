@@ -19,6 +19,7 @@ from composer_tokacc.batch import (
     Reach,
     attended_positions,
     labels_at_text,
+    num_runs,
     real_positions,
     sample_name,
 )
@@ -73,11 +74,6 @@ class RowFacts:
         if layout is not self.layout or batch.keys() != self.batch.keys():
             return False
         return all(value is self.batch[key] for key, value in batch.items())
-
-    @cached_property
-    def _num_real(self) -> list[int]:
-        """Number of real positions of each row."""
-        return self.real.sum(dim=1).tolist()
 
     @cached_property
     def _reach(self) -> Reach:
@@ -170,16 +166,8 @@ class RowFacts:
     @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models number such positions."""
-        attended = attended_positions(self.batch)
-        num_attended = attended.sum(dim=1).tolist()
-        reach = self._reach
-        if num_attended != self._num_real:  # some labels are on padding
-            reach = Reach.of(attended)
-        has_hole = []
-        # A span counts the columns from the first attended position to the last one.
-        for number, span in zip(num_attended, reach.spans, strict=True):
-            has_hole.append(number < span)
-        return has_hole
+        runs_of_rows = num_runs(attended_positions(self.batch)).tolist()
+        return [runs > 1 for runs in runs_of_rows]
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -235,8 +223,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """
     real = real_positions(batch)
     reach = Reach.of(real)
-    num_real = real.sum(dim=1).tolist()
-    is_padded = sum(num_real) < real.numel()
+    is_padded = not bool(real.all())
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape(batch.get(key), real.shape):
@@ -251,8 +238,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    # The values of two cached properties are already known.
-    vars(facts).update(_num_real=num_real, _reach=reach)
+    # The value of this cached property is already known.
+    vars(facts)['_reach'] = reach
     return facts
 
 
