@@ -182,48 +182,6 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
-def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, Any]:
-    """Returns one plain batch of all rows, for an evaluation. Its lists are those that ``batch[key]`` returns.
-
-    :meth:`.PreSplitBatch.joined` is too strict for it: it refuses a list that some microbatches lack. And in place of
-    the list ``num_images`` it counts the images again. This fails if the images were cut into tiles, and the layout has
-    no config to find the tiles of a row. An evaluation need not know these numbers.
-    """
-    lists: dict[str, Any] = {}
-    for key in batch:
-        if _is_list(batch, key):
-            lists[key] = batch[key]
-    other_keys = batch.keys() - lists.keys()
-    joined = _with_keys(batch, other_keys).joined(layout)
-    joined.update(lists)
-    return joined
-
-
-def with_plain_values(part: Batch, batch: PreSplitBatch) -> dict[str, Any]:
-    """Returns a part of the joined rows of a batch with the plain values that its microbatches have.
-
-    If microbatches have different values, joining them makes a list with one value for each row. Its rows get the plain
-    value again if they all have the same. If not, the list stays, because no single value would be right.
-    """
-    with_values = dict(part)
-    for key, values in part.items():
-        if not isinstance(values, list) or not _is_plain(batch, key):
-            continue
-        is_equal = [value == values[0] for value in values]
-        if values and all(is_equal):
-            with_values[key] = values[0]
-    return with_values
-
-
-def _is_plain(batch: PreSplitBatch, key: str) -> bool:
-    """Returns whether an entry is neither a tensor nor a list in any microbatch."""
-    for microbatch in batch.microbatches:
-        value = microbatch.get(key)
-        if isinstance(value, (torch.Tensor, list, tuple)):
-            return False
-    return True
-
-
 def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:
     """Returns the batch with only the entries of these keys."""
 
@@ -231,15 +189,6 @@ def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBat
         return {key: value for key, value in microbatch.items() if key in keys}
 
     return batch.map(chosen)
-
-
-def _is_list(batch: PreSplitBatch, key: str) -> bool:
-    """Returns whether an entry is a list in all microbatches that have it."""
-    for microbatch in batch.microbatches:
-        value = microbatch.get(key)
-        if value is not None and not isinstance(value, (list, tuple)):
-            return False
-    return True
 
 
 def widened(
