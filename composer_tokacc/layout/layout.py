@@ -31,7 +31,6 @@ from composer_tokacc.layout.found import (
     changed_meaning_message,
     entries_per_row,
     entry_of_reading,
-    has_audio_along_text,
     inferred_family,
     items_of_rows,
     possible_readings,
@@ -514,8 +513,7 @@ class BatchLayout:
         :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
-        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
-        if has_audio_along_text(batch, self.config):
+        if not self.family.trims:
             return dict(batch)
         reach = Reach.of(real_positions(batch))
         side = reach.side
