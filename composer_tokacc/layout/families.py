@@ -262,8 +262,8 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames of a video are written like images, between the tokens that start and end it.
-            'image': Media(sizes=placeholders.image_grid, token_type=1, frames=False),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, frames=True),
+            'image': Media(sizes=placeholders.image_grid, frames=False),
+            'video': Media(sizes=placeholders.video_grid, frames=True),
         },
     ),
     # Without it the forward raises if text is trimmed, because the audio lies along the text.
