@@ -91,11 +91,13 @@ def check_ids(batch: Batch) -> None:
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
-    if ids is not None and not _are_rows_of_ids(ids):
-        raise InvalidInputError(
-            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
-            'vectors as `inputs_embeds`, and one row as `ids[None]`.'
-        )
+    if ids is not None:
+        is_integer = ids.dtype in (torch.int32, torch.int64)
+        if not is_integer or ids.dim() != 2:
+            raise InvalidInputError(
+                f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. '
+                'Give vectors as `inputs_embeds`, and one row as `ids[None]`.'
+            )
     _check_mask(batch)
     if ids is None:
         return
@@ -108,11 +110,6 @@ def check_ids(batch: Batch) -> None:
     if isinstance(positions, Tensor) and positions.dim() in (2, 3):
         # Rows are not compared, because the first of three dimensions is for time, height and width.
         _check_width(batch, 'position_ids', has_all_rows=True)
-
-
-def _are_rows_of_ids(ids: Tensor) -> bool:
-    is_integer = ids.dtype in (torch.int32, torch.int64)
-    return is_integer and ids.dim() == 2
 
 
 def _check_mask(batch: Batch) -> None:
