@@ -291,6 +291,7 @@ class _PlaceholderCounts(NamedTuple):
 
 
 def _placeholder_counts(batch: Batch, config: Any, modality: str) -> _PlaceholderCounts:
+    """Counts the placeholders of a modality in each row, as far as the config names them."""
     ids = placeholder_ids(config, modality)
     is_placeholder = has_any_id(text_of(batch), ids)
     runs_of_rows = lengths_of_runs(is_placeholder)

@@ -569,8 +569,10 @@ def test_mask_of_slots_stays_boolean():
     layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
+    with_image['tile_fine_mask'] = torch.tensor([True])  # of the rows
     joined = layout.concat([with_image, text_batch([2])])
     assert joined['pixel_attention_mask'].dtype == torch.bool
+    assert joined['tile_fine_mask'].tolist() == [True, False]
     assert layout.images_per_row(joined) == [1, 0]
 
 
