@@ -62,7 +62,7 @@ def labels_of(batch: object) -> Tensor:
     if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
         raise InvalidInputError(
             f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
-            f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
+            f'{tuple(labels.shape)}. A loss of whole rows, or of several labels a token, is no mean over tokens.'
         )
     return labels
 
@@ -91,11 +91,13 @@ def check_ids(batch: Batch) -> None:
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
-    if ids is not None and not _are_rows_of_ids(ids):
-        raise InvalidInputError(
-            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
-            'vectors as `inputs_embeds`, and one row as `ids[None]`.'
-        )
+    if ids is not None:
+        is_integer = ids.dtype in (torch.int32, torch.int64)
+        if not is_integer or ids.dim() != 2:
+            raise InvalidInputError(
+                f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. '
+                'Give vectors as `inputs_embeds`, and one row as `ids[None]`.'
+            )
     _check_mask(batch)
     if ids is None:
         return
@@ -108,11 +110,6 @@ def check_ids(batch: Batch) -> None:
     if isinstance(positions, Tensor) and positions.dim() in (2, 3):
         # Rows are not compared, because the first of three dimensions is for time, height and width.
         _check_width(batch, 'position_ids', has_all_rows=True)
-
-
-def _are_rows_of_ids(ids: Tensor) -> bool:
-    is_integer = ids.dtype in (torch.int32, torch.int64)
-    return is_integer and ids.dim() == 2
 
 
 def _check_mask(batch: Batch) -> None:
@@ -138,14 +135,14 @@ def _check_width(batch: Batch, key: str, *, has_all_rows: bool) -> None:
     Args:
         batch: A batch with the tensor ``input_ids``.
         key: The entry.
-        has_all_rows: Whether the entry has as many rows as it needs. The caller knows its dimensions.
+        has_all_rows: Whether the entry has as many rows as it needs. Only the caller knows which dimension they are.
     """
     ids = batch['input_ids']
     value = batch[key]
     if value.shape[-1] != ids.shape[1] or not has_all_rows:
         raise InvalidInputError(
-            f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
-            f'with {sample_name(batch, 0)}.'
+            f'`{key}` must have the rows of `input_ids` and be as wide, {tuple(ids.shape)}, got: {tuple(value.shape)}, '
+            f'beginning with {sample_name(batch, 0)}.'
         )
 
 
@@ -340,15 +337,6 @@ class Reach:
         all_end_last = min(self.from_first) == self.width
         all_begin_first = min(self.from_last) == self.width
         return 'left' if all_end_last and not all_begin_first else 'right'
-
-    @property
-    def spans(self) -> list[int]:
-        """For each row, the number of columns from its first position to its last one, both included; 0: none."""
-        spans = []
-        for from_first, from_last in zip(self.from_first, self.from_last, strict=True):
-            span = from_first + from_last - self.width
-            spans.append(max(span, 0))
-        return spans
 
     def lengths(self, side: str) -> list[int]:
         """Returns the width of each row without its padding on this side, at least 1, if these are its real positions.

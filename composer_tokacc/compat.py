@@ -200,8 +200,8 @@ def when_backward_ends(function: Callable[[], None]) -> None:
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Returns the number of writes into a tensor. Autograd counts them."""
-    return tensor._version
+    """Returns the number of writes into a tensor, which autograd counts; 0 if it was made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -211,10 +211,10 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def buffer_versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns a pair of numbers for each buffer of a module itself. It changes if the buffer is replaced or written."""
+    """Returns two numbers for each buffer of a module itself. They change if the buffer is replaced or written."""
     versions = {}
     for name, buffer in module.named_buffers(recurse=False):
-        versions[name] = (id(buffer), buffer._version)
+        versions[name] = (id(buffer), num_writes(buffer))
     return versions
 
 
@@ -233,7 +233,7 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     return _hooks_of_others(parameter._backward_hooks)
 
 
-def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
+def hooks_after_gradients(parameter: torch.Tensor) -> list[Any]:
     """Returns the hooks that run as soon as a parameter has its gradient, except those of torch itself.
 
     An example is an optimizer that makes its step within the backward.

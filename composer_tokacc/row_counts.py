@@ -41,7 +41,7 @@ class RowCounts:
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
         rule: The loss rule by which tokens were counted, see :func:`.loss_mask`; empty: they were not counted.
         source: Source of the data, if the batch names it.
-        has_new_label: Whether the row has a label that counts for the first time in the run.
+        has_new_label: Whether a token of the row counts as a label for the first time in the run.
         documents: The rows that were packed or summed, with their sources.
     """
 
@@ -62,20 +62,20 @@ class RowCounts:
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
     """Returns the sums of the counts of several rows, at least one. The rows become the ``documents``."""
     samples = 0
-    real_tokens = 0
-    loss_tokens = 0
+    num_real = 0
+    num_loss = 0
     loss_weight = 0.0
     has_new_label = False
     for row in rows:
         samples += row.samples
-        real_tokens += row.real_tokens
-        loss_tokens += row.loss_tokens
+        num_real += row.real_tokens
+        num_loss += row.loss_tokens
         loss_weight += row.loss_weight
         has_new_label |= row.has_new_label
     return RowCounts(
         samples=samples,
-        real_tokens=real_tokens,
-        loss_tokens=loss_tokens,
+        real_tokens=num_real,
+        loss_tokens=num_loss,
         loss_weight=loss_weight,
         rule=rows[0].rule,
         has_new_label=has_new_label,

@@ -178,14 +178,14 @@ def test_outputs_of_ddp_are_found_before_its_sink(tmp_path):
 def test_hooks_of_a_parameter_are_listed():
     parameter = nn.Parameter(torch.ones(2))
     assert compat.gradient_hooks(parameter) == []
-    assert compat.steps_after_gradients(parameter) == []
+    assert compat.hooks_after_gradients(parameter) == []
     assert compat.hook_numbers([parameter]) == []
     parameter.register_hook(torch.neg)
     parameter.register_hook(print)
     parameter.register_post_accumulate_grad_hook(print)
     assert len(set(compat.hook_numbers([parameter, nn.Parameter()]))) == 3
     assert compat.gradient_hooks(parameter) == [torch.neg, print]
-    assert compat.steps_after_gradients(parameter) == [print]
+    assert compat.hooks_after_gradients(parameter) == [print]
 
 
 def test_new_shared_storage_is_shared():

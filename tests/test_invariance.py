@@ -460,3 +460,10 @@ def test_state_that_forwards_write_is_named(make_layer, name):
     assert not report.is_exact
     assert f'`{name}`' in report.note
     assert report.note in str(report)
+
+
+def test_buffer_made_in_inference_mode():
+    model = text_model()
+    with torch.inference_mode():
+        model.register_buffer('table', torch.ones(2))
+    assert verify_invariance(step_mean(model), text_rows([(4, 2), (3, 1)]), **FEW_CUTS).note == ''

@@ -36,7 +36,7 @@ from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
-from composer_tokacc.compat import gradient_hooks, steps_after_gradients
+from composer_tokacc.compat import gradient_hooks, hooks_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import (
@@ -816,7 +816,7 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
         RuntimeError: If a hook is not linear (clipping, quantising), or if an optimizer steps in the backward.
     """
     for name, parameter in model.named_parameters():
-        if steps_after_gradients(parameter):
+        if hooks_after_gradients(parameter):
             raise NotExactError(
                 'Optimizers must step once a batch, got: a `register_post_accumulate_grad_hook` on '
                 f'{name!r}. Give the optimizer to the Trainer (docs/errors.md#gradient-hooks).'

@@ -45,7 +45,7 @@ class State:
     key: str
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
     content: Tensor | float | None  # a copy of the value, or of a part of its entries; None: it was not copied
-    version: int | None  # number of writes into the tensor; None: they are not counted, or it is a number
+    version: int | None  # number of writes into the tensor; None: it is a number
     # Whether only some entries were copied, see _sample_of(). Then the content cannot be put back.
     is_sampled: bool = False
 
@@ -72,9 +72,7 @@ class State:
                 content = _sample_of(value)
             elif copies:
                 content = value.detach().clone()
-            # Tensors made in inference mode do not count their writes.
-            if not value.is_inference():
-                version = num_writes(value)
+            version = num_writes(value)
         return cls(name, container, key, value, content, version, is_sampled)
 
     def is_written(self) -> bool:
@@ -84,8 +82,7 @@ class State:
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             is_equal = type(current) is type(self.value) and bool(current == self.value)
             return is_replaced and not is_equal  # a NaN that was not replaced is not equal to itself
-        counts_writes = not is_replaced and not current.is_inference()
-        has_writes = counts_writes and num_writes(current) != self.version
+        has_writes = not is_replaced and num_writes(current) != self.version
         if self.is_sampled:
             # FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts experts, write
             # a parameter into itself. Neither changes a value.

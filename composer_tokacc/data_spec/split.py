@@ -40,7 +40,6 @@ from composer_tokacc.data_spec.pieces import (
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.layout import inferred_layout
-from composer_tokacc.layout.pre_split import joined_with_lists, with_plain_values
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -325,27 +324,21 @@ class MicrobatchSplit:
         return microbatches
 
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
-        """Returns microbatches of ``size`` rows, in order, trimmed but not packed.
+        """Returns microbatches of at most ``size`` rows, in order, trimmed but not packed.
 
         The order must stay, because in evaluation Composer drops a repeated sample, the last of ``n`` rows, by
-        ``split_batch(microbatch, n - 1)[0]``.
+        ``split_batch(microbatch, n - 1)[0]``. Each microbatch of a pre-split batch is cut by itself.
         """
-        pre_split = batch if isinstance(batch, PreSplitBatch) else None
-        if pre_split is not None:
-            batch = joined_with_lists(pre_split, layout)
-        facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
-        all_rows = Piece.from_facts(facts, rules, options)
-        num_rows = len(all_rows.rows)
         pieces = []
-        for start in range(0, num_rows, size):
-            end = min(start + size, num_rows)
-            pieces.append(all_rows.take(range(start, end)))
-        microbatches = build(pieces)
-        if pre_split is not None:
-            microbatches = [with_plain_values(microbatch, pre_split) for microbatch in microbatches]
-        return microbatches
+        for facts in describe_all(layout, batch):
+            all_rows = Piece.from_facts(facts, rules, options)
+            num_rows = len(all_rows.rows)
+            for start in range(0, num_rows, size):
+                end = min(start + size, num_rows)
+                pieces.append(all_rows.take(range(start, end)))
+        return build(pieces)
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each of its microbatches. Uses the step's facts if they still hold."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
+from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
@@ -128,8 +129,7 @@ def token_data_spec(
         check_kind('layout', layout, BatchLayout)
     if model is not None:
         check_kind('model', model, Module)
-        inner_model = getattr(model, 'module', model)  # DDP wraps the model as `module`
-        config = getattr(inner_model, 'config', None)
+        config = getattr(inner_model(model), 'config', None)
         # Only configs of Transformers have a `model_type`. Without it the layout is inferred from each batch.
         if layout is None and hasattr(config, 'model_type'):
             layout = BatchLayout.for_model(config)

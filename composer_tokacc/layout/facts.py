@@ -19,14 +19,14 @@ from composer_tokacc.batch import (
     Reach,
     attended_positions,
     labels_at_text,
+    num_runs,
     real_positions,
     sample_name,
-    text_of,
 )
+from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
-    has_audio_along_text,
     joined_readings,
     lengths_of_runs,
 )
@@ -41,8 +41,8 @@ PADDED_ROWS = 'rows padded'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
-"""The largest values of a property that were seen. A smallest value is kept as its negative, and whether something was
-seen as a bool, so that rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
+"""The largest values of a property that were seen. A smallest value is kept as its negative. A bool says whether rows
+had something. So rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
 :func:`_media_limit` say which values a property has."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
@@ -75,11 +75,6 @@ class RowFacts:
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
-    def _num_real(self) -> list[int]:
-        """Number of real positions of each row."""
-        return self.real.sum(dim=1).tolist()
-
-    @cached_property
     def _reach(self) -> Reach:
         """How far the real positions of each row reach from the first and from the last column."""
         return Reach.of(self.real)
@@ -101,13 +96,11 @@ class RowFacts:
 
     @cached_property
     def may_be_trimmed(self) -> bool:
-        """Whether padding may be cut off. Not if positions depend on the width, or if audio lies along the text.
+        """Whether padding may be cut off. Not if positions depend on the width, or if the family does not allow it.
 
         Without ``input_ids`` (Whisper) nothing tells which positions are padding.
         """
-        if not self.has_ids or self.layout.width_matters(self.batch):
-            return False
-        return not has_audio_along_text(self.batch, self.layout.config)
+        return self.has_ids and self.layout.family.trims and not self.layout.width_matters(self.batch)
 
     @cached_property
     def counts(self) -> dict[str, list[int]]:
@@ -133,8 +126,10 @@ class RowFacts:
         counts = self.counts.get(modality, [])
         if not any(counts):
             return [None] * len(self.real)
-        ids = token_ids(self.layout.config, modality)
-        is_placeholder = has_any_id(text_of(self.batch), ids)
+        media = self.layout.family.media.get(modality, Media())
+        is_placeholder = media.placeholders(self.batch, self.layout.config, modality)
+        if is_placeholder is None:
+            is_placeholder = torch.zeros_like(self.real)
         sizes: list[float | None] = []
         for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
             if num_items == 0:
@@ -168,16 +163,8 @@ class RowFacts:
     @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models number such positions."""
-        attended = attended_positions(self.batch)
-        num_attended = attended.sum(dim=1).tolist()
-        reach = self._reach
-        if num_attended != self._num_real:  # some labels are on padding
-            reach = Reach.of(attended)
-        has_hole = []
-        # A span counts the columns from the first attended position to the last one.
-        for number, span in zip(num_attended, reach.spans, strict=True):
-            has_hole.append(number < span)
-        return has_hole
+        runs_of_rows = num_runs(attended_positions(self.batch)).tolist()
+        return [runs > 1 for runs in runs_of_rows]
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -233,8 +220,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """
     real = real_positions(batch)
     reach = Reach.of(real)
-    num_real = real.sum(dim=1).tolist()
-    is_padded = sum(num_real) < real.numel()
+    is_padded = not bool(real.all())
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape(batch.get(key), real.shape):
@@ -249,8 +235,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    # The values of two cached properties are already known.
-    vars(facts).update(_num_real=num_real, _reach=reach)
+    # The value of this cached property is already known.
+    vars(facts)['_reach'] = reach
     return facts
 
 
@@ -401,13 +387,14 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
 def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
     """Returns the limits of the widths of all batches together, as if they were one padded batch.
 
-    The limit of padded rows has the shortest row, the longest row with padding, and the width.
+    The limit of padded rows has the shortest row, the longest row with padding, and the width. Rows with
+    ``position_ids`` have limits of their own, whose names end with a suffix.
     """
     limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
     side = 'right'
-    joined_suffix = ''
+    suffix_of_padded = ''
     for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
@@ -417,10 +404,10 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         suffix = ''
         if facts.has_positions:
             suffix = ', with position_ids'
-            joined_suffix = suffix
+            suffix_of_padded = suffix
         # Beyond the limit the rotary embedding depends on the width, or with `position_ids` on the largest position of
-        # the microbatch. Such rows always keep their padding. The two cases have names of their own, because with
-        # `position_ids` it matters which rows share a microbatch.
+        # the microbatch. Such rows always keep their padding. With `position_ids` it also matters which rows share a
+        # microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
             # If only some rows are beyond it, the others change with the rows in their microbatch.
@@ -429,7 +416,7 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
     if padded_lengths:
-        limits[f'{PADDED_ROWS} on the {side}{joined_suffix}'] = (-min(lengths), max(padded_lengths), width)
+        limits[f'{PADDED_ROWS} on the {side}{suffix_of_padded}'] = (-min(lengths), max(padded_lengths), width)
     return limits
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch
+from composer_tokacc.batch import IGNORE_INDEX, Batch, text_of
 from composer_tokacc.layout import placeholders
 from composer_tokacc.layout.tensors import Entry
 
@@ -49,9 +49,9 @@ class Media:
     ) -> torch.Tensor | None:
         """Returns the positions of the placeholders of this modality, ``(rows, width)`` bool.
 
-        ``unit`` is the name of the modality. None: neither the config's ids nor ``mm_token_type_ids`` tell them.
+        Returns None if neither the ids in the config nor ``mm_token_type_ids`` tell them. ``unit`` is the modality.
         """
-        ids: torch.Tensor = batch['input_ids']
+        ids = text_of(batch)
         name_in_config = unit if self.frames is None else 'image'
         placeholder_ids = placeholders.token_ids(config, name_in_config)
         if not placeholder_ids:
@@ -84,6 +84,8 @@ class Family:
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
             missing placeholders, so ``BatchLayout`` always counts them.
+        trims: Whether padding of the text may be cut off. False if each token of the text has a fixed number of audio
+            frames, because these would have to be trimmed with it.
         coupling: Why a row with an image changes the loss of a row without one. Empty: it does not change it.
     """
 
@@ -95,12 +97,13 @@ class Family:
     slots: Callable[[Batch], torch.Tensor] | None = None
     one_kind: bool = False
     has_queries: bool = False
+    trims: bool = True
     coupling: str = ''
 
 
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
-    'attention_mask': Entry(seq_dims=(1,)),  # entry_of() changes it for (rows, heads, width, width)
+    'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
     # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
@@ -112,7 +115,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
     # Encoder-decoder: the decoder's text has its own width, so it is not padded with `input_ids`. For its `labels`
-    # entry_of() drops `seq_dims`. `attention_mask` belongs to the encoder.
+    # BatchLayout.entry_of() drops `seq_dims`. `attention_mask` belongs to the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }
@@ -259,9 +262,16 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames of a video are written like images, between the tokens that start and end it.
-            'image': Media(sizes=placeholders.image_grid, token_type=1, frames=False),
-            'video': Media(sizes=placeholders.video_grid, token_type=2, frames=True),
+            'image': Media(sizes=placeholders.image_grid, frames=False),
+            'video': Media(sizes=placeholders.video_grid, frames=True),
         },
+    ),
+    # Without it the forward raises if text is trimmed, because the audio lies along the text.
+    Family(
+        name='Voxtral Realtime',
+        model_types=('voxtral_realtime',),
+        media={'audio': Media()},
+        trims=False,
     ),
     # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
     Family(
@@ -292,6 +302,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={
             'pixel_values': Entry(slot_dim=1),
             'pixel_attention_mask': Entry(slot_dim=1),
+            'tile_fine_mask': Entry(absent=0),  # (rows,), Granite Docling
         },
         media={'image': Media()},
         slots=_slots_of_idefics,

@@ -42,7 +42,7 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""The order of readings that have equal places in :func:`agreed_readings`, because two batches rank them oppositely."""
+"""The order of two readings that :func:`agreed_readings` cannot rank, because two batches rank them oppositely."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -77,8 +77,13 @@ def inferred_family(config: Any) -> Family:
 def possible_readings(
     batch: Batch,
     key: str,
+    config: Any,
+    registered: Mapping[str, Entry],
 ) -> tuple[Reading, ...]:
-    """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none."""
+    """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
+
+    ``registered`` are the entries of other keys.
+    """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
     shape = tuple(value.shape)
@@ -87,7 +92,12 @@ def possible_readings(
     has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
     if modality is not None:
-        # The name of the tensor is that of media. But integers in the shape of the text may be a mask over its tokens.
+        # The name of the tensor is that of media. But the dataset may have a column with such a name, as `image_id`.
+        if shape == (num_rows,):
+            if _has_value_per_item(batch, value, modality, config, registered):
+                return (Reading.MEDIA, Reading.ROWS)
+            return (Reading.ROWS, Reading.MEDIA)
+        # Integers in the shape of the text may be a mask over its tokens.
         if value.is_floating_point() or not has_text_shape:
             return (Reading.MEDIA,)
         if _masks_media(batch, value, modality):
@@ -171,6 +181,27 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     )
 
 
+def _has_value_per_item(
+    batch: Batch,
+    values: torch.Tensor,
+    modality: str,
+    config: Any,
+    registered: Mapping[str, Entry],
+) -> bool:
+    """Returns whether a tensor ``(rows,)`` may have a value for each item: the batch has as many items as rows.
+
+    The items are counted by another tensor of the media, by the placeholders, or by the values, if these are sizes.
+    """
+    for key, other in batch.items():
+        if modality_of(key) != modality or not isinstance(other, torch.Tensor):
+            continue
+        is_of_rows = key in registered and registered[key].unit == 'row'
+        if other.dim() > 1 and len(other) == len(values) and not is_of_rows:
+            return True
+    placeholders = _placeholder_counts(batch, config, modality)
+    return sum(placeholders.runs) == len(values) or _entries_by_sizes(values, len(values), placeholders) is not None
+
+
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
     """Returns whether a tensor in the shape of the text may be a mask of media, and has this shape by chance.
 
@@ -204,21 +235,6 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
         num_patches = int(sizes.prod(dim=1).sum())
         if num_patches * patch_side == value.shape[-1]:
             return True
-    return False
-
-
-def has_audio_along_text(batch: Batch, config: Any) -> bool:
-    """Returns whether each token of the text has a fixed number of audio frames (Voxtral Realtime).
-
-    Such text cannot be trimmed, because the frames would have to be trimmed with it.
-    """
-    num_rows, width = text_of(batch).shape[:2]
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
-            continue
-        if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
-            # If audios have placeholders, they belong to these, and the shape is a coincidence.
-            return not placeholder_ids(config, 'audio')
     return False
 
 
@@ -274,6 +290,17 @@ class _PlaceholderCounts(NamedTuple):
     """Number of runs of placeholders of each row."""
 
 
+def _placeholder_counts(batch: Batch, config: Any, modality: str) -> _PlaceholderCounts:
+    """Counts the placeholders of a modality in each row, as far as the config names them."""
+    ids = placeholder_ids(config, modality)
+    is_placeholder = has_any_id(text_of(batch), ids)
+    runs_of_rows = lengths_of_runs(is_placeholder)
+    return _PlaceholderCounts(
+        tokens=[sum(runs) for runs in runs_of_rows],
+        runs=[len(runs) for runs in runs_of_rows],
+    )
+
+
 def entries_per_row(
     batch: Batch,
     config: Any,
@@ -285,13 +312,7 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    ids = placeholder_ids(config, modality)
-    is_placeholder = has_any_id(text_of(batch), ids)
-    runs_of_rows = lengths_of_runs(is_placeholder)
-    placeholders = _PlaceholderCounts(
-        tokens=[sum(runs) for runs in runs_of_rows],
-        runs=[len(runs) for runs in runs_of_rows],
-    )
+    placeholders = _placeholder_counts(batch, config, modality)
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
     # If no row has a placeholder, and there are as many entries as rows, each row has one. Without a config the
@@ -338,8 +359,8 @@ def _entries_by_sizes(
 ) -> list[int] | None:
     """Returns the number of entries of each row if ``value`` holds the size of each item; None: it does not.
 
-    Sizes are grids of patches, ``(items, 2 or 3)`` (the 2 or 3 is not checked), or numbers of patches or tiles,
-    ``(items,)``.
+    Sizes are grids of patches, ``(items, 2)`` or ``(items, 3)``, or numbers of patches or tiles, ``(items,)``. Any
+    other second dimension is read as a grid, too.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None

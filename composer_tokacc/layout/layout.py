@@ -19,8 +19,10 @@ from composer_tokacc.batch import (
     Batch,
     Reach,
     real_positions,
+    sample_name,
     text_of,
 )
+from composer_tokacc.compat import inner_model
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
     Readings,
@@ -29,7 +31,6 @@ from composer_tokacc.layout.found import (
     changed_meaning_message,
     entries_per_row,
     entry_of_reading,
-    has_audio_along_text,
     inferred_family,
     items_of_rows,
     possible_readings,
@@ -92,7 +93,8 @@ class BatchLayout:
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
-        model = getattr(model, 'module', model)  # DDP wraps the model as `module`
+        if isinstance(model, torch.nn.Module):
+            model = inner_model(model)
         config = getattr(model, 'config', model)
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
@@ -196,7 +198,7 @@ class BatchLayout:
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = possible_readings(batch, key)
+            possible = possible_readings(batch, key, self.config, self._registered)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -245,7 +247,7 @@ class BatchLayout:
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
-        possible = possible_readings(batch, key)
+        possible = possible_readings(batch, key, self.config, self._registered)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -333,26 +335,27 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
+        # The slots of a row reach to its last image. An empty slot before that image counts.
         return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the number of items of each row: see :meth:`units_per_row`. The items are not in slots."""
+        """Returns the number of items of each row, if they are not in slots: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
-        unit = _unit_of_items(entries, unit)
+        item_unit = _unit_of_items(entries, unit)
         # A unit 'image/12' has 12 inferred entries in the batch, see _unit_of_items().
-        modality, _, num_inferred_entries = unit.partition('/')
+        modality, _, num_inferred_entries = item_unit.partition('/')
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred_entries) if num_inferred_entries else _num_items(batch, entries, unit)
+        num_items = int(num_inferred_entries) if num_inferred_entries else _num_items(batch, entries, item_unit)
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
         # Models with queries do not notice if there are too few placeholders, so placeholders are always counted.
         # `token_ids` finds none for a unit like 'image/12'. Placeholders of such units are counted below.
-        must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
+        must_count_placeholders = self.family.has_queries and token_ids(self.config, item_unit)
         if not must_count_placeholders:
             if num_rows == 1:
                 return [num_items]
@@ -361,7 +364,7 @@ class BatchLayout:
                 return carried
         if num_inferred_entries:
             return entries_per_row(batch, self.config, modality, num_items)
-        return self._items_by_placeholders(batch, unit, num_items)
+        return self._items_by_placeholders(batch, item_unit, num_items)
 
     def _items_by_placeholders(
         self,
@@ -510,8 +513,7 @@ class BatchLayout:
         :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
-        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
-        if has_audio_along_text(batch, self.config):
+        if not self.family.trims:
             return dict(batch)
         reach = Reach.of(real_positions(batch))
         side = reach.side
@@ -578,8 +580,8 @@ class BatchLayout:
             values = [batch[key] for batch in present]
             if values and key in modality_of_count:
                 # The carried numbers may count the user's images, which the processor has cut into tiles. So if there
-                # are tensors of the items, these are counted. Each batch is counted by itself, because in a batch of
-                # one row it is certain that all tiles belong to that row.
+                # are registered tensors of the items, these are counted. Each batch is counted by itself, because in a
+                # batch of one row it is certain that all tiles belong to that row.
                 joined[key] = []
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, modality_of_count[key])
@@ -795,7 +797,7 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
     num_entries = {}
     for key, entry in entries.items():
         if entry.unit == unit:
-            num_entries[key] = len(batch[key])
+            num_entries[key] = batch[key].shape[entry.row_dim]
     if not num_entries:
         return None
     distinct_nums = set(num_entries.values())
@@ -892,10 +894,10 @@ def _widest_shared(
 ) -> torch.Tensor:
     """Returns the widest of several tensors, each shared by the rows of its batch.
 
-    It must begin as the others do, or if text is padded on the left, end as they do.
+    Each of the others must be the beginning of it, or if text is padded on the left, the end of it.
 
     Raises:
-        ValueError: If one of them is different. Then rows would get the values of another batch.
+        ValueError: If one is not. Then its rows would get the values of another batch.
     """
     widest = max(values, key=torch.Tensor.numel)
     # The dimensions along the text are reversed to compare the ends.
@@ -920,8 +922,8 @@ def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
     if len(batch_by_frames) > 1:
         names = []
         for num_frames in sorted(batch_by_frames):
-            sample_ids = batch_by_frames[num_frames].get('sample_ids')
-            names.append(f'{num_frames} (sample {sample_ids})')
+            first_sample = sample_name(batch_by_frames[num_frames], 0)
+            names.append(f'{num_frames} ({first_sample})')
         raise InvalidInputError(
             f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take '
             'the same number of frames from each video: `dataset.video.num_frames`.'

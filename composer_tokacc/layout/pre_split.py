@@ -137,7 +137,8 @@ class PreSplitBatch(Mapping[str, Any]):
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
         if entry.is_media:
-            # Sizes of images may tell along which dimension they lie. Their tensor is not joined below.
+            # Another tensor, of image sizes, may have told the dimension of the images. It is not joined below, so the
+            # entry is registered.
             layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
@@ -179,48 +180,6 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
-def joined_with_lists(batch: PreSplitBatch, layout: BatchLayout) -> dict[str, Any]:
-    """Returns one plain batch of all rows, for an evaluation. Its lists are those that ``batch[key]`` returns.
-
-    :meth:`.PreSplitBatch.joined` is too strict for it: it refuses a list that some microbatches lack. And in place of
-    the list ``num_images`` it counts the images again. This fails if the images were cut into tiles, and the layout has
-    no config to find the tiles of a row. An evaluation need not know these numbers.
-    """
-    lists: dict[str, Any] = {}
-    for key in batch:
-        if _is_list(batch, key):
-            lists[key] = batch[key]
-    other_keys = batch.keys() - lists.keys()
-    joined = _with_keys(batch, other_keys).joined(layout)
-    joined.update(lists)
-    return joined
-
-
-def with_plain_values(part: Batch, batch: PreSplitBatch) -> dict[str, Any]:
-    """Returns a part of the joined rows of a batch with the plain values that its microbatches have.
-
-    If microbatches have different values, joining them makes a list with one value for each row. Its rows get the plain
-    value again if they all have the same. If not, the list stays, because no single value would be right.
-    """
-    with_values = dict(part)
-    for key, values in part.items():
-        if not isinstance(values, list) or not _is_plain(batch, key):
-            continue
-        is_equal = [value == values[0] for value in values]
-        if values and all(is_equal):
-            with_values[key] = values[0]
-    return with_values
-
-
-def _is_plain(batch: PreSplitBatch, key: str) -> bool:
-    """Returns whether an entry is neither a tensor nor a list in any microbatch."""
-    for microbatch in batch.microbatches:
-        value = microbatch.get(key)
-        if isinstance(value, (torch.Tensor, list, tuple)):
-            return False
-    return True
-
-
 def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:
     """Returns the batch with only the entries of these keys."""
 
@@ -228,15 +187,6 @@ def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBat
         return {key: value for key, value in microbatch.items() if key in keys}
 
     return batch.map(chosen)
-
-
-def _is_list(batch: PreSplitBatch, key: str) -> bool:
-    """Returns whether an entry is a list in all microbatches that have it."""
-    for microbatch in batch.microbatches:
-        value = microbatch.get(key)
-        if value is not None and not isinstance(value, (list, tuple)):
-            return False
-    return True
 
 
 def widened(
@@ -281,9 +231,9 @@ def widened(
 def _pad_token_id(batches: Sequence[Batch]) -> int:
     """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, the last id of a row.
 
-    A hidden id is nearly always the id of padding. The new padding is masked, so any id would do, except a placeholder
-    of media, because placeholders are counted. Rows rarely end with media. Without ``input_ids`` it returns 0, which is
-    not used.
+    A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. Rows
+    rarely end with media. Without ``input_ids`` it returns 0, which is not used.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:

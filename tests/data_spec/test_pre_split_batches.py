@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.small_batches import IMAGE, LLAVA, TEXT, drawn_batch, text_batch
+from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import collate, column_counter, one_layer_model, text_rows
 from tests.support.training import On, assert_exact, fit
 
@@ -202,28 +201,7 @@ def test_evaluation_keeps_rows_in_order():
     batch = pre_split()
     with torch.no_grad():
         microbatches = spec_for().split_batch(batch, 3)
-    assert names(microbatches) == [['0.0', '0.1', '1.0'], ['1.1', '1.2', '1.3'], ['2.0']]
-
-
-def test_evaluation_completes_lists():
-    """Microbatches without images lack lists about images."""
-    with_images = text_batch([4, 3], num_boxes=[2, 1], paths=['a.png', 'b.png'])
-    with torch.no_grad():
-        parts = spec_for().split_batch(PreSplitBatch([with_images, text_batch([5])], max_tokens=CAP), 2)
-    assert [part['paths'] for part in parts] == [['a.png', 'b.png'], [None]]
-    assert [part['num_boxes'] for part in parts] == [[2, 1], [0]]
-
-
-def test_evaluation_of_tiles():
-    """A batch that is not cut need not tell which tiles belong to which row. The images of two rows have four tiles."""
-    with_tiles = text_batch([4, 3], num_images=[1, 1], pixel_values=torch.rand(4, 3, 4, 4))
-    batch = PreSplitBatch([with_tiles, text_batch([5], num_images=[0])], max_tokens=CAP)
-    with torch.no_grad():
-        (part,) = spec_for(family=LLAVA).split_batch(batch, 3)
-        with pytest.raises(ValueError, match=r'which of 4 images belong to which of 3 rows'):
-            spec_for(family=LLAVA).split_batch(batch, 2)
-    assert part['num_images'] == [1, 1, 0]
-    assert torch.equal(part['pixel_values'], with_tiles['pixel_values'])
+    assert names(microbatches) == [['0.0', '0.1'], ['1.0', '1.1', '1.2'], ['1.3'], ['2.0']]
 
 
 @pytest.mark.parametrize(
@@ -243,38 +221,16 @@ def test_layout_of_all_microbatches(first, second, family):
     assert inferred_layout(batch.microbatches).family.name == family
 
 
-@pytest.mark.parametrize('size', [3, 1])
-def test_evaluation_joins_media_by_the_layout(size):
-    """Only the layout of the model tells that MiniCPM-V puts the patches of all images side by side."""
-    microbatches = []
-    for drawings, first_pixel in ((['1i', '2ii'], 0), (['3i'], 6)):
-        num_patches = [drawing.count('i') for drawing in drawings]
-        sizes = torch.tensor([[1, number] for number in num_patches])
-        pixels = torch.arange(first_pixel, first_pixel + 2 * sum(num_patches)).expand(1, 3, 2, -1).float()
-        microbatches.append(drawn_batch(*drawings, pixel_values=pixels, target_sizes=sizes))
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='minicpmv', image_token_id=IMAGE))
+def test_evaluation_cuts_each_microbatch_by_itself():
+    """Each keeps its width and its plain values. Microbatches without images may lack lists about images."""
+    with_images = text_batch([4, 3, 2], width=6, paths=['a.png', 'b.png', 'c.png'], scale=1.0)
+    batch = PreSplitBatch([with_images, text_batch([5], width=8, scale=2.0)], max_tokens=CAP)
     with torch.no_grad():
-        parts = token_data_spec([], layout=layout).split_batch(PreSplitBatch(microbatches, max_tokens=CAP), size)
-    pixels_of_parts = [part['pixel_values'] for part in parts]
-    joined = torch.cat(pixels_of_parts, dim=3)
-    assert torch.equal(joined, torch.arange(8).expand(1, 3, 2, 8).float())
-    assert len(parts) == 3 // size
-
-
-def test_evaluation_keeps_plain_values():
-    """Rows of different microbatches may have different values."""
-    microbatches = [
-        text_batch([4, 3], scale=1.0, size=8, num_images=torch.tensor([0, 0])),
-        text_batch([5], scale=2.0, size=8, num_images=torch.tensor([0])),
-    ]
-    batch = PreSplitBatch(microbatches, max_tokens=CAP)
-    scales = {1: [1.0, 1.0, 2.0], 2: [1.0, 2.0], 3: [[1.0, 1.0, 2.0]]}
-    for size, expected in scales.items():
-        with torch.no_grad():
-            parts = token_data_spec([]).split_batch(batch, size)
-        assert [part['scale'] for part in parts] == expected
-        assert [part['size'] for part in parts] == [8] * len(parts)
-        assert [len(part['num_images']) for part in parts] == [len(part['input_ids']) for part in parts]
+        parts = token_data_spec([]).split_batch(batch, 2)
+    assert [part.get('paths') for part in parts] == [['a.png', 'b.png'], ['c.png'], None]
+    assert [part['scale'] for part in parts] == [1.0, 1.0, 2.0]
+    for part, lengths in zip(parts, [[4, 3], [2], [5]], strict=True):
+        assert torch.equal(part['input_ids'], text_batch(lengths)['input_ids'])
 
 
 def test_users_transforms_see_plain_mappings():

@@ -236,6 +236,19 @@ def test_text_integers_named_after_a_modality(shape):
     assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 
 
+@pytest.mark.parametrize('values', [[11, 12, 13], [True, False, True], [0.5, 0.25, 1.0]])
+def test_column_of_rows_named_after_a_modality(values):
+    """A dataset's own column, such as `image_id`, has one value a row, whatever images the rows have."""
+    column = torch.tensor(values)
+    batch = drawn_batch('1ii', '12', '3ii', pixel_values=numbered(2, 3, 4, 4), image_id=column)
+    assert [part['image_id'].tolist() for part in parts_of_rows(batch)] == [[value] for value in values]
+    assert LAYOUT.images_per_row(batch) == [1, 0, 1]
+    assert describe(LAYOUT, text_batch([3, 2, 3], image_id=column)).counts == {}
+    equally_many = drawn_batch('1ii2ii', '12', pixel_values=numbered(2, 3, 4, 4), image_id=torch.tensor([11, 12]))
+    learned = LAYOUT.with_readings(LAYOUT.readings_of(batch))
+    assert learned.select(equally_many, [1])['image_id'].tolist() == [12]
+
+
 # The meaning of a key.
 
 

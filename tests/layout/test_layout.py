@@ -18,6 +18,7 @@ from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
 from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import (
+    FAMILY_OF_NAME,
     IMAGE,
     LLAVA,
     QWEN,
@@ -56,6 +57,15 @@ def trimmed_rows(layout, batch, rows):
 def test_layout_needs_a_config(model):
     with pytest.raises(TypeError, match='`model` must have a `config` with a `model_type`, got: '):
         BatchLayout.for_model(model)
+
+
+def test_config_beside_a_child_named_module():
+    """Only DDP's `module` is the model itself."""
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type='llava')
+    for wrapped in (model, torch.nn.DataParallel(model)):
+        assert BatchLayout.for_model(wrapped).config is model.config
 
 
 # The tokens of a row, without its padding.
@@ -215,6 +225,7 @@ def test_values_without_rows_are_refused(value):
 
 def test_registered_tensors_are_selected():
     entries = {'ocr_boxes': Entry(unit='box'), 'image_tags': Entry(unit='image'), 'class_weights': Entry(unit='shared')}
+    entries['image_tags_side_by_side'] = Entry(unit='image', row_dim=1)
     layout = LLAVA_LAYOUT.with_entries(**entries)
     batch = three_rows(
         num_images=[1, 0, 2],
@@ -222,11 +233,13 @@ def test_registered_tensors_are_selected():
         pixel_values=numbered(3, 3, 2, 2),
         ocr_boxes=numbered(4),
         image_tags=numbered(3),
+        image_tags_side_by_side=torch.arange(3).expand(5, 3),
         class_weights=numbered(7),
     )
     part = layout.select(batch, [2, 1])
     assert numbers_of(part['ocr_boxes']) == [3, 0, 1, 2]
     assert numbers_of(part['image_tags']) == [1, 2]
+    assert part['image_tags_side_by_side'].tolist() == [[1, 2]] * 5
     assert numbers_of(part['pixel_values']) == [1, 2]
     assert len(part['class_weights']) == 7
 
@@ -240,6 +253,26 @@ def test_image_numbers_go_with_their_rows(count):
     joined = LLAVA_LAYOUT.concat([LLAVA_LAYOUT.select(batch, [3]), part])
     assert joined['num_images'] == [1, 0, 2]
     assert numbers_of(joined['pixel_values']) == [3, 1, 2]
+
+
+def test_image_numbers_without_rows_of_text():
+    """LLaVA-OneVision's processor counts the images only of rows that have some."""
+    layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
+
+    def batch_of(lengths, images, **entries):
+        return text_batch(lengths, num_images=images, pixel_values=numbered(sum(images), 1, 3, 2, 2), **entries)
+
+    counts = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r'batch_num_images.*concat'):
+        layout.select(batch_of([3, 2, 4], [1, 0, 2], batch_num_images=counts), [1])
+    samples = [
+        batch_of([3], [1], batch_num_images=counts[:1]),
+        text_batch([2], num_images=[0]),
+        batch_of([4], [2], batch_num_images=counts[1:]),
+    ]
+    part = layout.select(layout.concat(samples), [2, 1])
+    assert part['batch_num_images'].tolist() == [2, 0]
+    assert numbers_of(part['pixel_values']) == [0, 1]
 
 
 @pytest.mark.parametrize('numbers', [[1, 1], torch.tensor([1, 1]), torch.tensor(2)], ids=str)
@@ -536,8 +569,10 @@ def test_mask_of_slots_stays_boolean():
     layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
+    with_image['tile_fine_mask'] = torch.tensor([True])  # of the rows
     joined = layout.concat([with_image, text_batch([2])])
     assert joined['pixel_attention_mask'].dtype == torch.bool
+    assert joined['tile_fine_mask'].tolist() == [True, False]
     assert layout.images_per_row(joined) == [1, 0]
 
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import placeholders
+from composer_tokacc.layout import describe, placeholders
 from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, numbered, numbers_of
 
 
@@ -83,6 +83,9 @@ def test_frames_of_glm_are_no_images():
     assert layout.images_per_row(batch) == [1, 0, 1]
     assert layout.units_per_row(batch, 'video') == [1, 2, 0]
     assert layout.units_per_row(batch, 'video_patch') == [8, 12, 0]
+    facts = describe(layout, batch)
+    assert facts.media_sizes('image') == [2, None, 1]
+    assert facts.media_sizes('video') == [2, 2, None]
 
 
 def test_query_tokens_are_never_guessed():
