@@ -161,12 +161,11 @@ def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
     return model._get_ddp_logging_data()['num_parameter_tensors']
 
 
-def is_ddp_sink(node: Any) -> bool:
-    """Returns whether a node of the graph is the sink of DDP, which returns the outputs of the model unchanged.
+DDP_SINK = '_DDPSinkBackward'
+"""Name of the node of the graph with which DDP returns the outputs of the model unchanged.
 
-    DDP has a sink if it is made with ``find_unused_parameters`` or ``static_graph``.
-    """
-    return node.name() == '_DDPSinkBackward'
+DDP has such a sink if it is made with ``find_unused_parameters`` or ``static_graph``.
+"""
 
 
 def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:

@@ -135,6 +135,8 @@ class ReductionWatch:
 
     def note_reached(self) -> None:
         """Notes which parameters of FSDP2 the backward has reached. Called after the backward of each microbatch."""
+        if not self._parameters_of_fsdp:
+            return
         states = [state_of_gradient(parameter) for parameter in self._parameters_of_fsdp]
         is_reached = [after != before for after, before in zip(states, self._fsdp_states, strict=True)]
         self._reached_checksum = zlib.crc32(bytes(is_reached), self._reached_checksum)

@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.compat import edge_before_sink, is_ddp_sink
+from composer_tokacc.compat import DDP_SINK, edge_before_sink
 from composer_tokacc.counting import loss_mask
 
 CHUNK = 2**23
@@ -319,9 +319,10 @@ def _before_copies(edge: Edge) -> Edge:
     """
     node, index = edge
     while node is not None:
-        if node.name() == 'ToCopyBackward0':
+        name = node.name()
+        if name == 'ToCopyBackward0':
             node, index = node.next_functions[0]
-        elif is_ddp_sink(node):
+        elif name == DDP_SINK:
             node, index = edge_before_sink(node, index)
         else:
             break
