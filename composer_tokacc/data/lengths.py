@@ -211,7 +211,7 @@ def length_table(
     if not any(_gather(table is None or len(table.errors) > 0)):
         assert table is not None
         return _check_table(table, on_error)
-    table = build_length_table(dataset, processor, kept=table, **options)
+    table = build_length_table(dataset, processor, earlier=table, **options)
     if dist.get_local_rank() == 0:
         keep(
             path,
@@ -228,11 +228,11 @@ def build_length_table(
     num_workers: int | None = None,
     patch_size: int | None = None,
     on_error: OnError = 'raise',
-    kept: LengthTable | None = None,
+    earlier: LengthTable | None = None,
 ) -> LengthTable:
     """Measures every sample of a dataset, in parallel. The table is not kept. Arguments as for :func:`length_table`.
 
-    Samples that are good in the table ``kept`` are not measured again.
+    Samples that are good in the table ``earlier`` are not measured again.
     """
     # Without a process group, as in a script under the launcher, each rank measures all samples.
     rank = 0
@@ -245,7 +245,7 @@ def build_length_table(
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
     measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
     indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(measurer, indices, run, on_error, kept)
+    rows = _measure_rows(measurer, indices, run, on_error, earlier)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
     # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
@@ -258,7 +258,7 @@ def _measure_rows(
     indices: Sequence[int],
     run: Callable[..., Iterator[Any]],
     on_error: OnError,
-    kept: LengthTable | None,
+    earlier: LengthTable | None,
 ) -> list[MeasuredRow]:
     """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
 
@@ -269,13 +269,13 @@ def _measure_rows(
         indices: The samples.
         run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
-        kept: A table that has the rows of good samples. It is not used with headers, with which no bad sample is kept.
+        earlier: A table that has the rows of good samples. It is not used with headers, with which no bad sample is kept.
     """
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):
         rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
-    elif kept is not None:
-        rows = [_good_row(kept, index) for index in indices]
+    elif earlier is not None:
+        rows = [_good_row(earlier, index) for index in indices]
     missing_places = [place for place, row in enumerate(rows) if row is None]
     missing_indices = [indices[place] for place in missing_places]
     missing_rows = run(measurer.read, missing_indices)
