@@ -67,7 +67,7 @@ class InvarianceCase:
     """``'right'`` or ``'left'``."""
     microbatch_size: int
     """Rows of a microbatch on each rank. For ``'again'``, which computes the rows of all ranks at once, this is the
-    number of rows that each rank brought. For ``'uneven'`` it is one less."""
+    number of rows that each rank brought. For ``'uneven'`` it is one less than that number: the larger microbatch."""
     error: float
     """The norm of the difference from the reference, over the norm of the reference, over all parameters."""
     factor: float
@@ -337,7 +337,8 @@ def verify_invariance(
 
     report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
     num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
-    # If each rank has only one row with labels, the gradient of these rows is already that of all rows.
+    # Below, one row of each rank is compared with all rows. If each rank has only one row with labels, both have the
+    # same gradient.
     can_tell = num_labelled > len(rows_by_rank)
     if can_tell and all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.

@@ -33,8 +33,9 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
 LOSS_TOLERANCE = 1e-4
-"""Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
-With another number of experts per position, the loss would differ by more than 0.01."""
+"""Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here,
+if the logits are float32; see `_compare_losses` for other types. With another number of experts per position, the loss
+would differ by more than 0.01."""
 CHOICE_TOLERANCE = 1e-3
 """Largest share of the choices that may differ between the count and the forward in training. A few choices change if
 two experts are equally probable and a kernel does not sum in a fixed order."""
@@ -270,7 +271,7 @@ def counted_positions(microbatch: Batch) -> Tensor:
     """
     attended = _attended(microbatch)
     rows = rows_of(microbatch)
-    if rows[0].documents:
+    if rows[0].documents:  # packed: the microbatch is this one row
         return _counted_in_packed_row(microbatch, rows[0].documents)[None]
     # Dummy rows and repeated samples are counted as rows without real tokens.
     is_sample = torch.tensor([row.real_tokens > 0 for row in rows], device=attended.device)
@@ -280,8 +281,8 @@ def counted_positions(microbatch: Batch) -> Tensor:
 def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     """Returns which positions of a packed row are real tokens of a sample, ``(width,)`` bool.
 
-    The mask does not show them. It is also True at tokens of dummy rows, and at a padding position that was kept
-    because it has a label. Such a position comes after the real tokens of its document.
+    The mask does not show them. It is also True at tokens of dummy rows and of repeated samples, and at a padding
+    position that was kept because it has a label. Such a position comes after the real tokens of its document.
 
     Args:
         packed: The packed row.
@@ -291,8 +292,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
-        # A sample without real tokens has no position in the packed row, so it is not a document. A dummy row is one.
-        # It has tokens, but `real_tokens` is 0, because they do not count.
+        # A sample without real tokens has no position in the packed row, so it is not a document. A dummy row and a
+        # repeated sample are. They have tokens, but their `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
     # For a packed row without any document. It has one position of padding, with the document number 0. In other rows
@@ -347,9 +348,9 @@ def _sums_over_positions(
     for layer in logits:
         probabilities = layer.to(device).softmax(dim=-1)
         experts = probabilities.topk(top_k, dim=-1).indices
-        # Each choice, (positions, top_k), as an index into the flat `choices`: rank of the choice * experts + expert.
-        ranks = torch.arange(top_k, device=device)
-        indices = experts + num_experts * ranks
+        # Each choice, (positions, top_k), as an index into the flat `choices`: place of the choice * experts + expert.
+        places = torch.arange(top_k, device=device)
+        indices = experts + num_experts * places
         is_counted_choice = counted.repeat_interleave(top_k)
         choices.scatter_add_(0, indices.flatten(), is_counted_choice.long())
         at_least_float32 = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))

@@ -153,7 +153,7 @@ class ConversationEncoder:
             sample_id: Name of the sample. It is the only entry of ``sample_ids``.
 
         Returns:
-            The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, not shifted, and
+            The processor's entries for a batch of one row, ``labels`` of shape ``(1, length)``, not shifted, and
             the lists ``sample_ids`` and ``num_images``. Also ``num_videos`` and ``num_audios`` if the processor has a
             part for them.
 

@@ -269,7 +269,8 @@ def _measure_rows(
         indices: The samples.
         run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
-        earlier: A table that has the rows of good samples. It is not used with headers, with which no bad sample is kept.
+        earlier: A table that has the rows of good samples. It is not used with headers, because then no bad sample is
+            kept.
     """
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(measurer.dataset, on_error):

@@ -30,7 +30,8 @@ JsonObject = Mapping[str, Any]
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
-"""One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
+"""One encoded conversation, as a batch of one row. Tensors of its text have a first dimension of 1, those of media one
+of any size. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
@@ -264,9 +265,9 @@ def leaves_of(value: object) -> Iterator[object]:
 
 
 def is_given(value: object) -> bool:
-    """Tells whether a value is given. Tables and files write null, '', [], {}, or these inside each other, if not.
+    """Tells whether a value is given. A missing one is null, '', [] or {} in tables and files, or these in each other.
 
-    For example, a table of images has ``{"bytes": null, "path": null}`` in the rows of text alone.
+    For example, a table of images has ``{"bytes": null, "path": null}`` in rows that have only text.
     """
     for leaf in leaves_of(value):
         is_empty_text = isinstance(leaf, str | bytes) and not leaf

@@ -111,7 +111,10 @@ def write_shards(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit status: 2 after a bad sample or a wrong argument, else 0."""
+    """Runs the program and returns its exit status.
+
+    It is 2 after a bad sample, a wrong argument, an error of the file system or a missing package, else 0.
+    """
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
     parser.add_argument(
         'path',

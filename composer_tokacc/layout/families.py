@@ -101,6 +101,7 @@ class Family:
     coupling: str = ''
 
 
+# `fill` pads a row. `absent` is the value for rows of a batch without the tensor.
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
@@ -135,7 +136,7 @@ _CLIPS = {
     'pixel_values_videos': _VIDEO,
     'image_sizes_videos': _VIDEO,
 }
-_TILES = {
+_TILES_AND_CLIPS = {
     **_CLIPS,
     'pixel_values': _IMAGE,
     'image_sizes': _IMAGE,
@@ -342,7 +343,7 @@ FAMILIES: tuple[Family, ...] = (
             'llava_next',
             'llava_next_video',
         ),
-        entries=_TILES,
+        entries=_TILES_AND_CLIPS,
         media={
             'image': Media(sizes=placeholders.anyres),
             'video': Media(sizes=placeholders.equal),
@@ -371,7 +372,7 @@ FAMILIES: tuple[Family, ...] = (
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
         entries={
-            **_TILES,
+            **_TILES_AND_CLIPS,
             'batch_num_images': Entry(absent=0),  # images of each row: an image is tiled only if its row has no other
         },
         media={

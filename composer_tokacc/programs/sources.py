@@ -342,8 +342,9 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
+            # The values are annotations. None allows only null, because parts were looked at above.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
-        if self.section.get('eval') is not None:
+        if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         self.check_processor()
         if self.config.loader.exchange_ranks:
@@ -617,7 +618,7 @@ def _is_ours(cls: Any) -> bool:
 
 
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
-    """Returns the checked settings, arguments of the class and ``extra_keys``. Refuses all others."""
+    """Returns the checked settings. Only arguments of the class and ``extra_keys`` are allowed."""
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)

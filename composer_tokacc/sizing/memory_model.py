@@ -47,7 +47,7 @@ _FEATURES_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class StaticBytes:
-    """Bytes of the whole model, before anything is sharded, and the sizes of its parts for FSDP.
+    """Bytes of the whole model, before anything is sharded. For FSDP also how many weights its parts have.
 
     Args:
         parameters: All parameters, frozen ones too.
@@ -176,7 +176,7 @@ class ActivationFit:
         coefficients: Bytes for one unit of a size, by part and then by the name of the size, as in ``_FEATURES_OF``.
         area: When attention holds ``rows x width^2`` entries, so that the size ``area`` counts: ``'always'`` (eager),
             ``'padded'`` (SDPA builds a mask if there is padding), ``'never'`` (flash attention).
-        residual: Largest absolute error among the microbatches of the fit, as a share of the peak of the microbatch.
+        residual: Largest absolute error among the microbatches of the fit, as a share of the microbatch's activations in its highest phase.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
