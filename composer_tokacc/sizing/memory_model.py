@@ -176,7 +176,8 @@ class ActivationFit:
         coefficients: Bytes for one unit of a size, by part and then by the name of the size, as in ``_FEATURES_OF``.
         area: When attention holds ``rows x width^2`` entries, so that the size ``area`` counts: ``'always'`` (eager),
             ``'padded'`` (SDPA builds a mask if there is padding), ``'never'`` (flash attention).
-        residual: Largest absolute error among the microbatches of the fit, as a share of the microbatch's activations in its highest phase.
+        residual: Largest absolute error among the microbatches of the fit, as a share of the microbatch's
+            activations in its highest phase.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
