@@ -745,8 +745,13 @@ def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value):
         LlavaDataset(path, small())
 
 
-def test_notes_in_a_text_file_of_llama_factory(folder):
-    """Keys without a column are accepted, unless their name and their value say that they hold media."""
+@pytest.mark.parametrize('columns', [PAIR_COLUMNS['columns'], {}])
+def test_notes_in_a_text_file_of_llama_factory(folder, columns):
+    """Keys without a column are accepted, unless their name and their value say that they hold media.
+
+    Keys that would be refused are accepted if the entry names them with null. Such an entry keeps its default columns.
+    """
+    columns = {**columns, 'weight': None}
     notes = {
         'prompt': 'Paint a.png',
         'source': 'b.mp4',
@@ -754,8 +759,9 @@ def test_notes_in_a_text_file_of_llama_factory(folder):
         'image': None,
         'image_id': 5,
         'system': 'x',
+        'weight': 3,
     }
-    path = describe(folder, {'file_name': 'own.json', **PAIR_COLUMNS}, [{**PAIR, **notes}])
+    path = describe(folder, {'file_name': 'own.json', 'columns': columns}, [{**PAIR, **notes}])
     (record,) = LlavaDataset(path, small()).records
     assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
 
