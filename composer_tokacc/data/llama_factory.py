@@ -15,7 +15,7 @@ from pathlib import Path
 from composer_tokacc.data.formats import REFUSED_KEYS
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
-from composer_tokacc.data.unread_media import announces_medium
+from composer_tokacc.data.unread_media import NO_COLUMN, announces_medium
 from composer_tokacc.refusals import InvalidInputError
 
 KEY_OF_COLUMN = {
@@ -138,7 +138,7 @@ class DatasetEntry:
             if key in REFUSED_KEYS:
                 record[key] = value
             elif announces_medium(key) and not self._names_media:
-                record[f'{key} (named by no column)'] = value
+                record[f'{key}{NO_COLUMN}'] = value
         turns = record.get('conversations')
         if isinstance(turns, list):
             record['conversations'] = [self._rename_turn(turn) for turn in turns]

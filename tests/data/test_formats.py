@@ -729,19 +729,20 @@ PAIR_COLUMNS = {'columns': {'prompt': 'instruction', 'response': 'output'}}
 
 
 @pytest.mark.parametrize(
-    ('entry', 'key', 'value'),
+    ('entry', 'key', 'value', 'remedy'),
     [
-        ({}, 'images', ['red.png']),
-        ({}, 'weight', 3),
-        (PAIR_COLUMNS, 'image', 'red.png'),
-        (PAIR_COLUMNS, 'video_path', 'a.mp4'),
-        (PAIR_COLUMNS, 'chosen', 'Blue.'),
+        ({}, 'images', ['red.png'], '"images": null'),
+        ({}, 'weight', 3, 'loss_weights'),
+        (PAIR_COLUMNS, 'image', 'red.png', '"images": null'),
+        (PAIR_COLUMNS, 'video_path', 'a.mp4', '"videos": null'),
+        (PAIR_COLUMNS, 'video', RED_URI, '"videos": null'),
+        (PAIR_COLUMNS, 'chosen', 'Blue.', 'preferences'),
     ],
 )
-def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value):
+def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value, remedy):
     """The entry says nothing about them, and the sample would be trained without them."""
     path = describe(folder, {'file_name': 'own.json', **entry}, [{**PAIR, key: value}])
-    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` '):
+    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` .*{remedy}'):
         LlavaDataset(path, small())
 
 
