@@ -202,11 +202,12 @@ class MicrobatchSplit:
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
-        width = self.options.slot_tokens
-        if width is None:
-            widest = max(facts.width for facts in facts_of_batches)
-            width = max(widest, self._planned_slot)
+        widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
+        if self.options.slot_tokens is None and self._planned_slot:
+            budget = token_budget(microbatch_size, self._planned_slot + decoder_width)
+            return max(budget, widest + decoder_width)  # a single row always fits
+        width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)
 
     @property
