@@ -296,7 +296,7 @@ class MicrobatchSplit:
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
         if self.layout is None:
-            layout = _largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
+            layout = largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
         self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
@@ -640,10 +640,11 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
-def _largest_of_ranks(layout: BatchLayout) -> BatchLayout:
+def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    A rank without media infers the layout of a text model, which has no entries.
+    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and a layout of
+    the arguments this is asked in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
@@ -660,7 +661,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = BatchLayout.for_model(state.model)
     except TypeError:
         # The model has no config.
-        layout = _largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
+        layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout
     # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries. Perhaps
