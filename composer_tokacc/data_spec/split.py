@@ -393,8 +393,8 @@ class MicrobatchSplit:
         if self.options.packing and not self.checked:
             raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
-                'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms`, or set '
-                '`packing=False`.'
+                'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms` (without '
+                '`accumulate_train_batch_on_tokens`), or set `packing=False`.'
             )
         if not self.packs_rows:
             return
