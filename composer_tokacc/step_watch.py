@@ -157,8 +157,8 @@ class StepWatch:
             names = [name for name in names if gradients_now[name] != ZERO]
             if names:
                 self.faults.append(
-                    f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and compute '
-                    'the whole step again.'
+                    f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and '
+                    'compute the whole step again.'
                 )
             return
         # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.

@@ -277,7 +277,7 @@ def test_damaged_image_of_video_is_named(tmp_path):
 def test_image_of_too_many_pixels(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 4)
     Image.new('RGB', (3, 3)).save(tmp_path / 'large.png')
-    with pytest.raises(ValueError, match='9 pixels.* smaller'):
+    with pytest.raises(ValueError, match=r'9 pixels.* smaller'):
         image_size(tmp_path / 'large.png')
 
 
