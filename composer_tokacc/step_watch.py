@@ -72,6 +72,8 @@ class StepWatch:
         self._in_backward = False
         self._has_accumulated = False
         """Whether the last backward added to a gradient, even if it added 0. ``torch.autograd.grad`` adds nothing."""
+        self._has_failed = False
+        """Whether the last backward raised."""
         self._states_before: list[tuple[int, int]] = []
         """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
         self._has_stepped = False
@@ -131,6 +133,7 @@ class StepWatch:
                 )
         else:
             self._list_changes(weights_now, gradients_now)
+        self._has_failed = False
         self._last_weights = weights_now
         self._last_gradients = gradients_now
         self._states_before = self._gradient_states()
@@ -150,6 +153,14 @@ class StepWatch:
         if names:
             self.faults.append(f'Parameters were frozen {between}: {listed(names)}.')
         names = _changed_names(self._last_gradients, gradients_now)
+        if self._has_failed:
+            names = [name for name in names if gradients_now[name] != ZERO]
+            if names:
+                self.faults.append(
+                    f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and '
+                    'compute the whole step again.'
+                )
+            return
         # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.
         if names and self._has_accumulated:
             self.faults.append(
@@ -222,6 +233,7 @@ class StepWatch:
             # the gradients to 0 before it tries again.
             self._in_backward = False
             self._has_accumulated = False
+            self._has_failed = True
         args, kwargs = self._inputs
         self._inputs = (), {}  # the batch must not stay in memory
         logits = logits_of(outputs)

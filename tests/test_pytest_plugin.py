@@ -149,10 +149,17 @@ class Loop:
         (-next(self.losses)).backward()
 
     def failing_backward(self):
+        self.backward_that_fails(self.weight.register_hook)
+
+    def late_failing_backward(self):
+        """Fails after it has added to the gradient."""
+        self.backward_that_fails(self.weight.register_post_accumulate_grad_hook)
+
+    def backward_that_fails(self, register):
         def run_out_of_memory(gradient):
             raise torch.OutOfMemoryError
 
-        hook = self.weight.register_hook(run_out_of_memory)
+        hook = register(run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             next(losses(self.model)).backward()
         hook.remove()
@@ -204,6 +211,7 @@ RIGHT_LOOPS = [
     'backward_of_both step',
     'step_with_closure',
     'backward failing_backward start_again backward backward step',
+    'backward late_failing_backward start_again backward backward step',
     'update_average backward update_average backward update_average step',
     'add_gradient add_gradient step',
     'backward_in_halves backward step',
@@ -216,6 +224,7 @@ FAULTS = {
     'zero_grad backward zero_grad backward step': 'Gradients changed between backward 1 and 2: `weight`',
     'backward backward_without_row zero_grad backward step': 'Gradients changed between backward 2 and 3: `weight`',
     'failing_backward zero_grad backward zero_grad backward step': 'Gradients changed between backward 2 and 3',
+    'late_failing_backward backward backward step': 'A backward raised after it had added to gradients: `weight`',
     'backward step backward step': 'An optimizer made a step between backward 1 and 2',
     'backward move_weight backward move_weight': 'Parameters changed between backward 1 and 2: `weight`',
     'backward clip backward clip step': 'Gradients changed between backward 1 and 2: `weight`',

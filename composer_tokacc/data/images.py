@@ -91,6 +91,8 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
             f'it is damaged, or no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs '
             '`pip install pillow-heif`)'
         ) from error
+    except Image.DecompressionBombError as error:
+        raise InvalidInputError(f'{error} Make it smaller') from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):

@@ -15,7 +15,7 @@ from pathlib import Path
 from composer_tokacc.data.formats import REFUSED_KEYS
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
-from composer_tokacc.data.unread_media import announces_medium
+from composer_tokacc.data.unread_media import NO_COLUMN, announces_medium
 from composer_tokacc.refusals import InvalidInputError
 
 KEY_OF_COLUMN = {
@@ -43,8 +43,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""For each ``formatting``: the columns of an entry that names no column. An entry that names some has only those, as in
-LLaMA-Factory."""
+"""For each ``formatting``: the columns of an entry that names no column, or only some with null. An entry that names
+others has only those, as in LLaMA-Factory."""
 MEDIA_COLUMNS = ('images', 'videos', 'audios')
 """The columns of an entry that hold media."""
 DEFAULT_TAGS = {
@@ -96,8 +96,12 @@ class DatasetEntry:
             self.path = str(path)
         else:
             raise InvalidInputError('`file_name` or `hf_hub_url` must be given')
-        self._columns = _names_of(entry, 'columns', KEY_OF_COLUMN) or DEFAULT_COLUMNS[formatting]
-        """The file's name of a column, by LLaMA-Factory's name. None: the column is not read."""
+        columns = _names_of(entry, 'columns', {**KEY_OF_COLUMN, **REFUSED_KEYS})
+        if not any(columns.values()):
+            columns = {**DEFAULT_COLUMNS[formatting], **columns}
+        self._columns = columns
+        """The file's name of a column, by LLaMA-Factory's name, or by our key if it has none. None: the column is not
+        read."""
         self._names_media = not self._columns.keys().isdisjoint(MEDIA_COLUMNS)
         """Whether the entry says which media are read."""
         self._keys_of_turn: dict[str, str] = {}
@@ -127,14 +131,14 @@ class DatasetEntry:
         }
         for column, name in self._columns.items():
             if name in data:
-                record[KEY_OF_COLUMN[column]] = data[name]
+                record[KEY_OF_COLUMN.get(column, column)] = data[name]
         for key, value in data.items():
             if key in self._columns or key in self._columns.values():
                 continue
             if key in REFUSED_KEYS:
                 record[key] = value
             elif announces_medium(key) and not self._names_media:
-                record[f'{key} (named by no column)'] = value
+                record[f'{key}{NO_COLUMN}'] = value
         turns = record.get('conversations')
         if isinstance(turns, list):
             record['conversations'] = [self._rename_turn(turn) for turn in turns]

@@ -60,6 +60,8 @@ _ANNOUNCING_KEY = re.compile(
 and a number."""
 _ID_KEY = re.compile(r'.*ids?')
 """Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
+NO_COLUMN = ' (named by no column)'
+"""The end of a key that :class:`.DatasetEntry` gives to a medium that is no column of the entry."""
 
 
 class MediaSign(NamedTuple):
@@ -173,11 +175,16 @@ def _refusal(key: str, value: object, modality: str) -> str:
     # The name of the key decides for images, because they may be the `frames` of a video, and for values that do not
     # show their modality. A .mp4 file is a video under any key.
     if modality in ('', 'image'):
-        for sign in _signs_in_key(key, value):
+        for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
             modality = sign.modality or modality
     singular, plural, *_ = MEDIA_KEYS[modality or 'image']
     key_to_use = plural if isinstance(value, list) else singular
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
+    if key.endswith(NO_COLUMN):
+        return (
+            f'{problem}. Name it in `columns` of `dataset_info.json` as `{plural}`, or write `"{plural}": null` there, '
+            'which ignores such keys'
+        )
     return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'

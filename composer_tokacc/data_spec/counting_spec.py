@@ -20,7 +20,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import mask_document_starts, real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
+from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, register_split
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -148,7 +148,9 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind."""
         split = self._split
-        layout = split.fixed_layout or inferred_layout(microbatches_of(batch))
+        layout = split.fixed_layout
+        if layout is None:
+            layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
         if self._first_batch is None:
             split.start(model, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(

@@ -202,11 +202,12 @@ class MicrobatchSplit:
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
-        width = self.options.slot_tokens
-        if width is None:
-            widest = max(facts.width for facts in facts_of_batches)
-            width = max(widest, self._planned_slot)
+        widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
+        if self.options.slot_tokens is None and self._planned_slot:
+            budget = token_budget(microbatch_size, self._planned_slot + decoder_width)
+            return max(budget, widest + decoder_width)  # a single row always fits
+        width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)
 
     @property
@@ -295,7 +296,7 @@ class MicrobatchSplit:
             num_rows = max(int(microbatch_size), 1)  # the size may be less than 1
             return self._split_in_order(layout, batch, num_rows)
         if self.layout is None:
-            layout = _largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
+            layout = largest_of_ranks(layout)  # not in evaluation, where ranks may have unequal numbers of batches
         self._note_plan(batch, microbatch_size)
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
@@ -392,8 +393,8 @@ class MicrobatchSplit:
         if self.options.packing and not self.checked:
             raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
-                'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms`, or set '
-                '`packing=False`.'
+                'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms` (without '
+                '`accumulate_train_batch_on_tokens`), or set `packing=False`.'
             )
         if not self.packs_rows:
             return
@@ -639,10 +640,11 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
     return _SPLITS.get(id(dataloader))
 
 
-def _largest_of_ranks(layout: BatchLayout) -> BatchLayout:
+def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    A rank without media infers the layout of a text model, which has no entries.
+    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and a layout of
+    the arguments this is asked in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
@@ -659,7 +661,7 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
         layout = BatchLayout.for_model(state.model)
     except TypeError:
         # The model has no config.
-        layout = _largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
+        layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout
     # Without token_data_spec() the user's own split cuts the batch, so this layout need not know its entries. Perhaps

@@ -63,7 +63,7 @@ def token_data_spec(
             the keys of each batch imply.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch. If the loader has planned the
             microbatches (:class:`.RegroupingDataLoader`), it is the loader's ``max_tokens``, divided by the first
-            microbatch size, or the width of the widest microbatch of the step, if that is more.
+            microbatch size. Then a single row always fits.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
             encoders that need much memory. Default: no cap.
         max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it

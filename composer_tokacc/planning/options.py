@@ -174,7 +174,7 @@ class CutOptions:
             labels of the decoder count, too).
         slot_tokens: Width in tokens that one row of the microbatch size stands for; None: the width of each device
             batch. If a loader has already split the batch: the loader's token budget, divided by the first microbatch
-            size, or the width of the widest microbatch, if that is more.
+            size. Then a single row always fits.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
             labels. None: no cap.

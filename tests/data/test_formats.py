@@ -729,24 +729,30 @@ PAIR_COLUMNS = {'columns': {'prompt': 'instruction', 'response': 'output'}}
 
 
 @pytest.mark.parametrize(
-    ('entry', 'key', 'value'),
+    ('entry', 'key', 'value', 'remedy'),
     [
-        ({}, 'images', ['red.png']),
-        ({}, 'weight', 3),
-        (PAIR_COLUMNS, 'image', 'red.png'),
-        (PAIR_COLUMNS, 'video_path', 'a.mp4'),
-        (PAIR_COLUMNS, 'chosen', 'Blue.'),
+        ({}, 'images', ['red.png'], '"images": null'),
+        ({}, 'weight', 3, 'loss_weights'),
+        (PAIR_COLUMNS, 'image', 'red.png', '"images": null'),
+        (PAIR_COLUMNS, 'video_path', 'a.mp4', '"videos": null'),
+        (PAIR_COLUMNS, 'video', RED_URI, '"videos": null'),
+        (PAIR_COLUMNS, 'chosen', 'Blue.', 'preferences'),
     ],
 )
-def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value):
+def test_media_and_refused_keys_that_are_no_columns(folder, entry, key, value, remedy):
     """The entry says nothing about them, and the sample would be trained without them."""
     path = describe(folder, {'file_name': 'own.json', **entry}, [{**PAIR, key: value}])
-    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` '):
+    with pytest.raises(BadSampleError, match=rf'`{key}( \(named by no column\))?` .*{remedy}'):
         LlavaDataset(path, small())
 
 
-def test_notes_in_a_text_file_of_llama_factory(folder):
-    """Keys without a column are accepted, unless their name and their value say that they hold media."""
+@pytest.mark.parametrize('columns', [PAIR_COLUMNS['columns'], {}])
+def test_notes_in_a_text_file_of_llama_factory(folder, columns):
+    """Keys without a column are accepted, unless their name and their value say that they hold media.
+
+    Keys that would be refused are accepted if the entry names them with null. Such an entry keeps its default columns.
+    """
+    columns = {**columns, 'weight': None}
     notes = {
         'prompt': 'Paint a.png',
         'source': 'b.mp4',
@@ -754,8 +760,9 @@ def test_notes_in_a_text_file_of_llama_factory(folder):
         'image': None,
         'image_id': 5,
         'system': 'x',
+        'weight': 3,
     }
-    path = describe(folder, {'file_name': 'own.json', **PAIR_COLUMNS}, [{**PAIR, **notes}])
+    path = describe(folder, {'file_name': 'own.json', 'columns': columns}, [{**PAIR, **notes}])
     (record,) = LlavaDataset(path, small()).records
     assert lines_of(record) == ['user: Which colour?', 'assistant: Red.']
 

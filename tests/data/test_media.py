@@ -274,6 +274,13 @@ def test_damaged_image_of_video_is_named(tmp_path):
         read_video(tmp_path / 'a.png', path, tmp_path / 'a.png', num_frames=3)
 
 
+def test_image_of_too_many_pixels(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 4)
+    Image.new('RGB', (3, 3)).save(tmp_path / 'large.png')
+    with pytest.raises(ValueError, match=r'9 pixels.* smaller'):
+        image_size(tmp_path / 'large.png')
+
+
 def test_images_are_checked_before_all_are_decoded(tmp_path):
     """The second image is damaged. It is not read, because the size of the first one is refused."""
     large = tmp_path / 'large.png'

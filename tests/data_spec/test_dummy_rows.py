@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.pieces import (
     CutRules,
@@ -27,6 +28,7 @@ from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts
 from tests.matrix.harness import measure_steps
+from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
@@ -273,6 +275,24 @@ def test_text_rank_takes_the_layout_of_another(two_ranks, monkeypatch):
     receive(monkeypatch, media_row)
     for microbatch in token_data_spec(loader(text)).split_batch(text, 1):
         assert num_samples(microbatch) < len(microbatch['input_ids']) == len(microbatch['cross_attention_mask'])
+
+
+def test_check_takes_the_layout_of_another_rank(monkeypatch):
+    """With Composer's flag and a model without a config. Text does not show the entries of Mllama."""
+    case, _ = case_of('mllama')
+    inferred_with_media = BatchLayout.infer(family_batch(case))
+    checked_layouts = []
+
+    def prove(check, batch):
+        checked_layouts.append(check.layout)
+        return CutRules()
+
+    monkeypatch.setattr(FirstBatchCheck, 'prove', prove)
+    monkeypatch.setattr(split, 'all_gather_object', lambda inferred: [inferred, inferred_with_media])
+    text = text_batch([5, 3])
+    token_data_spec(loader(text), model=NativeModel('unshifted')).split_batch(text, 1)
+    (layout,) = checked_layouts
+    assert layout.family == inferred_with_media.family
 
 
 def test_packed_rows_are_not_halved_needlessly(two_ranks):
