@@ -308,7 +308,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
-            result = self.probe.run(row, targets=targets_of(row, rule))
+            result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits is not False
             self._check_written_state(row)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.comparison import RowComparison
-from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
+from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import only_of_this_rank
 from composer_tokacc.layout import BatchLayout
@@ -253,6 +253,39 @@ def test_later_kernel_of_half_precision_only():
     probe.run(text_row(12, 6))
     comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
     assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
+
+
+def test_kernel_of_half_precision_only_in_unknown_rows():
+    """A later batch has the first image, and no layout tells its rows apart."""
+    batch = text_row(12, 6)
+    is_later = []
+    probe = probe_in_bfloat16(lambda ids: half_precision_only(ids) if is_later else None)
+    options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
+    check = FirstBatchCheck(probe, None, lambda rows: rows, **options)
+    check.prove(batch)
+    is_later.append(True)
+    assert check.is_due(LOOK_AGAIN, has_new_rows=False)
+    check.prove(batch)
+    assert probe.run(batch).gradient_eps == torch.finfo(torch.bfloat16).eps
+
+
+def test_out_of_memory_without_varied_weights():
+    """The reference with varied weights is in float32 already, so the precision must stay."""
+    batch = ragged_batch()
+    references = []
+
+    def fill_memory(ids):
+        if len(ids) == len(batch['labels']):
+            references.append(ids)
+        if len(references) == 2:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+
+    probe = probe_in_bfloat16(fill_memory)
+    probe.run(text_row(12, 6))
+    comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
+    with pytest.raises(torch.OutOfMemoryError):
+        comparison.check_single_rows()
+    assert len(references) == 2
 
 
 def pool(ids):
