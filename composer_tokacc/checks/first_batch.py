@@ -369,7 +369,9 @@ class FirstBatchCheck(Generic[RulesT]):
         It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
         which of them are the best. Every microbatch rounds in another way.
         """
-        config = getattr(self.probe.model, 'config', None)
+        # A ComposerModel may hold the model of Transformers as its attribute `model`.
+        model = getattr(self.probe.model, 'model', self.probe.model)
+        config = getattr(model, 'config', None)
         window = getattr(config, 'keep_window_size', None)
         longest = max(real_positions(rows).sum(dim=1).tolist())
         if window is not None and longest > window:
