@@ -223,7 +223,7 @@ class WithRouterLoss(torch.nn.Module):
 
 
 @pytest.mark.parametrize(('added', 'named'), [(0.5, 0.5), (0.0, None), (0.5, 0.4), (0.5, None)])
-def test_router_coefficient_before_the_sink_of_ddp(added, named):
+def test_router_coefficient_before_ddps_sink(added, named):
     model = DistributedDataParallel(WithRouterLoss(added), find_unused_parameters=True)
     outputs = model(torch.ones(2))
     is_right = added == (named or 0.0)

@@ -255,7 +255,7 @@ def test_later_kernel_of_half_precision_only():
     assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
 
 
-def test_kernel_of_half_precision_only_in_unknown_rows():
+def test_half_precision_only_in_unknown_rows():
     """A later batch has the first image, and no layout tells its rows apart."""
     batch = text_row(12, 6)
     is_later = []
