@@ -135,6 +135,11 @@ def sum_over_ranks(values: torch.Tensor) -> tuple[float, ...]:
         values: int64 or float64 ``(n,)``, with the same n on all ranks, on the device on which the process group
             reduces. They are overwritten.
     """
+    add_over_ranks(values)
+    return tuple(values.tolist())
+
+
+def add_over_ranks(values: torch.Tensor) -> None:
+    """Overwrites a tensor with its sum over all ranks; a collective. The host does not wait for a GPU."""
     if _can_communicate():
         torch.distributed.all_reduce(values)
-    return tuple(values.tolist())

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from composer_tokacc.checks.logits import router_loss_of
+from composer_tokacc.checks.logits import edge_of, router_loss_of
 from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
@@ -186,12 +187,17 @@ class LossTerms:
         coefficient = self.router_coefficient
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
-        if router.grad_fn is loss.grad_fn:
+        node, index = edge_of(router)
+        node_of_loss, _ = edge_of(loss)
+        assert node is not None  # the loss of a router is computed
+        if node is node_of_loss:
             # In a compiled forward one node of the graph computes both losses, so there is no gradient between them.
             # Then the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             added = math.nan if coefficient is None else coefficient
         else:
-            (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
+            # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
+            edge = GradientEdge(node, index)
+            (gradient,) = torch.autograd.grad(loss, edge, retain_graph=True, allow_unused=True)
             added = 0.0 if gradient is None else float(gradient)
         expected = coefficient or 0.0
         # Autograd rounds the coefficient to the type of the load-balancing loss.

@@ -25,7 +25,7 @@ from composer_tokacc.batch import Batch, attended_positions, text_of, with_copie
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import get_world_size, sum_over_ranks
+from composer_tokacc.collectives import add_over_ranks, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
@@ -110,9 +110,9 @@ class StepBalance:
         self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
         self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
         # Sums over the step and all ranks: the number of positions times layers, then the choices of each expert.
-        self._sums: tuple[float, ...] = ()
-        # The largest deviations in the step so far, as multiples of their tolerances. They are scalars on the device,
-        # because the host would have to wait to read them.
+        # They stay on the device, because the host would have to wait to read them.
+        self._sums = torch.zeros(1, dtype=torch.int64)
+        # The largest deviations in the step so far, as multiples of their tolerances. Also scalars on the device.
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
 
@@ -144,7 +144,8 @@ class StepBalance:
         choices_of_microbatches = [counted.choices for counted in self._counted]
         choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
         sums = torch.stack([num_positions, *choices_of_experts])
-        self._sums = sum_over_ranks(self._device.tensor_to_device(sums))
+        self._sums = self._device.tensor_to_device(sums)
+        add_over_ranks(self._sums)
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer, ``(positions, experts)``.
@@ -222,12 +223,11 @@ class StepBalance:
         num_choices = choices.sum()
         num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
         self._choice_deviation = torch.maximum(self._choice_deviation, num_changed / num_allowed)
-        num_positions, *choices_of_experts = self._sums
-        num_experts = len(choices_of_experts)
+        num_positions = self._sums[0].clamp(min=1).double()
+        choices_of_experts = self._sums[1:]
         # The formula of the class, with the probabilities of this microbatch only: E / n^2 * sum of c_e * p_e.
-        factor = num_experts / max(num_positions, 1) ** 2
-        weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
-        part_of_step = (weights * probabilities).sum()
+        weights = len(choices_of_experts) * choices_of_experts / num_positions.square()
+        part_of_step = (weights.to(probabilities) * probabilities).sum()
         # The parts must be summed over microbatches and ranks. But the algorithm divides this term by the number of
         # microbatches, and DDP or FSDP divide its gradient by the number of ranks. This undoes both divisions.
         num_averaged = num_microbatches * get_world_size()

@@ -146,7 +146,7 @@ class RunContext:
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
         model = _unwrapped(state.model)
-        _check_trains_something(model)
+        check_trains_something(model)
         self._model = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
@@ -328,7 +328,7 @@ def _unwrapped(model: torch.nn.Module) -> ComposerModel:
     return inner
 
 
-def _check_trains_something(model: torch.nn.Module) -> None:
+def check_trains_something(model: torch.nn.Module) -> None:
     """Raises RuntimeError if all parameters of the model are frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')

@@ -28,7 +28,7 @@ from composer_tokacc.algorithm.loss_terms import (
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
-from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids
+from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     Edge,
@@ -517,15 +517,15 @@ class TokenAccumulation(Algorithm):
 
         It has none if only an encoder of media is trained.
         """
-        has_gradient = any(term.requires_grad for term in tensors_in(state.loss))
-        layout = self._run.check.layout
-        if has_gradient or layout is None or layout.media_of(state.batch):
+        if any(term.requires_grad for term in tensors_in(state.loss)):
             return
-        trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
-        if not trained:
-            return  # all were frozen during training; torch says so in the backward
+        check_trains_something(state.model)  # all may have been frozen during training
+        layout = self._run.check.layout
+        if layout is None or layout.media_of(state.batch):
+            return
+        trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
         # The sum of no elements is 0, but it has a gradient.
-        no_elements = trained[0].flatten()[:0]
+        no_elements = trained.flatten()[:0]
         sum_of_none = no_elements.sum()
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 

@@ -164,7 +164,7 @@ class RowComparison(Generic[RulesT]):
             self.batch,
             targets=targets,
             varies_weights=varies_weights,
-            decides_precision=True,
+            decides_precision=varies_weights,  # without varied weights, there already is a reference
         )
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)

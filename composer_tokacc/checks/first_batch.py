@@ -308,7 +308,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
-            result = self.probe.run(row, targets=targets_of(row, rule))
+            result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits is not False
             self._check_written_state(row)
 
@@ -369,7 +369,9 @@ class FirstBatchCheck(Generic[RulesT]):
         It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
         which of them are the best. Every microbatch rounds in another way.
         """
-        config = getattr(self.probe.model, 'config', None)
+        # A ComposerModel may hold the model of Transformers as its attribute `model`.
+        model = getattr(self.probe.model, 'model', self.probe.model)
+        config = getattr(model, 'config', None)
         window = getattr(config, 'keep_window_size', None)
         longest = max(real_positions(rows).sum(dim=1).tolist())
         if window is not None and longest > window:

@@ -244,14 +244,16 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
             varies_weights: Whether to vary weights whose entries are all equal, see :attr:`has_varied_weights`.
-            decides_precision: Whether this forward and all later ones run with the trainer's precision if it raises in
-                float32. Only for rows as the loader padded them, because an error on other rows may be about the cut.
-                No result in float32 must be compared with later ones.
+            decides_precision: Whether this forward and all later ones run with the trainer's precision, on all ranks,
+                if it raises in float32 on any of them. Only for rows as the loader padded them, because an error on
+                other rows may be about the cut. No result in float32 must be compared with later ones. A collective.
         """
         if not self._was_examined:
             self.examine(batch)
         # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
         while True:
+            decides = decides_precision and self._uses_float32
+            result: ProbeResult | None = None
             guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
                 with torch.no_grad(), guard as snapshot:
@@ -262,18 +264,23 @@ class Probe:
                         result = _result_of(forward, targets)
                     # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
-                    return result
             except RuntimeError as error:
                 if 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
                     self._layers = self._layers[:1]
-                elif decides_precision and self._uses_float32:
-                    # Some kernels accept only half precision, such as flash attention. Each has its own message, so
-                    # any error counts, also that float32 takes too much memory. If the error has another cause, the
-                    # next forward raises it again.
-                    self._uses_float32 = False
-                else:
+                    continue
+                if not decides:
                     raise
+                # Some kernels accept only half precision, such as flash attention. Each has its own message, so any
+                # error counts, also that float32 takes too much memory. If the error has another cause, the next
+                # forward raises it again.
+                result = None
+            # Only some ranks may have raised, for example because their GPUs have less free memory.
+            if decides and any(self.gather(result is None)):
+                self._uses_float32 = False
+                continue
+            assert result is not None
+            return result
 
     @property
     def has_varied_weights(self) -> bool:

@@ -128,7 +128,8 @@ class StateSnapshot:
     def restore(self) -> None:
         """Puts the old object of each state back, with its old content if that was copied.
 
-        Leaves out states of which only some entries were copied: the parameters in a snapshot :meth:`of_model`.
+        Leaves out states of which only some entries were copied: the parameters in a snapshot :meth:`of_model`. If the
+        content was not copied, because the tensor is too large, what a forward has written into it stays.
         """
         for state in self.states:
             if state.is_sampled:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
 from composer_tokacc.data_spec.split import split_of
 from tests.support.process_group import group_of_one_rank
@@ -205,6 +207,29 @@ def test_tokens_are_weighted_before_the_sink_of_ddp(token_weights):
     recorder = fit(model, batch, algorithms=[WrapsInDDP(find_unused_parameters=True), algorithm])
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert algorithm._run.step.is_measured
+
+
+class WithRouterLoss(torch.nn.Module):
+    """Adds a router's loss times a coefficient to its loss."""
+
+    def __init__(self, coefficient):
+        super().__init__()
+        self.coefficient = coefficient
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        first, router_loss = self.layer(inputs)
+        return {'loss': first + self.coefficient * router_loss, 'aux_loss': router_loss}
+
+
+@pytest.mark.parametrize(('added', 'named'), [(0.5, 0.5), (0.0, None), (0.5, 0.4), (0.5, None)])
+def test_router_coefficient_before_ddps_sink(added, named):
+    model = DistributedDataParallel(WithRouterLoss(added), find_unused_parameters=True)
+    outputs = model(torch.ones(2))
+    is_right = added == (named or 0.0)
+    with nullcontext() if is_right else pytest.raises(RuntimeError, match='load-balancing loss'):
+        LossTerms(None, named).check_coefficient(outputs['loss'], outputs)
+    outputs['loss'].backward()
 
 
 @pytest.mark.usefixtures('launcher')

@@ -24,6 +24,7 @@ from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
+from tests.algorithm.test_token_accumulation import without_waiting
 from tests.matrix.native_models import NativeModel
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
 from tests.support.text import ONE_UNLABELLED, one_layer_model, ragged_batch, text_attention
@@ -221,6 +222,21 @@ class OneRouter(torch.nn.Module):
         router_logits = (self.logits,)
         aux_loss = load_balancing_loss_func(router_logits, num_experts=4, top_k=1)
         return {'router_logits': router_logits, 'aux_loss': aux_loss}
+
+
+def test_nothing_waits_for_the_count():
+    """The first training forward is queued while the device still counts. Only the first count of a run is read."""
+    batch = with_counts(ragged_batch([(6, 4)]))
+    model = OneRouter(6)
+    state = SimpleNamespace(model=model, device=DeviceCPU(), auto_microbatching=False)
+    split = token_data_spec(loader()).split_batch
+    balance = StepBalance(state, split, LossTerms(None, COEFFICIENT), lambda batch: batch, nullcontext)
+    loss = SplitLoss(tokens=torch.tensor(1.0), router=torch.tensor(1.0))
+    balance.count([batch], hides_weights=False)
+    calls = []
+    without_waiting(balance.count, calls, 'count')([batch], hides_weights=False)
+    without_waiting(balance.with_part_of_step, calls, 'part')(loss, model(batch), 1)
+    assert calls == ['count', 'part']
 
 
 @pytest.mark.parametrize(('num_changed', 'is_refused'), [(3, False), (5, True)])

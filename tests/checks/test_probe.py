@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.comparison import RowComparison
-from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
+from composer_tokacc.checks.first_batch import LOOK_AGAIN, FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.collectives import only_of_this_rank
 from composer_tokacc.layout import BatchLayout
 from tests.checks.test_written_state import Cache, Statistic, with_layers
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch, text_row
@@ -223,8 +224,8 @@ def test_forward_sets_flags_of_cudnn():
     assert find_loss_rule(probe_of(loss), row_for_rule()) == 'causal'
 
 
-def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None):
-    """Returns a probe of a float32 model that trains in bfloat16. A forward calls the two functions."""
+def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None, gather=only_of_this_rank):
+    """Returns a probe of a float32 model that trains in bfloat16. A forward calls the first two functions."""
     model = one_layer_model()
 
     def forward(batch):
@@ -233,7 +234,7 @@ def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None):
         after(logits)
         return {'loss': causal(logits, batch), 'logits': logits}
 
-    return Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16))
+    return Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16), gather=gather)
 
 
 def half_precision_only(ids):
@@ -252,6 +253,39 @@ def test_later_kernel_of_half_precision_only():
     probe.run(text_row(12, 6))
     comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
     assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
+
+
+def test_half_precision_only_in_unknown_rows():
+    """A later batch has the first image, and no layout tells its rows apart."""
+    batch = text_row(12, 6)
+    is_later = []
+    probe = probe_in_bfloat16(lambda ids: half_precision_only(ids) if is_later else None)
+    options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
+    check = FirstBatchCheck(probe, None, lambda rows: rows, **options)
+    check.prove(batch)
+    is_later.append(True)
+    assert check.is_due(LOOK_AGAIN, has_new_rows=False)
+    check.prove(batch)
+    assert probe.run(batch).gradient_eps == torch.finfo(torch.bfloat16).eps
+
+
+def test_out_of_memory_without_varied_weights():
+    """The reference with varied weights is in float32 already, so the precision must stay."""
+    batch = ragged_batch()
+    references = []
+
+    def fill_memory(ids):
+        if len(ids) == len(batch['labels']):
+            references.append(ids)
+        if len(references) == 2:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+
+    probe = probe_in_bfloat16(fill_memory)
+    probe.run(text_row(12, 6))
+    comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
+    with pytest.raises(torch.OutOfMemoryError):
+        comparison.check_single_rows()
+    assert len(references) == 2
 
 
 def pool(ids):
@@ -290,6 +324,20 @@ def test_out_of_memory_in_float32(num_before):
         with pytest.raises(torch.OutOfMemoryError):
             probe.run(text_row(12, 6))
         assert forwards == [False, False]
+
+
+@pytest.mark.parametrize('fails_here', [False, True])
+def test_ranks_agree_on_precision(fails_here):
+    """Only the rank of the fuller GPU runs out of memory. With unequal tolerances, ranks would wait for each other."""
+    gathered = []
+
+    def gather(value):
+        gathered.append(value)
+        return [value, True] if isinstance(value, bool) else [value]  # the other rank has failed, or agrees
+
+    probe = probe_in_bfloat16(half_precision_only if fails_here else lambda ids: None, gather=gather)
+    assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.bfloat16).eps
+    assert gathered == [fails_here, True, []]  # whether float32 failed, whether the loss is random, states
 
 
 @torch.library.custom_op('tests_of_probe::bias_dropout_add', mutates_args=())

@@ -24,6 +24,7 @@ from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
 from tests.support.text import ragged_batch
+from tests.support.training import fit
 
 TOP_K = 8
 """In a wider batch the model attends only to this many keys."""
@@ -81,6 +82,14 @@ def test_width_that_changes_glm(packing):
     assert kinds[0] == 'exact'
     if packing:
         assert kinds[-1] == 'refused'
+
+
+def test_window_of_a_users_model():
+    """The model has no `config`, but its part does."""
+    model = NativeModel('causal')
+    model.model.config.keep_window_size = TOP_K
+    with pytest.raises(RuntimeError, match='keep_window_size'):
+        fit(model, ragged_batch([(TOP_K + 1, 3), (4, 2)]))
 
 
 class AddsMemory(NativeModel):
