@@ -509,6 +509,8 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
+    if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
+        return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         checker = TypeAdapter(hint, config=config)
