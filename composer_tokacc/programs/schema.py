@@ -406,7 +406,11 @@ def check_arguments(
         # `target` is a partial, and its function does not take what the program gives.
         function = getattr(target, 'func', target)
         needed = ', '.join(arguments_of_program) or 'an argument'
-        raise ConfigError(path, f'must name something that takes {needed} from the program, got: {function}') from error
+        raise ConfigError(
+            path,
+            f'must name something that takes {needed} from the program, got: {function}. Add this parameter to it, or '
+            'name another one',
+        ) from error
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -461,3 +462,9 @@ def test_annotations_that_cannot_be_evaluated(callback, arguments):
     assert check_arguments('callbacks.mine', callback, arguments) == arguments
     with pytest.raises(ConfigError, match='trackr'):
         check_arguments('callbacks.mine', callback, {'trackr': 1})
+
+
+def test_argument_of_program_must_be_taken():
+    needs_processor = partial(AnnotatedWithText, processor=None)
+    with pytest.raises(ConfigError, match=r'takes processor .*AnnotatedWithText.*Add this parameter'):
+        check_arguments('dataset', needs_processor, {})
