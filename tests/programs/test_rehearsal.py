@@ -286,6 +286,17 @@ def test_fixed_size_too_large_is_refused():
         rehearse(state_of_trainer(spec, Limited(3), auto=False))
 
 
+def test_budget_of_sampler_is_named():
+    """Without ``slot_tokens`` a smaller size makes no smaller microbatches."""
+    dataset = LengthDataset(60)
+    model = Limited(2 * LONGEST)
+    with pytest.raises(ConfigError, match=rf'max_tokens.* {2 * LONGEST},') as caught:
+        rehearse(state_of_trainer(spec_of(dataset, size=4, batch=12, slot_tokens=None), model, auto=False))
+    assert 'Set it to' not in str(caught.value)
+    smaller_spec = spec_of(dataset, size=2, batch=12, slot_tokens=None)
+    assert rehearse(state_of_trainer(smaller_spec, model, auto=False))
+
+
 def test_size_below_one_slot():
     loader = regrouping_loader(LengthDataset(60), global_batch_size=12, max_tokens=4 * LONGEST, num_replicas=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=8 * LONGEST)
