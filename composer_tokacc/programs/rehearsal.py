@@ -524,7 +524,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
-    zeros = torch.zeros(64, 64, device=device)  # so large that a step count, of a few bytes, makes no difference
+    # So large that a step count and the tables of 8-bit optimizers, which parameters share, make no difference.
+    zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)

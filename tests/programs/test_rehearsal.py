@@ -319,10 +319,20 @@ class Lion(torch.optim.Optimizer):
             self.state[parameter]['momentum'] = torch.zeros_like(parameter)
 
 
+class EightBitLion(Lion):
+    """Has a state of one byte a weight, and a table that all parameters share, as in bitsandbytes."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]['params']:
+            self.state[parameter]['momentum'] = torch.zeros_like(parameter, dtype=torch.uint8)
+            self.state[parameter]['table'] = torch.zeros(256)
+
+
 @pytest.mark.parametrize(
     ('optimizer_class', 'state_bytes', 'warning'),
     [
         (Lion, 4 * 1000, ''),
+        (EightBitLion, 1000, ''),
         (torch.optim.AdamW, 2 * 4 * 1000, ''),
         # Its step needs a closure.
         (torch.optim.LBFGS, 0, 'without the states of LBFGS'),
