@@ -355,9 +355,9 @@ class FileSource(Source):
             return
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
-        for part in self._parts().values():
+        for name, part in self._parts().items():
             if self.has_parts and part.keys() & SHARE_KEYS.keys():
-                key_needing_plan = 'dataset.parts'
+                key_needing_plan = f'dataset.parts.{name}'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
