@@ -539,8 +539,7 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        # With `per_step` the sampler always needs the image tokens, even if all are 0, because they tell the modality of a
-        # sample.
+        # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = {}
         if self.has_parts:
