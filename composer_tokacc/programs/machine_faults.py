@@ -75,8 +75,12 @@ FAULTS = (
     ),
     MachineFault(
         '(?<!OutOf)MemoryError|Cannot allocate memory|DefaultCPUAllocator',  # the last one is torch's word on a CPU
-        'the machine must have enough memory, got: {text}. Lower `microbatching.slot_tokens`, or if samples were being '
-        'read, `loader.num_workers` or `loader.prefetch_factor`',
+        'the machine must have enough memory, got: {text}. Lower `microbatching.device_train_microbatch_size` or '
+        '`slot_tokens`, or if samples were being read, `loader.num_workers` or `loader.prefetch_factor`',
+    ),
+    MachineFault(
+        'Stale file handle',
+        'the file system must answer, got: {text}. Mount it again, and start the run again',
     ),
     LOST_RANK,
 )

@@ -415,8 +415,8 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
     """Builds a model with random weights."""
     with building('model'):
         model = auto_class(config).from_config(config, dtype=dtype, **options, trust_remote_code=False)
-    # Buffers stay as Transformers makes them, because rotary frequencies must be in float32. Some models make a few
-    # parameters in float32 too, such as the router of a mixture of experts.
+    # Buffers stay as Transformers makes them, because rotary frequencies must be in float32. Parameters all get one
+    # type, as FSDP 1 needs. A loaded model keeps some in float32, such as the routers of a mixture of experts.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

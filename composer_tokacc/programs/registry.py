@@ -224,7 +224,8 @@ def class_by_name(kind: str, name: str) -> Any:
         # Composer only calls it.
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
-            raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
+            required = 'a class' if base is ComposerScheduler else f'a class derived from {base.__name__}'
+            raise ConfigError(f'{kind}.{name}', f'must be {required}, got: {cls!r}')
         if cls not in UNSUITED:
             return cls
         # Falls through to the error at the end, because none of the names below has a dot.

@@ -198,7 +198,7 @@ def rehearse(
 
     Raises:
         ConfigError: If a microbatch does not fit, and the size is not ``auto`` or no smaller one fits. It names the
-            samples and a size that fits.
+            samples and a size that fits, or without ``slot_tokens`` the ``max_tokens`` that fit.
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
@@ -220,7 +220,7 @@ def rehearse(
         first_failure = _run_until_all_fit(run, report)
     if first_failure is not None:
         if not state.auto_microbatching:
-            raise _does_not_fit(state, first_failure, size, fitting_size=report.microbatch_size)
+            raise _does_not_fit(run, first_failure, size, fitting_size=report.microbatch_size)
         state.device_train_microbatch_size = report.microbatch_size
     report.seconds = time.monotonic() - started
     return report
@@ -249,7 +249,7 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
         # A size counts rows of `slot_tokens`, so the token budget grows with it.
         max_tokens = int(planned_tokens * report.microbatch_size // first_size)
         if max_tokens < longest_sample:  # a microbatch holds at least one sample
-            raise _does_not_fit(run.state, first_failure, first_size, fitting_size=0)
+            raise _does_not_fit(run, first_failure, first_size, fitting_size=0)
         options = replace(options, max_tokens=max_tokens)
         report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
 
@@ -524,7 +524,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device
-    zeros = torch.zeros(64, 64, device=device)  # so large that a step count, of a few bytes, makes no difference
+    # So large that a step count and the tables of 8-bit optimizers, which parameters share, make no difference.
+    zeros = torch.zeros(1024, 1024, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)
@@ -542,21 +543,27 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _does_not_fit(
-    state: State,
+    run: PlannedRun,
     failed: Candidate,
     size: float,
     *,
     fitting_size: float,
 ) -> ConfigError:
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
-    dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
+    dataset: Any = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
     for index in failed.samples[:NAMED_SAMPLES]:
         sample = dataset.dataset[index]
         names += [str(name) for name in sample.get('sample_ids', [index])]
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
-    remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
+    change = f'Set it to {fitting_size}'
+    split = split_of(run.state.dataloader)
+    if split is None or split.options.slot_tokens is None:
+        # The sampler's `max_tokens` are the budget of the first size, whatever it is.
+        max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
+        change = f"Lower the sampler's `max_tokens` to {max_tokens}"
+    remedy = f'{change}, with which all that was rehearsed fits'
     if not fitting_size:
         remedy = 'No smaller size fits either: leave these samples out, shard the model, or checkpoint activations'
     return ConfigError(

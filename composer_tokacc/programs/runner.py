@@ -85,7 +85,11 @@ def _message_of(error: BaseException) -> str:
         return fault
     if isinstance(error, CheckpointException):
         failure, _ = next(iter(error.failures.values()))  # the error of one rank; the text has whole tracebacks
-        return f'a sharded checkpoint must be complete, got: {type(failure).__name__}: {failure}'
+        return (
+            f'a sharded checkpoint must be written and read as a whole, got: {type(failure).__name__}: {failure}. If '
+            'it was read, name another one in `trainer.load_path`; if it was written, look at the disk of '
+            '`trainer.save_folder`'
+        )
     if is_of_host(error):
         return f'{type(error).__name__}: {error}. `trainer.python_log_level=debug` shows where'
     return ''

@@ -406,7 +406,11 @@ def check_arguments(
         # `target` is a partial, and its function does not take what the program gives.
         function = getattr(target, 'func', target)
         needed = ', '.join(arguments_of_program) or 'an argument'
-        raise ConfigError(path, f'must name something that takes {needed} from the program, got: {function}') from error
+        raise ConfigError(
+            path,
+            f'must name something that takes {needed} from the program, got: {function}. Add this parameter to it, or '
+            'name another one',
+        ) from error
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
@@ -509,6 +513,8 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
+    if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
+        return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         checker = TypeAdapter(hint, config=config)

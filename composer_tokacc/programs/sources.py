@@ -69,7 +69,10 @@ log = logging.getLogger(__name__)
 
 
 class DatasetArguments(TypedDict, total=False):
-    """Ranges of arguments of LlavaDataset and :func:`.build_small_processor`, whose annotations have none."""
+    """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
+
+    Their annotations have none.
+    """
 
     image_size: Count
     max_length: Count | None
@@ -201,6 +204,7 @@ class Source(ABC):
         try:
             ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
         except OSError as error:
+            # Not a ConfigError: the message is a whole error, which follows a colon.
             raise PartError('model.pretrained', str(error)) from error
         with building('model.pretrained'):
             processor = load()
@@ -293,8 +297,8 @@ def token_data_spec_of(
 
     ``slot_tokens`` comes from the loader, which may have chosen it by the data.
     """
-    keys_of_others = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
-    options = without(vars(config.microbatching), *keys_of_others)
+    keys_not_passed_on = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
+    options = without(vars(config.microbatching), *keys_not_passed_on)
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
 
 
@@ -356,9 +360,9 @@ class FileSource(Source):
             return
         # No batch is planned ahead, so settings that only a plan can follow are refused.
         key_needing_plan = self.config.loader.key_needing_plan
-        for part in self._parts().values():
+        for name, part in self._parts().items():
             if self.has_parts and part.keys() & SHARE_KEYS.keys():
-                key_needing_plan = 'dataset.parts'
+                key_needing_plan = f'dataset.parts.{name}'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
@@ -536,7 +540,7 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        # For `per_step` the sampler tells by the image tokens which modality a sample has. All of them may be 0.
+        # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = {}
         if self.has_parts:
@@ -686,6 +690,7 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
+        # DATASET_HINTS replaces Any for the arguments that have a range.
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
@@ -770,8 +775,8 @@ class ShardSource(Source):
         """Returns the section's arguments of the training set, or of the eval set.
 
         The eval set has those of the training set, with the changes in ``dataset.eval``. If it names a place of shards,
-        all places of the training set are left out, because ``local`` and ``streams`` exclude each other, and so is its
-        ``split``.
+        it takes neither the places nor the ``split`` of the training set. All places go, because ``local`` and
+        ``streams`` exclude each other.
         """
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:

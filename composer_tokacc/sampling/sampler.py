@@ -145,6 +145,7 @@ class RegroupingBatchSampler(DistributedSampler):
             rank = get_global_rank()
         num_samples = length_of(dataset)
         check_count('num_replicas', num_replicas)
+        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)

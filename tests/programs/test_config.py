@@ -8,6 +8,8 @@ import gc
 import re
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -365,6 +367,12 @@ class AnnotatedWithUnknownPart:
         self.folder = folder
 
 
+class AnnotatedWithNameOfSchema:
+    def __init__(self, tracker: 'Fraction' = Fraction(1, 2), folder: str = '.') -> None:  # noqa: UP037
+        self.tracker = tracker
+        self.folder = folder
+
+
 class FocalLoss(Callback):
     """Its arguments have names of hosts' arguments, with other ranges."""
 
@@ -444,10 +452,19 @@ def test_values_that_no_conversion_fits(hint, value, message):
         check_value('key', value, hint)
 
 
-@pytest.mark.parametrize('callback', [TypedForCheckersOnly, AnnotatedWithText, AnnotatedWithUnknownPart])
+@pytest.mark.parametrize(
+    'callback',
+    [TypedForCheckersOnly, AnnotatedWithText, AnnotatedWithUnknownPart, AnnotatedWithNameOfSchema],
+)
 @pytest.mark.parametrize('arguments', [{'tracker': 1}, {'folder': 'x'}])
 def test_annotations_that_cannot_be_evaluated(callback, arguments):
     """Their values are not checked. The names of arguments are."""
     assert check_arguments('callbacks.mine', callback, arguments) == arguments
     with pytest.raises(ConfigError, match='trackr'):
         check_arguments('callbacks.mine', callback, {'trackr': 1})
+
+
+def test_argument_of_program_must_be_taken():
+    needs_processor = partial(AnnotatedWithText, processor=None)
+    with pytest.raises(ConfigError, match=r'takes processor .*AnnotatedWithText.*Add this parameter'):
+        check_arguments('dataset', needs_processor, {})

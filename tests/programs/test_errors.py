@@ -83,7 +83,10 @@ def test_debug_level_shows_the_traceback(capsys):
         (BadSampleError('sample "7" is broken'), 'sample "7" is broken'),
         (OSError(errno.ENOSPC, 'No space left'), 'the disk must have room'),
         (NotExactError('the step is not exact'), 'the step is not exact'),
-        (CheckpointException('read', {0: (ValueError('bad bytes'), [])}), 'a sharded .*, got: ValueError: bad bytes\n'),
+        (
+            CheckpointException('read', {0: (ValueError('bad bytes'), [])}),
+            'a sharded .* written and read .*, got: ValueError: bad bytes. .*load_path.*save_folder',
+        ),
         (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: .*mat1 and mat2'),
     ],
 )

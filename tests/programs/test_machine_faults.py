@@ -83,6 +83,7 @@ def test_full_disk_is_recognised():
         RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
         OSError(errno.EMFILE, 'Too many open files'),
         OSError(errno.ENOMEM, 'Cannot allocate memory'),
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
         MemoryError(),
         RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),

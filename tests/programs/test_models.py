@@ -129,8 +129,8 @@ def test_parts_to_freeze_have_parameters():
         build_transformers_model(config=config, freeze=['lm_heads'])
 
 
-def test_fresh_model_has_types_of_a_loaded_one(tmp_path):
-    """Rotary frequencies stay in float32 in both. Rounded ones would turn far positions by another angle."""
+def test_fresh_model_keeps_rotary_frequencies(tmp_path):
+    """They stay in float32, as in a loaded model. Rounded ones would turn far positions by another angle."""
     model = build_transformers_model(config=TEXT, dtype='bfloat16')
     model.save_pretrained(tmp_path)
     loaded = build_transformers_model(pretrained=str(tmp_path), dtype='bfloat16')

@@ -286,6 +286,17 @@ def test_fixed_size_too_large_is_refused():
         rehearse(state_of_trainer(spec, Limited(3), auto=False))
 
 
+def test_budget_of_sampler_is_named():
+    """Without ``slot_tokens`` a smaller size makes no smaller microbatches."""
+    dataset = LengthDataset(60)
+    model = Limited(2 * LONGEST)
+    with pytest.raises(ConfigError, match=rf'max_tokens.* {2 * LONGEST},') as caught:
+        rehearse(state_of_trainer(spec_of(dataset, size=4, batch=12, slot_tokens=None), model, auto=False))
+    assert 'Set it to' not in str(caught.value)
+    smaller_spec = spec_of(dataset, size=2, batch=12, slot_tokens=None)
+    assert rehearse(state_of_trainer(smaller_spec, model, auto=False))
+
+
 def test_size_below_one_slot():
     loader = regrouping_loader(LengthDataset(60), global_batch_size=12, max_tokens=4 * LONGEST, num_replicas=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=8 * LONGEST)
@@ -308,10 +319,20 @@ class Lion(torch.optim.Optimizer):
             self.state[parameter]['momentum'] = torch.zeros_like(parameter)
 
 
+class EightBitLion(Lion):
+    """Has a state of one byte a weight, and a table that all parameters share, as in bitsandbytes."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]['params']:
+            self.state[parameter]['momentum'] = torch.zeros_like(parameter, dtype=torch.uint8)
+            self.state[parameter]['table'] = torch.zeros(256)
+
+
 @pytest.mark.parametrize(
     ('optimizer_class', 'state_bytes', 'warning'),
     [
         (Lion, 4 * 1000, ''),
+        (EightBitLion, 1000, ''),
         (torch.optim.AdamW, 2 * 4 * 1000, ''),
         # Its step needs a closure.
         (torch.optim.LBFGS, 0, 'without the states of LBFGS'),

@@ -362,7 +362,7 @@ MISTAKES = [
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` has no key epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
-    ([PARTS, 'loader.regroup_ranks=false'], 'must be on for `dataset.parts` as it is set, got: off'),
+    ([PARTS, 'loader.regroup_ranks=false'], 'must be on for `dataset.parts.more` as it is set, got: off'),
     (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality`'),
     (
         ['microbatching.cost={lunch: 3}'],

@@ -148,6 +148,7 @@ OVERRIDES = {
     ),
     'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text that has special characters'),
     'braces, which begin a mapping in YAML': ('report.folder={run_name}', "got: {'run_name': None}"),
+    'a command as a scheduler': ('scheduler.name=os.system', 'must be a class, got'),
     'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
     'a rope theta of 0': ('model.config.text_config.rope_theta=0', 'rope_theta'),
 }
