@@ -238,6 +238,21 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     return False
 
 
+def has_audio_along_text(batch: Batch, config: Any) -> bool:
+    """Returns whether each token of the text has a fixed number of audio frames (Voxtral Realtime).
+
+    Such text cannot be trimmed, because the frames would have to be trimmed with it.
+    """
+    num_rows, width = text_of(batch).shape[:2]
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
+            continue
+        if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
+            # If audios have placeholders, they belong to these, and the shape is a coincidence.
+            return not placeholder_ids(config, 'audio')
+    return False
+
+
 # How many images, videos or audios each row has.
 
 

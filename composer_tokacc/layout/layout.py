@@ -31,6 +31,7 @@ from composer_tokacc.layout.found import (
     changed_meaning_message,
     entries_per_row,
     entry_of_reading,
+    has_audio_along_text,
     inferred_family,
     items_of_rows,
     possible_readings,
@@ -513,7 +514,8 @@ class BatchLayout:
         :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
-        if not self.family.trims:
+        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
+        if has_audio_along_text(batch, self.config):
             return dict(batch)
         reach = Reach.of(real_positions(batch))
         side = reach.side

@@ -236,6 +236,14 @@ def test_text_integers_named_after_a_modality(shape):
     assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 
 
+@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, BatchLayout.infer(text_batch([3]))], ids=['model', 'inferred'])
+def test_text_keeps_the_width_of_audio_codes(layout):
+    """Without placeholders each token has its audio codes, as in Moshi. These are not trimmed, so the text is not."""
+    row = text_batch([2], width=4, user_audio_codes=torch.zeros(1, 8, 12))
+    assert layout.trim(row)['input_ids'].shape == (1, 4)
+    assert not describe(layout, row).may_be_trimmed
+
+
 @pytest.mark.parametrize('values', [[11, 12, 13], [True, False, True], [0.5, 0.25, 1.0]])
 def test_column_of_rows_named_after_a_modality(values):
     """A dataset's own column, such as `image_id`, has one value a row, whatever images the rows have."""
