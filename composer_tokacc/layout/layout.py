@@ -94,9 +94,9 @@ class BatchLayout:
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
-        if isinstance(model, torch.nn.Module):
-            model = inner_model(model)
-        config = getattr(model, 'config', model)
+        config = config_of(model)
+        if config is None:
+            config = model
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
         for family in FAMILIES:
@@ -701,6 +701,18 @@ class BatchLayout:
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
         return values
+
+
+def config_of(model: Any) -> Any:
+    """Returns the Transformers config of a model, or of the model in a wrapper such as DDP; None if it has none."""
+    if isinstance(model, torch.nn.Module):
+        model = inner_model(model)
+    # Other wrappers, such as `AveragedModel`, have no config. A model with a config may have a child named `module`.
+    for candidate in (model, getattr(model, 'module', None)):
+        config = getattr(candidate, 'config', None)
+        if hasattr(config, 'model_type'):
+            return config
+    return None
 
 
 def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
