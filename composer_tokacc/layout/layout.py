@@ -25,6 +25,7 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import inner_model
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
+    Reading,
     Readings,
     agreed_readings,
     carried_counts,
@@ -199,7 +200,7 @@ class BatchLayout:
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = possible_readings(batch, key, self.config, self._registered)
+            possible = self._possible_readings(batch, key)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -248,7 +249,7 @@ class BatchLayout:
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
-        possible = possible_readings(batch, key, self.config, self._registered)
+        possible = self._possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -261,6 +262,11 @@ class BatchLayout:
         if not agreed:
             raise InvalidInputError(changed_meaning_message(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
+
+    def _possible_readings(self, batch: Batch, key: str) -> tuple[Reading, ...]:
+        """Returns the possible readings of an unregistered key by this batch, the most likely one first."""
+        earlier = self.readings.get(key, ())
+        return possible_readings(batch, key, self.config, self._registered, earlier)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
         """Returns the tensors that have one entry for each image (or patch, ..., as ``unit`` says), by key.
