@@ -370,7 +370,9 @@ class BatchLayout:
             if carried is not None and sum(carried) == num_items:
                 return carried
         if num_inferred_entries:
-            return entries_per_row(batch, self.config, modality, num_items)
+            # A column of the rows tells nothing about items, whatever its name.
+            of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
+            return entries_per_row(of_media, self.config, modality, num_items)
         return self._items_by_placeholders(batch, item_unit, num_items)
 
     def _items_by_placeholders(

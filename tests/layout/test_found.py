@@ -258,6 +258,25 @@ def test_column_of_rows_named_after_a_modality(values):
     assert learned.images_per_row(batch) == [1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ('entries', 'per_row'),
+    [
+        pytest.param({'image_id': torch.tensor([0, 1, 1, 2])}, [1, 1, 1, 1], id='an id'),
+        pytest.param({'image_id': torch.tensor([0, 1, 1, 2])}, [2, 2, 2, 2], id='an id, tiles'),
+        pytest.param({'image_count': torch.tensor([2, 1, 0, 1])}, [2, 2, 2, 2], id='a number'),
+        pytest.param({'num_images': torch.tensor([0, 1, 1, 2])}, [2, 2, 2, 2], id='a wrong number'),
+    ],
+)
+@pytest.mark.parametrize('is_declared', [True, False])
+def test_column_of_rows_divides_no_images(entries, per_row, is_declared):
+    """Neither a declared column nor one that a batch without images has shown."""
+    layout = LAYOUT.with_readings(LAYOUT.readings_of(text_batch([2, 2, 2, 2], **entries)))
+    if is_declared:
+        layout = LAYOUT.with_entries(**dict.fromkeys(entries, Entry()))
+    batch = drawn_batch('1ii', '2ii', '3ii', '4ii', pixel_values=torch.rand(sum(per_row), 3, 4, 4), **entries)
+    assert layout.images_per_row(batch) == per_row
+
+
 def test_value_of_each_image():
     """In a batch with images, one value a row is taken for one value an image, until the data shows otherwise."""
     batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_scale=torch.tensor([0.5, 2.0, 3.0]))
