@@ -202,8 +202,9 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # models of its types were trained without it.
 #
 # Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
-# placeholders. This is so in the evaluation of a loader without a layout, and if callbacks read a pre-split batch. The
-# first family that matches is taken, so a special format stands before the more general ones.
+# placeholders. This is so without TokenAccumulation if a loader has no layout, in verify_invariance without one, in a
+# collator without one, and if callbacks read a pre-split batch. The first family that matches is taken, so a special
+# format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
