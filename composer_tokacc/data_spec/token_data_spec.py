@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
-from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.layout.layout import config_of
 from composer_tokacc.planning import CostModel, CutOptions, check_kind
 from composer_tokacc.refusals import InvalidInputError
 
@@ -129,9 +129,9 @@ def token_data_spec(
         check_kind('layout', layout, BatchLayout)
     if model is not None:
         check_kind('model', model, Module)
-        config = getattr(inner_model(model), 'config', None)
-        # Only configs of Transformers have a `model_type`. Without it the layout is inferred from each batch.
-        if layout is None and hasattr(config, 'model_type'):
+        config = config_of(model)
+        # Without a config of Transformers the layout is inferred from each batch.
+        if layout is None and config is not None:
             layout = BatchLayout.for_model(config)
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)

@@ -27,6 +27,7 @@ from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
+    has_audio_along_text,
     joined_readings,
     lengths_of_runs,
 )
@@ -96,11 +97,13 @@ class RowFacts:
 
     @cached_property
     def may_be_trimmed(self) -> bool:
-        """Whether padding may be cut off. Not if positions depend on the width, or if the family does not allow it.
+        """Whether padding may be cut off. Not if positions depend on the width, or if audio lies along the text.
 
         Without ``input_ids`` (Whisper) nothing tells which positions are padding.
         """
-        return self.has_ids and self.layout.family.trims and not self.layout.width_matters(self.batch)
+        if not self.has_ids or self.layout.width_matters(self.batch):
+            return False
+        return not has_audio_along_text(self.batch, self.layout.config)
 
     @cached_property
     def counts(self) -> dict[str, list[int]]:

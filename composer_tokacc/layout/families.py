@@ -84,8 +84,6 @@ class Family:
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
             missing placeholders, so ``BatchLayout`` always counts them.
-        trims: Whether padding of the text may be cut off. False if each token of the text has a fixed number of audio
-            frames, because these would have to be trimmed with it.
         coupling: Why a row with an image changes the loss of a row without one. Empty: it does not change it.
     """
 
@@ -97,7 +95,6 @@ class Family:
     slots: Callable[[Batch], torch.Tensor] | None = None
     one_kind: bool = False
     has_queries: bool = False
-    trims: bool = True
     coupling: str = ''
 
 
@@ -205,8 +202,9 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # models of its types were trained without it.
 #
 # Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
-# placeholders. This is so in the evaluation of a loader without a layout, and if callbacks read a pre-split batch. The
-# first family that matches is taken, so a special format stands before the more general ones.
+# placeholders. This is so without TokenAccumulation if a loader has no layout, in verify_invariance without one, in a
+# collator without one, and if callbacks read a pre-split batch. The first family that matches is taken, so a special
+# format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -266,13 +264,6 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(sizes=placeholders.image_grid, frames=False),
             'video': Media(sizes=placeholders.video_grid, frames=True),
         },
-    ),
-    # Without it the forward raises if text is trimmed, because the audio lies along the text.
-    Family(
-        name='Voxtral Realtime',
-        model_types=('voxtral_realtime',),
-        media={'audio': Media()},
-        trims=False,
     ),
     # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
     Family(

@@ -79,10 +79,12 @@ def possible_readings(
     key: str,
     config: Any,
     registered: Mapping[str, Entry],
+    earlier: tuple[Reading, ...],
 ) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
 
-    ``registered`` are the entries of other keys.
+    ``registered`` are the entries of other keys, ``earlier`` the readings that earlier batches allow; empty: there was
+    no batch with the key.
     """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
@@ -94,9 +96,14 @@ def possible_readings(
     if modality is not None:
         # The name of the tensor is that of media. But the dataset may have a column with such a name, as `image_id`.
         if shape == (num_rows,):
-            if _has_value_per_item(batch, value, modality, config, registered):
-                return (Reading.MEDIA, Reading.ROWS)
-            return (Reading.ROWS, Reading.MEDIA)
+            is_column = earlier[:1] == (Reading.ROWS,)
+            # A batch without items shows it. Once that is known, or excluded, the text is not searched, because for a
+            # batch on a GPU the host would wait.
+            if not is_column and len(earlier) != 1:
+                is_column = not _may_have_items(batch, modality, config, registered)
+            if is_column:
+                return (Reading.ROWS, Reading.MEDIA)
+            return (Reading.MEDIA, Reading.ROWS)
         # Integers in the shape of the text may be a mask over its tokens.
         if value.is_floating_point() or not has_text_shape:
             return (Reading.MEDIA,)
@@ -181,25 +188,29 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     )
 
 
-def _has_value_per_item(
+def _may_have_items(
     batch: Batch,
-    values: torch.Tensor,
     modality: str,
     config: Any,
     registered: Mapping[str, Entry],
 ) -> bool:
-    """Returns whether a tensor ``(rows,)`` may have a value for each item: the batch has as many items as rows.
+    """Returns whether a batch may have items of a modality, apart from its tensors ``(rows,)``.
 
-    The items are counted by another tensor of the media, by the placeholders, or by the values, if these are sizes.
+    Another tensor of media, the numbers ``num_images`` or the placeholders show it. Without a config the placeholders
+    are unknown.
     """
+    if config is None:
+        return True
     for key, other in batch.items():
-        if modality_of(key) != modality or not isinstance(other, torch.Tensor):
+        is_of_rows = key in registered and not registered[key].is_media
+        if modality_of(key) != modality or is_of_rows:
             continue
-        is_of_rows = key in registered and registered[key].unit == 'row'
-        if other.dim() > 1 and len(other) == len(values) and not is_of_rows:
+        if isinstance(other, torch.Tensor) and other.dim() > 1:
             return True
-    placeholders = _placeholder_counts(batch, config, modality)
-    return sum(placeholders.runs) == len(values) or _entries_by_sizes(values, len(values), placeholders) is not None
+    if any(carried_counts(batch, modality) or []):
+        return True
+    ids = placeholder_ids(config, modality)
+    return bool(has_any_id(text_of(batch), ids).any())
 
 
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
@@ -235,6 +246,21 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
         num_patches = int(sizes.prod(dim=1).sum())
         if num_patches * patch_side == value.shape[-1]:
             return True
+    return False
+
+
+def has_audio_along_text(batch: Batch, config: Any) -> bool:
+    """Returns whether each token of the text has a fixed number of audio frames (Voxtral Realtime).
+
+    Such text cannot be trimmed, because the frames would have to be trimmed with it.
+    """
+    num_rows, width = text_of(batch).shape[:2]
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
+            continue
+        if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
+            # If audios have placeholders, they belong to these, and the shape is a coincidence.
+            return not placeholder_ids(config, 'audio')
     return False
 
 
@@ -346,8 +372,9 @@ def entries_per_row(
         raise InvalidInputError(
             f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows, '
             f'got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '
-            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, or register '
-            'the tensors: docs/families.md#not-there'
+            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, declare '
+            f'a column that is none of {modality}s (`layout.with_entries(name=Entry())`), or register the tensors: '
+            'docs/families.md#not-there'
         )
     return list(distinct_answers.pop())
 

@@ -25,12 +25,14 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import inner_model
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
+    Reading,
     Readings,
     agreed_readings,
     carried_counts,
     changed_meaning_message,
     entries_per_row,
     entry_of_reading,
+    has_audio_along_text,
     inferred_family,
     items_of_rows,
     possible_readings,
@@ -93,9 +95,9 @@ class BatchLayout:
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
         """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
-        if isinstance(model, torch.nn.Module):
-            model = inner_model(model)
-        config = getattr(model, 'config', model)
+        config = config_of(model)
+        if config is None:
+            config = model
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
         for family in FAMILIES:
@@ -198,7 +200,7 @@ class BatchLayout:
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = possible_readings(batch, key, self.config, self._registered)
+            possible = self._possible_readings(batch, key)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -247,7 +249,7 @@ class BatchLayout:
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
-        possible = possible_readings(batch, key, self.config, self._registered)
+        possible = self._possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -260,6 +262,11 @@ class BatchLayout:
         if not agreed:
             raise InvalidInputError(changed_meaning_message(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
+
+    def _possible_readings(self, batch: Batch, key: str) -> tuple[Reading, ...]:
+        """Returns the possible readings of an unregistered key by this batch, the most likely one first."""
+        earlier = self.readings.get(key, ())
+        return possible_readings(batch, key, self.config, self._registered, earlier)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
         """Returns the tensors that have one entry for each image (or patch, ..., as ``unit`` says), by key.
@@ -363,7 +370,9 @@ class BatchLayout:
             if carried is not None and sum(carried) == num_items:
                 return carried
         if num_inferred_entries:
-            return entries_per_row(batch, self.config, modality, num_items)
+            # A column of the rows tells nothing about items, whatever its name.
+            of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
+            return entries_per_row(of_media, self.config, modality, num_items)
         return self._items_by_placeholders(batch, item_unit, num_items)
 
     def _items_by_placeholders(
@@ -513,7 +522,8 @@ class BatchLayout:
         :meth:`width_matters`, although that changes the losses.
         """
         check_count('width_multiple', width_multiple)
-        if not self.family.trims:
+        # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
+        if has_audio_along_text(batch, self.config):
             return dict(batch)
         reach = Reach.of(real_positions(batch))
         side = reach.side
@@ -699,6 +709,18 @@ class BatchLayout:
             dtype = torch.result_type(like, absent)
             values.append(like.new_full(shape, absent, dtype=dtype))
         return values
+
+
+def config_of(model: Any) -> Any:
+    """Returns the Transformers config of a model, or of the model in a wrapper such as DDP; None if it has none."""
+    if isinstance(model, torch.nn.Module):
+        model = inner_model(model)
+    # Other wrappers, such as `AveragedModel`, have no config. A model with a config may have a child named `module`.
+    for candidate in (model, getattr(model, 'module', None)):
+        config = getattr(candidate, 'config', None)
+        if hasattr(config, 'model_type'):
+            return config
+    return None
 
 
 def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:

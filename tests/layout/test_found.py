@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import describe
+from composer_tokacc.layout import Entry, PreSplitBatch, describe, found
 from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
 from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, numbered, numbers_of, text_batch
 
@@ -236,17 +236,70 @@ def test_text_integers_named_after_a_modality(shape):
     assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 
 
+@pytest.mark.parametrize('layout', [ENCODER_LAYOUT, BatchLayout.infer(text_batch([3]))], ids=['model', 'inferred'])
+def test_audio_codes_keep_the_width(layout):
+    """Without placeholders each token has its audio codes, as in Moshi. These are not trimmed, so the text is not."""
+    row = text_batch([2], width=4, user_audio_codes=torch.zeros(1, 8, 12))
+    assert layout.trim(row)['input_ids'].shape == (1, 4)
+    assert not describe(layout, row).may_be_trimmed
+
+
 @pytest.mark.parametrize('values', [[11, 12, 13], [True, False, True], [0.5, 0.25, 1.0]])
 def test_column_of_rows_named_after_a_modality(values):
-    """A dataset's own column, such as `image_id`, has one value a row, whatever images the rows have."""
+    """A dataset's own column, such as `image_id`, has one value a row. A batch without images shows it."""
     column = torch.tensor(values)
+    text_only = text_batch([3, 2, 3], image_id=column)
+    assert describe(LAYOUT, text_only).counts == {}
     batch = drawn_batch('1ii', '12', '3ii', pixel_values=numbered(2, 3, 4, 4), image_id=column)
-    assert [part['image_id'].tolist() for part in parts_of_rows(batch)] == [[value] for value in values]
-    assert LAYOUT.images_per_row(batch) == [1, 0, 1]
-    assert describe(LAYOUT, text_batch([3, 2, 3], image_id=column)).counts == {}
-    equally_many = drawn_batch('1ii2ii', '12', pixel_values=numbered(2, 3, 4, 4), image_id=torch.tensor([11, 12]))
-    learned = LAYOUT.with_readings(LAYOUT.readings_of(batch))
-    assert learned.select(equally_many, [1])['image_id'].tolist() == [12]
+    before = LAYOUT.readings_of(batch)
+    learned = LAYOUT.with_readings(joined_readings(before, LAYOUT.with_readings(before).readings_of(text_only)))
+    parts = learned.split(batch, [[0], [1], [2]])
+    assert [part['image_id'].tolist() for part in parts] == [[value] for value in values]
+    assert learned.images_per_row(batch) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ('entries', 'per_row'),
+    [
+        pytest.param({'image_id': torch.tensor([0, 1, 1, 2])}, [1, 1, 1, 1], id='an id'),
+        pytest.param({'image_id': torch.tensor([0, 1, 1, 2])}, [2, 2, 2, 2], id='an id, tiles'),
+        pytest.param({'image_count': torch.tensor([2, 1, 0, 1])}, [2, 2, 2, 2], id='a number'),
+        pytest.param({'num_images': torch.tensor([0, 1, 1, 2])}, [2, 2, 2, 2], id='a wrong number'),
+    ],
+)
+@pytest.mark.parametrize('is_declared', [True, False])
+def test_column_of_rows_divides_no_images(entries, per_row, is_declared):
+    """Neither a declared column nor one that a batch without images has shown."""
+    layout = LAYOUT.with_readings(LAYOUT.readings_of(text_batch([2, 2, 2, 2], **entries)))
+    if is_declared:
+        layout = LAYOUT.with_entries(**dict.fromkeys(entries, Entry()))
+    batch = drawn_batch('1ii', '2ii', '3ii', '4ii', pixel_values=torch.rand(sum(per_row), 3, 4, 4), **entries)
+    assert layout.images_per_row(batch) == per_row
+
+
+def test_value_of_each_image():
+    """In a batch with images, one value a row is taken for one value an image, until the data shows otherwise."""
+    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_scale=torch.tensor([0.5, 2.0, 3.0]))
+    assert numbers_of_rows(batch, 'image_scale') == [[0.5, 2.0], None, [3.0]]
+
+
+def test_frame_counts_without_a_config():
+    """Gemma 4's `num_frames_per_video` is `(videos,)`. Its other tensors have one entry a frame."""
+    video = text_batch([4], pixel_values_videos=torch.rand(3, 2, 5), num_frames_per_video=torch.tensor([3]))
+    text = text_batch([2])
+    layout = BatchLayout.infer(video)
+    joined = layout.concat([video, text], padding_side='right', pad_token_id=0)
+    assert joined['num_frames_per_video'].tolist() == [3]
+    assert PreSplitBatch([video, text], max_tokens=8)['num_frames_per_video'].tolist() == [3]
+
+
+def test_known_column_reads_no_text(monkeypatch):
+    """Reading the text of a batch on a GPU would make the host wait."""
+    batch = text_batch([3, 2], image_id=torch.tensor([11, 12]))
+    layout = LAYOUT.with_readings(LAYOUT.readings_of(batch))
+    monkeypatch.setattr(found, 'has_any_id', None)
+    assert layout.entry_of(batch, 'image_id') == Entry()
+    assert layout.with_readings(layout.readings_of(batch)).entry_of(batch, 'image_id') == Entry()
 
 
 # The meaning of a key.

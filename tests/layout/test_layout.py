@@ -60,12 +60,20 @@ def test_layout_needs_a_config(model):
 
 
 def test_config_beside_a_child_named_module():
-    """Only DDP's `module` is the model itself."""
+    """The `module` of DDP is the model itself, but not every `module` is."""
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type='llava')
     for wrapped in (model, torch.nn.DataParallel(model)):
         assert BatchLayout.for_model(wrapped).config is model.config
+
+
+def test_config_of_an_averaged_model():
+    """A wrapper without a config holds the model as `module`."""
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(model_type='llava')
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert BatchLayout.for_model(averaged).family is LLAVA
 
 
 # The tokens of a row, without its padding.
