@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from composer_tokacc.checks.logits import edge_of, router_loss_of
 from composer_tokacc.refusals import NotExactError
@@ -188,8 +188,10 @@ class LossTerms:
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         node, index = edge_of(router)
+        if node is None:  # no forward has computed it
+            node, index, *_ = get_gradient_edge(router)
         node_of_loss, _ = edge_of(loss)
-        assert node is not None  # the loss of a router is computed
+        dtypes = [router.dtype]
         if node is node_of_loss:
             # In a compiled forward one node of the graph computes both losses, so there is no gradient between them.
             # Then the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
@@ -198,10 +200,13 @@ class LossTerms:
             # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
             edge = GradientEdge(node, index)
             (gradient,) = torch.autograd.grad(loss, edge, retain_graph=True, allow_unused=True)
-            added = 0.0 if gradient is None else float(gradient)
+            added = 0.0
+            if gradient is not None:
+                added = float(gradient)
+                dtypes.append(gradient.dtype)
         expected = coefficient or 0.0
-        # Autograd rounds the coefficient to the type of the load-balancing loss.
-        precision = torch.finfo(router.dtype).eps
+        # Autograd rounds the coefficient to the type of the load-balancing loss, or to its type before a copy.
+        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
         round_off = 1e-5 + precision
         if not math.isclose(added, expected, rel_tol=round_off):
             raise NotExactError(

@@ -184,7 +184,7 @@ def _refusal(key: str, value: object, modality: str) -> str:
     )
     if key.endswith(NO_COLUMN):
         return (
-            f'{problem}. Name it in `columns` of `dataset_info.json` as `{plural}`, or write `"{plural}": null` there, '
-            'which ignores such keys'
+            f'{problem}. Name it in `columns` of `dataset_info.json` as `{plural}`, beside all other columns that are '
+            f'read, or write `"{plural}": null` there, which ignores such keys'
         )
     return f'{problem}. Call it `{key_to_use}` if it is one. If not, take it out'

@@ -557,14 +557,17 @@ def _does_not_fit(
         names += [str(name) for name in sample.get('sample_ids', [index])]
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
-    change = f'Set it to {fitting_size}'
     split = split_of(run.state.dataloader)
-    if split is None or split.options.slot_tokens is None:
-        # The sampler's `max_tokens` are the budget of the first size, whatever it is.
-        max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
-        change = f"Lower the sampler's `max_tokens` to {max_tokens}"
-    remedy = f'{change}, with which all that was rehearsed fits'
-    if not fitting_size:
+    # Without `slot_tokens` the sampler's `max_tokens` are the budget of the first size, whatever it is.
+    is_budget_of_sampler = split is None or split.options.slot_tokens is None
+    max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
+    if fitting_size and is_budget_of_sampler:
+        remedy = f"Lower the sampler's `max_tokens` to {max_tokens}, with which all that was rehearsed fits"
+    elif fitting_size:
+        remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
+    elif is_budget_of_sampler:
+        remedy = "Lower the sampler's `max_tokens`, leave these samples out, shard the model, or checkpoint activations"
+    else:
         remedy = 'No smaller size fits either: leave these samples out, shard the model, or checkpoint activations'
     return ConfigError(
         'microbatching.device_train_microbatch_size',

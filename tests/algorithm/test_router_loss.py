@@ -15,6 +15,7 @@ from composer.callbacks import NaNMonitor
 from composer.core import Callback
 
 from composer_tokacc import token_data_spec
+from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.row_counts import num_samples
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
@@ -152,6 +153,17 @@ def test_router_loss_that_is_not_added():
     replace_coefficient(model, 1e-9, 0.0)
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
         fit(model, ragged_batch(ONE_UNLABELLED))
+
+
+@pytest.mark.parametrize('is_copied', [False, True])
+def test_coefficient_of_a_float32_copy(is_copied):
+    """Autograd rounds the coefficient in a loss that was computed in bfloat16."""
+    balance = torch.tensor(1.25, requires_grad=True, dtype=torch.bfloat16 if is_copied else torch.float32)
+    router = (2 * balance).float() if is_copied else balance
+    terms = LossTerms(None, 0.001)
+    terms.check_coefficient(0.001 * router, {'aux_loss': router})
+    with pytest.raises(RuntimeError, match='times'):
+        terms.check_coefficient(0.0011 * router, {'aux_loss': router})
 
 
 class WithUnnamedCoefficient(NativeModel):

@@ -293,6 +293,8 @@ def test_budget_of_sampler_is_named():
     with pytest.raises(ConfigError, match=rf'max_tokens.* {2 * LONGEST},') as caught:
         rehearse(state_of_trainer(spec_of(dataset, size=4, batch=12, slot_tokens=None), model, auto=False))
     assert 'Set it to' not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"Lower the sampler's `max_tokens`, leave these samples out"):
+        rehearse(state_of_trainer(spec_of(dataset, size=1, batch=12, slot_tokens=None), Limited(3), auto=False))
     smaller_spec = spec_of(dataset, size=2, batch=12, slot_tokens=None)
     assert rehearse(state_of_trainer(smaller_spec, model, auto=False))
 
