@@ -316,17 +316,6 @@ class _PlaceholderCounts(NamedTuple):
     """Number of runs of placeholders of each row."""
 
 
-def _placeholder_counts(batch: Batch, config: Any, modality: str) -> _PlaceholderCounts:
-    """Counts the placeholders of a modality in each row, as far as the config names them."""
-    ids = placeholder_ids(config, modality)
-    is_placeholder = has_any_id(text_of(batch), ids)
-    runs_of_rows = lengths_of_runs(is_placeholder)
-    return _PlaceholderCounts(
-        tokens=[sum(runs) for runs in runs_of_rows],
-        runs=[len(runs) for runs in runs_of_rows],
-    )
-
-
 def entries_per_row(
     batch: Batch,
     config: Any,
@@ -338,7 +327,13 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    placeholders = _placeholder_counts(batch, config, modality)
+    ids = placeholder_ids(config, modality)
+    is_placeholder = has_any_id(text_of(batch), ids)
+    runs_of_rows = lengths_of_runs(is_placeholder)
+    placeholders = _PlaceholderCounts(
+        tokens=[sum(runs) for runs in runs_of_rows],
+        runs=[len(runs) for runs in runs_of_rows],
+    )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
     # If no row has a placeholder, and there are as many entries as rows, each row has one. Without a config the
