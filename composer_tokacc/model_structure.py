@@ -26,6 +26,12 @@ MEDIA_MODULES = {
 """Transformers' names of the modules that turn images, videos or audio into embeddings of the language model."""
 
 
+def transformers_model(model: Any) -> Any:
+    """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
+    # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
+    return getattr(model, 'model', model) if hasattr(model, 'eval_forward') else model
+
+
 def media_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the encoders of images, videos and audio, and their projectors. Some of them may be inside others."""
     modules = []

@@ -26,7 +26,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import forward_parameters
+from composer_tokacc.model_structure import forward_parameters, transformers_model
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, Any]]
@@ -64,7 +64,7 @@ class LogitsAtLabels:
     """
 
     def __init__(self, model: torch.nn.Module, *, shifts_labels: bool | None = None) -> None:
-        self._model = _language_model(inner_model(model))
+        self._model = transformers_model(inner_model(model))
         if output_embedding(self._model) is None:
             raise InvalidInputError(
                 f'The model must have an output embedding, got: {type(self._model).__name__}, whose '
@@ -147,12 +147,6 @@ class LogitsAtLabels:
 def _unchanged(batch: Batch) -> Batch:
     """Moves a batch to the device of the model: nothing to do, because the batch of a forward is there already."""
     return batch
-
-
-def _language_model(model: Any) -> torch.nn.Module:
-    """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
-    # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
-    return getattr(model, 'model', model) if hasattr(model, 'eval_forward') else model
 
 
 def _by_name(

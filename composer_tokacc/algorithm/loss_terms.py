@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from composer_tokacc.checks.logits import edge_of, router_loss_of
+from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
@@ -265,10 +266,10 @@ def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
 def router_coefficient(model: torch.nn.Module) -> float | None:
     """Returns the factor of a model's load-balancing loss; None if the model names none.
 
-    ``model`` is a ComposerModel. It may wrap a Hugging Face model as its attribute ``model``. An attribute of the
-    Hugging Face model counts before its config, because the model copies values of the config when it is built.
+    ``model`` is a ComposerModel. If it wraps a Hugging Face model, an attribute of that model counts before its config,
+    because the model copies values of the config when it is built.
     """
-    model = getattr(model, 'model', model)
+    model = transformers_model(model)
     config: Any = getattr(model, 'config', None)
     if hasattr(config, 'get_text_config'):
         config = config.get_text_config()

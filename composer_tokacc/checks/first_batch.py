@@ -50,6 +50,7 @@ from composer_tokacc.layout import (
 from composer_tokacc.layout.facts import PADDED_ROWS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
+from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import num_rows, without_rows
 
@@ -369,9 +370,7 @@ class FirstBatchCheck(Generic[RulesT]):
         It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
         which of them are the best. Every microbatch rounds in another way.
         """
-        # A ComposerModel may hold the model of Transformers as its attribute `model`.
-        model = getattr(self.probe.model, 'model', self.probe.model)
-        config = getattr(model, 'config', None)
+        config = getattr(transformers_model(self.probe.model), 'config', None)
         window = getattr(config, 'keep_window_size', None)
         longest = max(real_positions(rows).sum(dim=1).tolist())
         if window is not None and longest > window:
