@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Uses of private names of the hosts: torch, Transformers and Composer.
+"""Uses of private names of the hosts: torch, Transformers, accelerate and Composer.
 
 If a release of a host changes one, this is the only module that breaks. All of them exist in torch 2.7, transformers
 5.24 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``, which does not import torch.
@@ -276,6 +276,11 @@ def separate_iterator(loader: DataLoader) -> Iterator[None]:
         yield
     finally:
         loader._iterator = kept_iterator
+
+
+def keep_from_accelerate(loader: DataLoader) -> None:
+    """Makes ``prepare`` of accelerate return the loader as it is. Otherwise it divides the batches of a rank again."""
+    loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

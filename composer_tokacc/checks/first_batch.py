@@ -36,8 +36,8 @@ from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
-from composer_tokacc.compat import gradient_hooks, hooks_after_gradients
-from composer_tokacc.counting import LOSS_RULES, loss_mask
+from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
+from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
 from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import (
     BatchLayout,
@@ -272,6 +272,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.rule is None:
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
+            self._warn_of_leaks(shared.rows)
         self._is_check_due = False
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
@@ -379,6 +380,26 @@ class FirstBatchCheck(Generic[RulesT]):
                 f'window of {window} keys (`keep_window_size`). Round-off decides which ones it attends to, so a loss '
                 'depends on the other rows of a microbatch. Train rows that are no longer than the window, or use '
                 'another attention (docs/errors.md#row-coupling).'
+            )
+
+    def _warn_of_leaks(self, rows: BatchDict) -> None:
+        """Warns if rows come packed, but Transformers does not keep their documents apart.
+
+        For SDPA and eager attention it looks for positions that restart only if there is no mask and no cache.
+        """
+        config = getattr(transformers_model(self.probe.model), 'config', None)
+        get_text_config = getattr(config, 'get_text_config', None)  # None: the config is not one of Transformers
+        if document_starts(rows) is None or get_text_config is None:
+            return
+        text_config = get_text_config()
+        mask = rows.get('attention_mask')
+        sees_all = getattr(text_config, 'use_cache', False) if mask is None else mask.dim() == 2
+        if sees_all and attention_of(text_config) in ('sdpa', 'eager'):
+            log.warning(
+                'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
+                'batch has an `attention_mask` of two dimensions or the config has `use_cache=True`. Leave the mask '
+                'out and set `use_cache=False`, or give padded rows and set `packing` '
+                '(docs/packing.md#rows-that-your-collator-has-packed).'
             )
 
     def _on_device(self, batch: Batch) -> Batch:

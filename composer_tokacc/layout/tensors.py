@@ -248,9 +248,9 @@ def _select_entries(
     if unit_offsets[-1] != value.shape[entry.row_dim]:
         units_per_row = [end - start for start, end in pairwise(unit_offsets)]
         raise InvalidInputError(
-            f'`batch[{key!r}]` must have {unit_offsets[-1]} entries, one for each {entry.unit} ({units_per_row} by '
-            f'row), got: {value.shape[entry.row_dim]}. Keep its entries and the rows together in the collator, or '
-            'encode each sample by itself and join them with `BatchLayout.concat`.'
+            f'`batch[{key!r}]` must have {unit_offsets[-1]} entries along dimension {entry.row_dim}, one for each '
+            f'{entry.unit} ({units_per_row} by row), got: {value.shape[entry.row_dim]}. Keep its entries and the rows '
+            'together in the collator, or encode each sample by itself and join them with `BatchLayout.concat`.'
         )
     index: list[int] = []
     for row in rows:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
-from composer_tokacc.compat import tree_map_only
+from composer_tokacc.compat import keep_from_accelerate, tree_map_only
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
@@ -102,6 +102,7 @@ class ExchangingDataLoader(DataLoader):
         if kwargs.get('num_workers'):
             pack = to_bytes
         super().__init__(dataset, collate_fn=pack, **kwargs)
+        keep_from_accelerate(self)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from composer_tokacc.compat import separate_iterator
+from composer_tokacc.compat import keep_from_accelerate, separate_iterator
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
@@ -83,6 +83,7 @@ class RegroupingDataLoader(DataLoader):
         # plain DataLoader, which unwraps nothing. So accelerate cannot skip batches with `pin_memory`.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
+        keep_from_accelerate(self)
         self._resume_at = (0, 0)
         """Epoch and batch at which a resumed run goes on. Earlier batches are skipped. (0, 0): no batch is skipped."""
         self._witness = ''

@@ -16,7 +16,7 @@ from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, r
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
-from tests.support.small_batches import IMAGE, drawn_batch, numbered, text_batch
+from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
 from tests.support.text import (
     RAGGED,
     VOCABULARY,
@@ -232,3 +232,26 @@ def test_media_are_compared_if_padded_otherwise():
     # Only the place of row 1, which gets a second tile in the batch.
     assert collated.keys() == {2}
     assert collated[2]['pixel_values'].shape == (1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ('mask_dims', 'use_cache', 'is_warned'), [(0, True, True), (0, False, False), (2, False, True), (4, True, False)]
+)
+def test_warning_that_packed_documents_see_each_other(mask_dims, use_cache, is_warned, caplog):
+    """The reference: whether the logits of the last document change with the ids of the first one."""
+    batch = ragged_batch([(12, 12), (12, 12)])
+    first_document = torch.arange(12) < 5
+    batch['position_ids'] = torch.where(first_document, torch.arange(12), torch.arange(12) - 5).repeat(2, 1)
+    mask = batch.pop('attention_mask')
+    if mask_dims == 2:
+        batch['attention_mask'] = mask
+    if mask_dims == 4:
+        same_document = first_document[:, None] == first_document
+        batch['attention_mask'] = square_mask({'attention_mask': mask}) & same_document
+    model = one_layer_model()
+    model.config.use_cache = use_cache
+    fit(model, batch)
+    assert ('attend to each other' in caplog.text) == is_warned
+    changed = {**batch, 'input_ids': batch['input_ids'].masked_fill(first_document, 1)}
+    is_seen = not torch.allclose(model(**changed).logits[:, 5:], model(**batch).logits[:, 5:])
+    assert is_seen or not is_warned

@@ -309,6 +309,14 @@ def test_registered_entry_comes_before_shapes():
     assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
 
 
+def test_rows_in_another_dimension_are_refused():
+    """The message names the dimension: positions of rotary axes are (axes, rows, width)."""
+    positions = torch.zeros(2, 3, 4, dtype=torch.long)
+    batch = text_batch([4, 3], position_ids=positions)
+    with pytest.raises(ValueError, match='2 entries along dimension -2'):
+        TEXT_LAYOUT.select(batch, [0])
+
+
 def test_registered_entries_keep_readings():
     """Another entry changes nothing of what earlier batches of the fit have shown."""
     memory = torch.zeros(3, 8, 5)

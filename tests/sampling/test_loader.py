@@ -58,6 +58,12 @@ def test_planned_microbatches_are_collated_separately(num_workers):
     assert loader.batch_size == 4
 
 
+def test_accelerate_prepares_nothing():
+    accelerate = pytest.importorskip('accelerate')
+    loader = build()
+    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
+
+
 def test_widths_stay_within_the_budget():
     """Both the plan and the collated rows are rounded up, but not beyond the budget of a microbatch."""
     dataset = LengthDataset(30)
