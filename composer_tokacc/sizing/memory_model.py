@@ -32,7 +32,7 @@ GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """If the residual is larger, a report warns that its figures are rough. The default ``safety`` of a report leaves 8 %
 of the device free, which covers a smaller error."""
-CALIBRATION_VERSION = 7
+CALIBRATION_VERSION = 8
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
 # For each part of a microbatch (`TRACKED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
@@ -279,8 +279,8 @@ class MemoryModel:
 
     Args:
         static: The part that does not depend on the microbatch.
-        phases: Fits of the activations at the peak of each phase of a step (``forward``, ``head``, ``blocks``: see
-            ``MicrobatchPeaks.phases``). The highest phase counts.
+        phases: Fits of the activations at the peak of each phase of a step (``forward``, ``loss``, ``head``,
+            ``blocks`` and ``embedding``: see ``MicrobatchPeaks.phases``). The highest phase counts.
         strategy: ``'ddp'`` or ``'fsdp'``.
         logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
             ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).

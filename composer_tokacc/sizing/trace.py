@@ -69,8 +69,10 @@ class MicrobatchPeaks(NamedTuple):
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
     """Bytes at the peak of each phase, by part (``TRACKED_PARTS``). The phases follow each other: ``forward`` ends
-    before the output embedding. ``head`` is the output embedding, the loss, and the backward pass of both. ``blocks``
-    is the rest of the backward pass. Which phase has the highest peak depends on the shape."""
+    before the output embedding. ``loss`` is the output embedding and the loss, with the backward pass of the loss.
+    ``head`` is the backward pass of the output embedding, ``blocks`` that of the blocks, and ``embedding`` that of the
+    input embedding. Which phase has the highest peak depends on the shape. The two embeddings have phases of their own,
+    because the gradients of their weights are large, and do not depend on the shape."""
 
 
 class TracedStep:
@@ -145,22 +147,30 @@ class TracedStep:
 
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
-                return  # the output embedding was called once more: only the first call ends the phase
+                return  # an embedding was called once more: only the first call ends the phase
             peaks = {}
             for part, num_bytes in self._tracker.peak.items():
                 peaks[part] = num_bytes - bytes_before[part]
             phases[name] = peaks
             self._tracker.restart_peak()
 
-        # The forward phase ends when the output embedding is called. The head phase ends when its backward is complete.
+        def end_blocks_by_gradient(module: nn.Module, args: object, output: torch.Tensor) -> None:
+            """Hook after the input embedding: ends the phase `blocks` when the gradient by its output comes."""
+            # Not a backward hook of the module. With it, the model could not write media into this tensor.
+            if output.requires_grad:
+                output.register_hook(partial(end_phase, 'blocks'))
+
         head = self.model.get_output_embeddings()
         handles = [
             head.register_forward_pre_hook(partial(end_phase, 'forward')),
+            head.register_full_backward_pre_hook(partial(end_phase, 'loss')),
             head.register_full_backward_hook(partial(end_phase, 'head')),
+            self.model.get_input_embeddings().register_forward_hook(end_blocks_by_gradient),
         ]
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        end_phase('blocks')
+        end_phase('blocks')  # if no gradient came to the input embedding
+        end_phase('embedding')
         for handle in handles:
             handle.remove()
         if not has_gradient:
@@ -386,8 +396,10 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
         totals_of_phases.append(activation_bytes(bytes_of_phase))
     highest = np.max(totals_of_phases, axis=0)
     fits = {}
-    for name, bytes_of_phase in bytes_of_phases.items():
-        fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
+    for (name, bytes_of_phase), totals in zip(bytes_of_phases.items(), totals_of_phases, strict=True):
+        # A phase in which nothing is computed, such as `embedding` with frozen weights, is never the highest.
+        if (totals > 0).all():
+            fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
     return fits
 
 

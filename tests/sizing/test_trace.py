@@ -157,7 +157,7 @@ def test_autocast_copies_every_weight_once() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
     run = TracedStep(builder(config), sample, precision='amp_bf16')
-    memory = run.measure(sample).phases['head']
+    memory = run.measure(sample).phases['loss']
     matrices = LAYERS * MATRICES_OF_BLOCK + VOCABULARY * HIDDEN
     assert memory['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
 
@@ -169,7 +169,7 @@ def test_type_of_the_residual_stream() -> None:
     for strategy in ('ddp', 'fsdp'):
         run = TracedStep(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
         assert run.static.parameters == 4 * ALL_WEIGHTS
-        memory[strategy] = run.measure(sample).phases['head']
+        memory[strategy] = run.measure(sample).phases['loss']
     # Checkpointing keeps the input of each block: in float32 under DDP, in two bytes under FSDP.
     assert memory['ddp']['text'] - memory['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
     assert memory['ddp']['weights'] > 0
