@@ -279,8 +279,8 @@ class MemoryModel:
 
     Args:
         static: The part that does not depend on the microbatch.
-        phases: Fits of the activations at the peak of each phase of a step (``forward``, ``loss``, ``head``,
-            ``blocks`` and ``embedding``: see ``MicrobatchPeaks.phases``). The highest phase counts.
+        phases: Fits of the activations at the peak of each phase of a step, by the names in ``PHASES`` (`trace.py`).
+            The highest phase counts.
         strategy: ``'ddp'`` or ``'fsdp'``.
         logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
             ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).

@@ -60,6 +60,12 @@ LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 number of labels does not grow in proportion to the number of positions. A run may have a label at every position, so
 1 is among the first four: without images only four microbatches are traced."""
 
+PHASES = ('forward', 'loss', 'head', 'blocks', 'embedding')
+"""The phases of a step, which follow each other: the forward pass before the output embedding; the output embedding and
+the loss, with the backward pass of the loss; the backward passes of the output embedding, of the blocks and of the
+input embedding. Which one has the highest peak depends on the shape of the microbatch. The two embeddings have phases
+of their own, because the gradients of their weights are large, and do not depend on the shape."""
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -68,11 +74,7 @@ class MicrobatchPeaks(NamedTuple):
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes at the peak of each phase, by part (``TRACKED_PARTS``). The phases follow each other: ``forward`` ends
-    before the output embedding. ``loss`` is the output embedding and the loss, with the backward pass of the loss.
-    ``head`` is the backward pass of the output embedding, ``blocks`` that of the blocks, and ``embedding`` that of the
-    input embedding. Which phase has the highest peak depends on the shape. The two embeddings have phases of their own,
-    because the gradients of their weights are large, and do not depend on the shape."""
+    """Bytes at the peak of each phase (``PHASES``), by part (``TRACKED_PARTS``)."""
 
 
 class TracedStep:
@@ -147,30 +149,41 @@ class TracedStep:
 
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
-                return  # an embedding was called once more: only the first call ends the phase
+                return  # only the first gradient or call ends a phase
             peaks = {}
             for part, num_bytes in self._tracker.peak.items():
                 peaks[part] = num_bytes - bytes_before[part]
             phases[name] = peaks
             self._tracker.restart_peak()
 
-        def end_blocks_by_gradient(module: nn.Module, args: object, output: torch.Tensor) -> None:
-            """Hook after the input embedding: ends the phase `blocks` when the gradient by its output comes."""
-            # Not a backward hook of the module. With it, the model could not write media into this tensor.
-            if output.requires_grad:
-                output.register_hook(partial(end_phase, 'blocks'))
+        def end_by_gradient(name: str, value: torch.Tensor) -> None:
+            """Ends a phase of the backward pass when the gradient by this value comes."""
+            # Not by a backward hook of a module. With it, the model could not write into the value.
+            if value.requires_grad:
+                value.register_hook(partial(end_phase, name))
+
+        def begin_head(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            end_phase('forward')
+            end_by_gradient('head', args[0])
+
+        def end_head(module: nn.Module, args: object, logits: torch.Tensor) -> None:
+            end_by_gradient('loss', logits)
+
+        def end_embedding(module: nn.Module, args: object, embedded: torch.Tensor) -> None:
+            end_by_gradient('blocks', embedded)
 
         head = self.model.get_output_embeddings()
+        embedding = self.model.get_input_embeddings()
         handles = [
-            head.register_forward_pre_hook(partial(end_phase, 'forward')),
-            head.register_full_backward_pre_hook(partial(end_phase, 'loss')),
-            head.register_full_backward_hook(partial(end_phase, 'head')),
-            self.model.get_input_embeddings().register_forward_hook(end_blocks_by_gradient),
+            # First, so that it gets the hidden states of all positions, and not only those at labels.
+            head.register_forward_pre_hook(begin_head, prepend=True),
+            head.register_forward_hook(end_head),
+            embedding.register_forward_hook(end_embedding),
         ]
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        end_phase('blocks')  # if no gradient came to the input embedding
-        end_phase('embedding')
+        for name in PHASES:  # those that have no gradient, such as that of a frozen embedding
+            end_phase(name)
         for handle in handles:
             handle.remove()
         if not has_gradient:
