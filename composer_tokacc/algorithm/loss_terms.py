@@ -78,10 +78,7 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            all_terms = []
-            for place, value in enumerate(tensors_in(loss)):
-                all_terms.append(Term(place, 'tokens', value))
-            return all_terms
+            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
@@ -225,6 +222,11 @@ class LossTerms:
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
+        if not tensors_in(loss):
+            raise NotExactError(
+                f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss from "
+                'the labels, and return it without `.item()` (docs/errors.md#model-loss).'
+            )
         has_units = bool(self.units) or isinstance(loss, SplitLoss)
         has_several_terms = isinstance(loss, Mapping) and len(values) > 1
         if has_several_terms and not has_units:
