@@ -29,6 +29,7 @@ from composer_tokacc.batch import (
     labels_of,
     real_positions,
     sample_name,
+    text_of,
     with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
@@ -224,14 +225,14 @@ class FirstBatchCheck(Generic[RulesT]):
             try:
                 new_rules, checked_ranges = self._check_rows(shared, rules)
             except IndexError as error:
-                # An id or a target is out of range. A GPU stops the process instead.
+                # A position, an id or a label is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
-                ids = _ids_of(shared.rows)
+                text = text_of(shared.rows)
                 raise NotExactError(
-                    f'The model must take the batch, got: {error}, for {ids}. Labels must be -100 or ids of '
-                    "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
-                    'to the model (docs/errors.md#counts).'
+                    f'The model must take the batch, got: {error}, for rows of {text.shape[1]} tokens with ids up to '
+                    f'{int(text.max())}. Rows must not be longer than the positions of the model, labels must be -100 '
+                    'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
@@ -537,21 +538,6 @@ def _any_token(rows: Batch) -> int:
 def _columns(is_marked: Tensor) -> list[int]:
     """Returns the first eight marked columns, for a message."""
     return is_marked.nonzero()[:8, 1].tolist()
-
-
-def _ids_of(rows: BatchDict) -> str:
-    """Returns the ranges of the ids of some rows as text for a message."""
-    ranges = []
-    for key in ('labels', 'input_ids'):
-        values = rows.get(key)
-        if values is None:
-            continue
-        ids = values[values != IGNORE_INDEX]
-        if ids.numel():
-            smallest = int(ids.min())
-            largest = int(ids.max())
-            ranges.append(f'`{key}` of {smallest} to {largest}')
-    return ' and '.join(ranges)
 
 
 # The rows of a check.
