@@ -95,7 +95,7 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
         batch_index: Counts the batches of the epoch from 0.
     """
     record = getattr(batch, 'plan', None)
-    if record is not None:
+    if isinstance(record, PlanRecord):  # a batch of Hugging Face gives its entries as attributes, also one named `plan`
         return record
     if not isinstance(dataloader, DataLoader):
         return None
