@@ -70,8 +70,13 @@ class LossTerms:
         """Returns the terms of a loss. The ``'total'`` of a dict is no term.
 
         Raises:
-            RuntimeError: If ``loss_units`` does not name every term, or a term is no tensor.
+            RuntimeError: If ``loss_units`` does not name every term, if a term is no tensor, or if there is no tensor.
         """
+        if not tensors_in(loss):
+            raise NotExactError(
+                f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss in "
+                'every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
+            )
         if not isinstance(loss, Mapping):
             if self.units:
                 raise NotExactError(
@@ -222,11 +227,6 @@ class LossTerms:
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
-        if not tensors_in(loss):
-            raise NotExactError(
-                f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss from "
-                'the labels, and return it without `.item()` (docs/errors.md#model-loss).'
-            )
         has_units = bool(self.units) or isinstance(loss, SplitLoss)
         has_several_terms = isinstance(loss, Mapping) and len(values) > 1
         if has_several_terms and not has_units:
