@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from composer_tokacc.batch import (
@@ -564,7 +565,7 @@ class BatchLayout:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
         Plain values that differ become a list with one entry per row, None for the rows of a batch without the key. If
-        all batches with the key have the same value, all rows get it.
+        all batches with the key have the same value, all rows get it. Arrays of numpy always become a list.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -600,7 +601,8 @@ class BatchLayout:
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = self._values_of_rows(key, batches)
-            elif any(value != values[0] for value in values):
+            # Arrays cannot be compared by `!=`, which returns another array.
+            elif any(isinstance(value, np.ndarray) or value != values[0] for value in values):
                 joined[key] = self._values_of_rows(key, batches)
             else:
                 joined[key] = values[0] if values else None
