@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from composer_tokacc.checks.logits import edge_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
@@ -191,8 +191,7 @@ class LossTerms:
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         node, index = edge_of(router)
-        if node is None:  # no forward has computed it
-            node, index, *_ = get_gradient_edge(router)
+        assert node is not None  # the forward has computed it
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
         if node is node_of_loss:
