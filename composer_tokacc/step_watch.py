@@ -374,7 +374,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
 
 def listed(names: Sequence[str]) -> str:
     """Returns the first three names as text, and the number of the others."""
-    listed = ', '.join(f'`{name}`' for name in names[:3])
+    text = ', '.join(f'`{name}`' for name in names[:3])
     if len(names) > 3:
-        listed += f' and {len(names) - 3} others'
-    return listed
+        text += f' and {len(names) - 3} others'
+    return text

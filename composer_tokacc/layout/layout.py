@@ -351,13 +351,13 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # A unit 'image/12' has 12 inferred entries in the batch, see _unit_of_items().
+        # A unit like 'image/12' is that of inferred entries, see _unit_of_items().
         modality, _, num_inferred_entries = item_unit.partition('/')
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred_entries) if num_inferred_entries else _num_items(batch, entries, item_unit)
+        num_items = _num_items(batch, entries, item_unit)
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
@@ -814,7 +814,7 @@ def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
 
 
 def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
-    """Returns how many items the registered tensors of a unit have; None if the batch has no such tensor.
+    """Returns how many items the tensors of a unit have; None if the batch has no such tensor.
 
     ``entries`` are the entries of all media of the batch: see :func:`media_entries`.
     """
