@@ -264,16 +264,16 @@ class Probe:
                         result = _result_of(forward, targets)
                     # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
-            except RuntimeError as error:
+            except Exception as error:
                 if 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
                     self._layers = self._layers[:1]
                     continue
                 if not decides:
                     raise
-                # Some kernels accept only half precision, such as flash attention. Each has its own message, so any
-                # error counts, also that float32 takes too much memory. If the error has another cause, the next
-                # forward raises it again.
+                # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
+                # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it
+                # again.
                 result = None
             # Only some ranks may have raised, for example because their GPUs have less free memory.
             if decides and any(self.gather(result is None)):
