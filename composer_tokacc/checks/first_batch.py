@@ -844,5 +844,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
 
 def _changed(hook: GradientHook, gradient: Tensor) -> Tensor:
     """Returns a gradient as the hook changes it."""
-    changed = hook(gradient.clone())
-    return gradient if changed is None else changed
+    copied = gradient.clone()
+    changed = hook(copied)
+    # A hook that returns nothing may have written into the gradient that it got.
+    return copied if changed is None else changed
