@@ -171,7 +171,7 @@ class StepWatch:
     def _on_backward_end(self) -> None:
         """Records the gradients, and whether this backward added to them."""
         gradients_now = self._gradient_checksums()
-        # A backward that adds 0 changes only the states. With FSDP2 a backward may change only the checksums.
+        # A backward that adds 0 changes only the states, and a backward of FSDP2 perhaps only the checksums.
         was_written = self._gradient_states() != self._states_before
         self._has_accumulated = was_written or gradients_now != self._last_gradients
         self._last_gradients = gradients_now

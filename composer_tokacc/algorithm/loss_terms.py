@@ -161,7 +161,7 @@ class LossTerms:
             differentiated = scaled['total']
         with_gradient = [value for value in tensors_in(differentiated) if value.requires_grad]
         for value in with_gradient[:1]:
-            value.register_hook(observe)
+            value.register_hook(observe)  # first, so it sees the gradient before the division
         if excess != 1.0:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)

@@ -167,6 +167,7 @@ class RowComparison(Generic[RulesT]):
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 
     def _check_labels_kept(self) -> None:
+        """Raises RuntimeError if a row has lost or got a label on the way to the device."""
         has_loss = loss_mask(self.batch, self._rule)
         counts = has_loss.sum(dim=1).tolist()
         if counts != self._counts:
@@ -177,7 +178,10 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
-        """The same comparison without varied weights, because they may hide a fault. None: no weight was varied."""
+        """The same comparison without varied weights, because they may hide a fault.
+
+        None: no rank has varied a weight, or this is that comparison.
+        """
         if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
             return None
         return RowComparison(
@@ -269,9 +273,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and with_side_of() leaves it
-            # so. If nothing could be trimmed, for example because no row has padding, nothing was learnt. Then rows
-            # that are padded on this side get their earlier rules back.
+            # No row was trimmed, for one of two reasons. Either trimming has failed, so that the candidate keeps the
+            # padding. Then with_side_of() returns the candidate. Or no row has padding, so nothing was learnt about
+            # trimming. Then with_side_of() puts the earlier policy back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -413,6 +417,7 @@ class RowComparison(Generic[RulesT]):
         error: Exception,
         cut_kind: CutKind,
     ) -> CutFailure:
+        """Returns the failure of a cut whose rows the model cannot compute."""
         reason = str(error).rstrip('.')
         message = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
         if cut_kind is CutKind.PACKED:

@@ -171,7 +171,7 @@ class FirstBatchCheck(Generic[RulesT]):
         return bool(self._proven.missing(self._ranges_of(facts_of_batches)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
-        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.
+        """Returns whether to call :meth:`prove`: if some rank has new rows, and in steps 16, 32, 64 and so on.
 
         In these steps it also notes that :meth:`prove` must check rows, even if none are new.
         """
@@ -383,6 +383,7 @@ class FirstBatchCheck(Generic[RulesT]):
             )
 
     def _on_device(self, batch: Batch) -> Batch:
+        """Returns a copy of the batch as the model gets it, without the counts of its rows."""
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:

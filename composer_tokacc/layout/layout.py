@@ -361,8 +361,8 @@ class BatchLayout:
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
-        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted.
-        # `token_ids` finds none for a unit like 'image/12'. Placeholders of such units are counted below.
+        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted, and
+        # the two short ways are left out. `token_ids` finds none for a unit like 'image/12'.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, item_unit)
         if not must_count_placeholders:
             if num_rows == 1:
