@@ -458,6 +458,7 @@ class RowComparison(Generic[RulesT]):
                     continue  # a row without tokens makes no document
                 row_gradients[place, is_real] = gradient[0, documents == document]
                 document += 1
+        # `microbatch_transforms` may have made the rows wider than the batch. Their further columns are left out.
         elif self._facts.side == 'left':
             start = -gradient.shape[1]
             row_gradients[:, start:] = gradient[: len(rows), -self._width :]

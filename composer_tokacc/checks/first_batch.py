@@ -614,10 +614,10 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     if {'holes', 'holes beside media'}.intersection(missing):
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
         criteria.append(Criterion(lengths, lacks_hole))
-    if any(facts.has_label_behind_padding):
-        # The padding before it predicts this label, so trimming changes it most easily.
-        lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
-        criteria.append(Criterion(lengths, lacks_label))
+    # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
+    # chooses the shortest row again.
+    lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
+    criteria.append(Criterion(lengths, lacks_label))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
     lacks_padding = [length == facts.width for length in lengths]
