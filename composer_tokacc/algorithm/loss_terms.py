@@ -201,7 +201,7 @@ class LossTerms:
         else:
             # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
             edge = GradientEdge(node, index)
-            (gradient,) = torch.autograd.grad(loss, edge, retain_graph=True, allow_unused=True)
+            (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
             added = 0.0
             if gradient is not None:
                 added = float(gradient)

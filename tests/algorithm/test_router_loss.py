@@ -166,6 +166,14 @@ def test_coefficient_of_a_float32_copy(is_copied):
         terms.check_coefficient(0.0011 * router, {'aux_loss': router})
 
 
+def test_coefficient_in_a_loss_of_two_elements():
+    router = 2 * torch.tensor(1.25, requires_grad=True)
+    loss = (3 + 0.001 * router).expand(2)
+    LossTerms(None, 0.001).check_coefficient(loss, {'aux_loss': router})
+    with pytest.raises(RuntimeError, match='times'):
+        LossTerms(None, 0.002).check_coefficient(loss, {'aux_loss': router})
+
+
 class WithUnnamedCoefficient(NativeModel):
     """Adds a load-balancing loss with a coefficient that is neither in a config nor in the model."""
 
