@@ -95,7 +95,7 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
         batch_index: Counts the batches of the epoch from 0.
     """
     record = getattr(batch, 'plan', None)
-    if record is not None:
+    if isinstance(record, PlanRecord):  # a batch of Hugging Face gives its entries as attributes, also one named `plan`
         return record
     if not isinstance(dataloader, DataLoader):
         return None
@@ -130,7 +130,7 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # If two processes have the sampler of one rank, and none has that of another rank, the sum is another one.
+    # The sum is another one if two processes have the sampler of one rank, and none has that of another rank.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
     # If this value differs between ranks, the checksums are unequal too, because they cover the number of ranks. So all
     # ranks compare their plans, or none does.

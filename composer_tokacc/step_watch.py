@@ -171,7 +171,7 @@ class StepWatch:
     def _on_backward_end(self) -> None:
         """Records the gradients, and whether this backward added to them."""
         gradients_now = self._gradient_checksums()
-        # A backward that adds 0 changes only the states. With FSDP2 a backward may change only the checksums.
+        # A backward that adds 0 changes only the states, and a backward of FSDP2 perhaps only the checksums.
         was_written = self._gradient_states() != self._states_before
         self._has_accumulated = was_written or gradients_now != self._last_gradients
         self._last_gradients = gradients_now
@@ -374,7 +374,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
 
 def listed(names: Sequence[str]) -> str:
     """Returns the first three names as text, and the number of the others."""
-    listed = ', '.join(f'`{name}`' for name in names[:3])
+    text = ', '.join(f'`{name}`' for name in names[:3])
     if len(names) > 3:
-        listed += f' and {len(names) - 3} others'
-    return listed
+        text += f' and {len(names) - 3} others'
+    return text

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from composer_tokacc.checks.logits import edge_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
@@ -70,18 +70,20 @@ class LossTerms:
         """Returns the terms of a loss. The ``'total'`` of a dict is no term.
 
         Raises:
-            RuntimeError: If ``loss_units`` does not name every term, or a term is no tensor.
+            RuntimeError: If ``loss_units`` does not name every term, if a term is no tensor, or if there is no tensor.
         """
+        if not tensors_in(loss):
+            raise NotExactError(
+                f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss in "
+                'every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
+            )
         if not isinstance(loss, Mapping):
             if self.units:
                 raise NotExactError(
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            all_terms = []
-            for place, value in enumerate(tensors_in(loss)):
-                all_terms.append(Term(place, 'tokens', value))
-            return all_terms
+            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
@@ -159,7 +161,7 @@ class LossTerms:
             differentiated = scaled['total']
         with_gradient = [value for value in tensors_in(differentiated) if value.requires_grad]
         for value in with_gradient[:1]:
-            value.register_hook(observe)
+            value.register_hook(observe)  # first, so it sees the gradient before the division
         if excess != 1.0:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
@@ -189,8 +191,7 @@ class LossTerms:
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         node, index = edge_of(router)
-        if node is None:  # no forward has computed it
-            node, index, *_ = get_gradient_edge(router)
+        assert node is not None  # the forward has computed it
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
         if node is node_of_loss:
@@ -200,7 +201,7 @@ class LossTerms:
         else:
             # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
             edge = GradientEdge(node, index)
-            (gradient,) = torch.autograd.grad(loss, edge, retain_graph=True, allow_unused=True)
+            (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
             added = 0.0
             if gradient is not None:
                 added = float(gradient)

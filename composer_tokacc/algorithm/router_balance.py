@@ -185,7 +185,7 @@ class StepBalance:
         losses = _balance_losses(choices, probabilities, num_positions)
         if is_first:
             if not bool(attended.any()):
-                return  # without positions both losses are NaN
+                return  # Without positions both losses are NaN. The next microbatch is the first comparison.
             self._top_k = int((losses - models_loss).abs().argmin()) + 1
         # The model computes its loss in the type of the logits, with a few rounded operations.
         tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
@@ -292,8 +292,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
-        # A sample without real tokens has no position in the packed row, so it is not a document. A dummy row and a
-        # repeated sample are. They have tokens, but their `real_tokens` is 0, because they do not count.
+        # Each row with tokens is a document. A sample has tokens if `real_tokens` is not 0. Dummy rows and repeated
+        # samples (0 samples) always have tokens, but `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
     # For a packed row without any document. It has one position of padding, with the document number 0. In other rows

@@ -480,11 +480,11 @@ class TokenAccumulation(Algorithm):
     def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
         terms = self._run.terms
-        zero = attached_zero(state.outputs, state.loss)
         empty_units = ['tokens']
         if terms.of_unit(state.loss, 'microbatches') and not any(real_tokens(state.batch)):
             # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
             empty_units.append('microbatches')
+        zero = attached_zero(state.outputs, state.loss)
 
         def without_tokens(term: Term) -> torch.Tensor:
             return zero if term.unit in empty_units else term.value

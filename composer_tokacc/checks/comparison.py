@@ -59,9 +59,6 @@ LARGEST_FACTOR_ERROR = 0.1
 """A change of a row's gradient is a factor on it, and a remainder. If the remainder is less than this part of the
 change, the row has a wrong weight. Otherwise something leaks into the row."""
 
-NOT_COMPUTED = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors that a model may raise on rows that are trimmed or packed, or with logits only at labels."""
-
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NOT_A_NUMBER = (
@@ -170,6 +167,7 @@ class RowComparison(Generic[RulesT]):
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 
     def _check_labels_kept(self) -> None:
+        """Raises RuntimeError if a row has lost or got a label on the way to the device."""
         has_loss = loss_mask(self.batch, self._rule)
         counts = has_loss.sum(dim=1).tolist()
         if counts != self._counts:
@@ -180,7 +178,10 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
-        """The same comparison without varied weights, because they may hide a fault. None: no weight was varied."""
+        """The same comparison without varied weights, because they may hide a fault.
+
+        None: no rank has varied a weight, or this is that comparison.
+        """
         if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
             return None
         return RowComparison(
@@ -272,9 +273,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. If trimming has failed, the candidate keeps the padding, and with_side_of() leaves it
-            # so. If nothing could be trimmed, for example because no row has padding, nothing was learnt. Then rows
-            # that are padded on this side get their earlier rules back.
+            # No row was trimmed, for one of two reasons. Either trimming has failed, so that the candidate keeps the
+            # padding. Then with_side_of() returns the candidate. Or no row has padding, so nothing was learnt about
+            # trimming. Then with_side_of() puts the earlier policy back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -315,7 +316,7 @@ class RowComparison(Generic[RulesT]):
             result = self._probe.run(self.batch, at_labels=at_labels)
         except torch.OutOfMemoryError:
             raise  # may come on one rank only, and the others would wait for it below
-        except NOT_COMPUTED as error:
+        except Exception as error:  # also an AssertionError of the model
             # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
             return f'{type(error).__name__}: {first_line}'
@@ -381,11 +382,12 @@ class RowComparison(Generic[RulesT]):
                 result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
-            except NOT_COMPUTED as error:
+            except Exception as error:
                 # This error already says what is wrong. For packed rows it is only the reason not to pack them.
                 if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
                     raise
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
+                # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_num_tokens(batch, rows, cut_kind)
             self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
@@ -415,6 +417,7 @@ class RowComparison(Generic[RulesT]):
         error: Exception,
         cut_kind: CutKind,
     ) -> CutFailure:
+        """Returns the failure of a cut whose rows the model cannot compute."""
         reason = str(error).rstrip('.')
         message = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
         if cut_kind is CutKind.PACKED:
@@ -455,6 +458,7 @@ class RowComparison(Generic[RulesT]):
                     continue  # a row without tokens makes no document
                 row_gradients[place, is_real] = gradient[0, documents == document]
                 document += 1
+        # `microbatch_transforms` may have made the rows wider than the batch. Their further columns are left out.
         elif self._facts.side == 'left':
             start = -gradient.shape[1]
             row_gradients[:, start:] = gradient[: len(rows), -self._width :]

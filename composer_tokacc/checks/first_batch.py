@@ -29,6 +29,7 @@ from composer_tokacc.batch import (
     labels_of,
     real_positions,
     sample_name,
+    text_of,
     with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
@@ -170,7 +171,7 @@ class FirstBatchCheck(Generic[RulesT]):
         return bool(self._proven.missing(self._ranges_of(facts_of_batches)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
-        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on.
+        """Returns whether to call :meth:`prove`: if some rank has new rows, and in steps 16, 32, 64 and so on.
 
         In these steps it also notes that :meth:`prove` must check rows, even if none are new.
         """
@@ -224,14 +225,14 @@ class FirstBatchCheck(Generic[RulesT]):
             try:
                 new_rules, checked_ranges = self._check_rows(shared, rules)
             except IndexError as error:
-                # An id or a target is out of range. A GPU stops the process instead.
+                # A position, an id or a label is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
-                ids = _ids_of(shared.rows)
+                text = text_of(shared.rows)
                 raise NotExactError(
-                    f'The model must take the batch, got: {error}, for {ids}. Labels must be -100 or ids of '
-                    "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
-                    'to the model (docs/errors.md#counts).'
+                    f'The model must take the batch, got: {error}, for rows of {text.shape[1]} tokens with ids up to '
+                    f'{int(text.max())}. Rows must not be longer than the positions of the model, labels must be -100 '
+                    'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
@@ -403,6 +404,7 @@ class FirstBatchCheck(Generic[RulesT]):
             )
 
     def _on_device(self, batch: Batch) -> Batch:
+        """Returns a copy of the batch as the model gets it, without the counts of its rows."""
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
@@ -560,21 +562,6 @@ def _columns(is_marked: Tensor) -> list[int]:
     return is_marked.nonzero()[:8, 1].tolist()
 
 
-def _ids_of(rows: BatchDict) -> str:
-    """Returns the ranges of the ids of some rows as text for a message."""
-    ranges = []
-    for key in ('labels', 'input_ids'):
-        values = rows.get(key)
-        if values is None:
-            continue
-        ids = values[values != IGNORE_INDEX]
-        if ids.numel():
-            smallest = int(ids.min())
-            largest = int(ids.max())
-            ranges.append(f'`{key}` of {smallest} to {largest}')
-    return ' and '.join(ranges)
-
-
 # The rows of a check.
 
 
@@ -648,10 +635,10 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     if {'holes', 'holes beside media'}.intersection(missing):
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
         criteria.append(Criterion(lengths, lacks_hole))
-    if any(facts.has_label_behind_padding):
-        # The padding before it predicts this label, so trimming changes it most easily.
-        lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
-        criteria.append(Criterion(lengths, lacks_label))
+    # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
+    # chooses the shortest row again.
+    lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
+    criteria.append(Criterion(lengths, lacks_label))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
     lacks_padding = [length == facts.width for length in lengths]
@@ -879,5 +866,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
 
 def _changed(hook: GradientHook, gradient: Tensor) -> Tensor:
     """Returns a gradient as the hook changes it."""
-    changed = hook(gradient.clone())
-    return gradient if changed is None else changed
+    copied = gradient.clone()
+    changed = hook(copied)
+    # A hook that returns nothing may have written into the gradient that it got.
+    return copied if changed is None else changed

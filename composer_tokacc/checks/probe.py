@@ -98,7 +98,7 @@ class ProbeResult:
     measured: MeasuredTokens | None
     output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
     output_address: int | None  # memory address of the output
-    has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
+    has_logits: bool | None  # whether the loss treats the output as logits, see are_logits(). None: nothing is known
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -264,16 +264,16 @@ class Probe:
                         result = _result_of(forward, targets)
                     # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
                     self._note_written(snapshot)
-            except RuntimeError as error:
+            except Exception as error:
                 if 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
                     self._layers = self._layers[:1]
                     continue
                 if not decides:
                     raise
-                # Some kernels accept only half precision, such as flash attention. Each has its own message, so any
-                # error counts, also that float32 takes too much memory. If the error has another cause, the next
-                # forward raises it again.
+                # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
+                # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it
+                # again.
                 result = None
             # Only some ranks may have raised, for example because their GPUs have less free memory.
             if decides and any(self.gather(result is None)):
@@ -308,7 +308,7 @@ class Probe:
         self._was_examined = True
         self._layers = []
         first = self._find_last_layers(batch)
-        # Seed 0. The first forward had seed 1, so the loss changes if it depends on random numbers.
+        # With seed 0. The first forward had seed 1, so the loss changes if it depends on random numbers.
         second = self.run(batch)
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
@@ -438,7 +438,8 @@ class Probe:
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         if logits is not None:
-            # accelerate and FSDP return a copy of the logits in another type, which the loss does not use.
+            # accelerate and FSDP return a copy of the logits in another type, which the loss does not use. The graph
+            # leads back to the leaf that _graph_from() has made. Its node holds it as `variable`.
             node, _ = edge_of(logits)
             logits = getattr(node, 'variable', logits)
         # Not every layer runs in every batch, such as a layer of another modality.

@@ -121,9 +121,9 @@ class CutRules:
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
 
-        For the check, if it has accepted these rules on rows of which none was trimmed. That shows nothing about
-        ``'trim'`` and ``'shift'``, so the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or
-        it was the earlier policy.
+        For the check, if it has accepted these rules without trimming a row. That shows nothing about ``'trim'`` and
+        ``'shift'``, so the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or it was the
+        earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -141,6 +141,7 @@ def _policy_name(facts: RowFacts) -> str:
 
 
 def _left_policy_name(facts: RowFacts) -> str:
+    """Returns the field for rows that are padded on the left."""
     # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change.
     return 'left_with_positions' if facts.has_positions else 'left'
 

@@ -354,13 +354,15 @@ class MicrobatchSplit:
     def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader are joined and cut again.
 
-        If not, each of them is used as it is, or cut by itself.
+        If not, each of them is used as it is, or cut by itself. A loader pads each microbatch to its own width. That is
+        exact only if padding may be trimmed.
         """
         if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
             return True
         padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
         if not padded_left:
             return self.rules.right != 'trim'
+        # Microbatches of both sides have no common policy.
         if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
@@ -508,6 +510,7 @@ def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
 
 
 def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
+    """Returns the lengths of all rows, see :attr:`.RowFacts.lengths`."""
     lengths: list[int] = []
     for facts in facts_of_batches:
         lengths += facts.lengths
@@ -532,7 +535,7 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
             continue
         row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
-            # All ranks must call this. A rank that has the modality keeps its own row.
+            # A collective, so ranks that have the modality call it, too. They keep their own row.
             shared_row = from_any_rank(row)
             row = row or shared_row
         assert row is not None  # some rank has one

@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from composer_tokacc.batch import (
@@ -350,18 +351,18 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # A unit 'image/12' has 12 inferred entries in the batch, see _unit_of_items().
+        # A unit like 'image/12' is that of inferred entries, see _unit_of_items().
         modality, _, num_inferred_entries = item_unit.partition('/')
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
             carried = None
-        num_items = int(num_inferred_entries) if num_inferred_entries else _num_items(batch, entries, item_unit)
+        num_items = _num_items(batch, entries, item_unit)
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
-        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted.
-        # `token_ids` finds none for a unit like 'image/12'. Placeholders of such units are counted below.
+        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted, and
+        # the two short ways are left out. `token_ids` finds none for a unit like 'image/12'.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, item_unit)
         if not must_count_placeholders:
             if num_rows == 1:
@@ -564,7 +565,7 @@ class BatchLayout:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
         Plain values that differ become a list with one entry per row, None for the rows of a batch without the key. If
-        all batches with the key have the same value, all rows get it.
+        all batches with the key have the same value, all rows get it. Arrays of numpy always become a list.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -600,7 +601,8 @@ class BatchLayout:
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = self._values_of_rows(key, batches)
-            elif any(value != values[0] for value in values):
+            # Arrays cannot be compared by `!=`, which returns another array.
+            elif any(isinstance(value, np.ndarray) or value != values[0] for value in values):
                 joined[key] = self._values_of_rows(key, batches)
             else:
                 joined[key] = values[0] if values else None
@@ -812,7 +814,7 @@ def _unit_of_items(entries: Mapping[str, Entry], unit: str) -> str:
 
 
 def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | None:
-    """Returns how many items the registered tensors of a unit have; None if the batch has no such tensor.
+    """Returns how many items the tensors of a unit have; None if the batch has no such tensor.
 
     ``entries`` are the entries of all media of the batch: see :func:`media_entries`.
     """

@@ -16,7 +16,7 @@ from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.small_batches import square_mask
-from tests.support.text import VOCABULARY, named_batch, one_layer_model
+from tests.support.text import VOCABULARY, gpt2, named_batch, one_layer_model
 from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
@@ -70,7 +70,7 @@ def test_id_outside_vocabulary_names_sample(entry, allowed, number, batches_befo
 
 def test_logits_show_the_vocabulary():
     message = refusal(with_id('labels', VOCABULARY), model=Terms(by_token))
-    assert f'`labels` of 8 to {VOCABULARY}' in message
+    assert f'Target {VOCABULARY} is out of bounds' in message
     message = refusal(batch_of(), with_id('labels', VOCABULARY), model=Terms(by_token))
     assert f"got: {VOCABULARY} in sample 'sample-2'" in message
 
@@ -81,8 +81,14 @@ def test_last_id_is_a_label():
 
 def test_token_outside_unknown_embedding():
     message = refusal(with_id('input_ids', VOCABULARY), model=Terms(by_token))
-    assert f'`input_ids` of 0 to {VOCABULARY}' in message
+    assert f'ids up to {VOCABULARY}' in message
     assert 'its embedding must hold every token' in message
+
+
+def test_row_longer_than_the_positions():
+    message = refusal(named_batch([(65, 20), (9, 3)]), model=gpt2())
+    assert 'rows of 65 tokens' in message
+    assert 'must not be longer than the positions' in message
 
 
 def test_placeholders_outside_the_embedding():

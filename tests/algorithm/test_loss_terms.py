@@ -171,6 +171,22 @@ def test_units_without_a_dict_loss(model, batch):
         fit(model, loader(batch), loss_units={'lm': 'tokens'})
 
 
+@pytest.mark.parametrize('loss', [None, {}, 1.5])
+def test_loss_without_a_tensor(loss):
+    with pytest.raises(RuntimeError, match=r'must be a tensor.*got: (None|{}|1\.5)'):
+        LossTerms(None).probed(loss, None)
+
+
+def test_microbatch_without_a_loss(model):
+    class NothingWithoutLabels(SequenceLoss):
+        def loss(self, outputs, batch):
+            return super().loss(outputs, batch) if (batch['labels'][:, 1:] != -100).any() else {}
+
+    batch = ragged_batch([(9, 0), (9, 3), (9, 4)])
+    with pytest.raises(RuntimeError, match='in every microbatch'):
+        fit(NothingWithoutLabels(model), batch, loss_units={'lm': 'samples'}, microbatch_size=1)
+
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_total_in_half_precision(dtype):
     """The total is rounded. A term that is missing in it is still refused."""

@@ -159,11 +159,19 @@ def test_router_loss_that_is_not_added():
 def test_coefficient_of_a_float32_copy(is_copied):
     """Autograd rounds the coefficient in a loss that was computed in bfloat16."""
     balance = torch.tensor(1.25, requires_grad=True, dtype=torch.bfloat16 if is_copied else torch.float32)
-    router = (2 * balance).float() if is_copied else balance
+    router = (2 * balance).float()  # without a copy if it is float32 already
     terms = LossTerms(None, 0.001)
     terms.check_coefficient(0.001 * router, {'aux_loss': router})
     with pytest.raises(RuntimeError, match='times'):
         terms.check_coefficient(0.0011 * router, {'aux_loss': router})
+
+
+def test_coefficient_in_a_loss_of_two_elements():
+    router = 2 * torch.tensor(1.25, requires_grad=True)
+    loss = (3 + 0.001 * router).expand(2)
+    LossTerms(None, 0.001).check_coefficient(loss, {'aux_loss': router})
+    with pytest.raises(RuntimeError, match='times'):
+        LossTerms(None, 0.002).check_coefficient(loss, {'aux_loss': router})
 
 
 class WithUnnamedCoefficient(NativeModel):

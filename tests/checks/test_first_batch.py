@@ -80,6 +80,18 @@ def test_later_padding_is_proven_first(side, rules):
     assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
+class NeedsChunks(ColumnCounter):
+    """Asserts that the width is a multiple of 8, as models that scan chunks do."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        assert input_ids.shape[1] % 8 == 0, 'the width must be a multiple of 8'
+        return super().forward(input_ids, attention_mask, labels)
+
+
+def test_model_that_asserts_its_width():
+    assert rules_after_exact_steps(gpt2(NeedsChunks), ragged_batch([(9, 7), (16, 11)])).right == 'keep'
+
+
 class NeedsWideRows(ColumnCounter):
     """Raises for rows under 6 tokens, as models that pool or convolve along the text do (Funnel)."""
 

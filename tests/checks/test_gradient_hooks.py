@@ -13,6 +13,11 @@ from composer_tokacc.checks.first_batch import check_gradient_hooks
 from tests.support.text import one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, On, fit, loader, reference_gradients, relative_error
 
+
+def clamp_in_place(gradient):
+    gradient.clamp_(-1e-3, 1e-3)
+
+
 LINEAR = {
     'only one row': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
     'half': lambda gradient: gradient / 2,
@@ -21,6 +26,7 @@ LINEAR = {
 }
 NOT_LINEAR = {
     'clamped': lambda gradient: gradient.clamp(-1e-3, 1e-3),
+    'clamped in place': clamp_in_place,
     'clamped at a high limit': lambda gradient: gradient.clamp(-100.0, 100.0),
     'normalised': lambda gradient: gradient / (1e-6 + gradient.norm()),
     'sign': torch.sign,

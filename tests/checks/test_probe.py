@@ -237,13 +237,16 @@ def probe_in_bfloat16(before=lambda ids: None, after=lambda logits: None, gather
     return Probe(forward, loss_in, model, partial(torch.autocast, 'cpu', dtype=torch.bfloat16), gather=gather)
 
 
-def half_precision_only(ids):
+def half_precision_only(ids, error_class=RuntimeError):
     if not torch.is_autocast_enabled('cpu'):
-        raise RuntimeError('FlashAttention only support fp16 and bf16 data type')
+        raise error_class('FlashAttention only support fp16 and bf16 data type')
 
 
-def test_kernel_of_half_precision_only():
-    assert find_loss_rule(probe_in_bfloat16(half_precision_only), row_for_rule()) == 'causal'
+@pytest.mark.parametrize('error_class', [RuntimeError, AssertionError, ValueError])
+def test_kernel_of_half_precision_only(error_class):
+    """Kernels in Triton assert the type, and other hosts raise ValueError."""
+    before = partial(half_precision_only, error_class=error_class)
+    assert find_loss_rule(probe_in_bfloat16(before), row_for_rule()) == 'causal'
 
 
 def test_later_kernel_of_half_precision_only():

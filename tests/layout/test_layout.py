@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -394,6 +395,12 @@ def test_concat_loses_no_plain_value():
     assert joined['source'] == ['ai2d', 'chartqa', 'chartqa', None]
     assert joined['version'] == 2
     assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
+
+
+def test_arrays_are_kept_by_row():
+    boxes = np.arange(4)
+    joined = TEXT_LAYOUT.concat([text_batch([3], boxes=boxes), text_batch([4], boxes=boxes)])
+    assert [row.tolist() for row in joined['boxes']] == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize('is_list_first', [True, False])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from transformers import BatchEncoding
 
 from composer_tokacc import plan_agreement
 from composer_tokacc.plan_agreement import (
@@ -113,6 +114,11 @@ def test_batch_size_of_stream_is_compared():
     assert first == same
     assert first != other
     assert '`batch_size` must be the same on all ranks' in find_difference(records)
+
+
+def test_entry_named_plan_is_no_record():
+    """A batch of Hugging Face gives its entries as attributes, also one that the dataset calls ``plan``."""
+    assert plan_record_of(BatchEncoding({'plan': ['cut', 'sew']}), None, 0) is None
 
 
 def test_samplers_of_batch_samplers_are_compared():
