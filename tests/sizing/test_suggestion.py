@@ -141,6 +141,19 @@ def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: flo
     assert peak(rows, report.slot_tokens, rows * report.slot_tokens) > limit
 
 
+def test_budget_fits_with_rounded_widths() -> None:
+    """Planned rows of 130 tokens become 192 wide, with more entries of attention for as many positions."""
+    coefficients = {'text': {'area': PER_TOKEN / 64}, 'logits': {}, 'vision': {}}
+    phases = {'head': ActivationFit(coefficients=coefficients, area='always', residual=0.0)}
+    memory = memory_model(phases=phases)
+    report = suggest_for_one_rank([130] * 64, memory=memory, width_multiple=64, device_memory_gib=8.0)
+    rows, rest = divmod(report.max_tokens, 192)
+    assert (rows, rest) == (report.device_train_microbatch_size, 0)
+    peak = memory.peak(BatchShape(rows=rows, width=192))
+    assert peak == report.peak_gib * GIB
+    assert peak <= SAFETY * 8 * GIB
+
+
 def at_labels(**changes: Any) -> MemoryModel:
     """Half a MiB for each position at which logits are computed."""
     coefficients = {
