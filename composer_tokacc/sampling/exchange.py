@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
@@ -29,7 +29,7 @@ from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_fa
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
-from composer_tokacc.sampling.rank_assignment import RankAssignment, collate, plan_batch
+from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate, plan_batch
 
 Value = TypeVar('Value')
 DatasetSample = Mapping[str, torch.Tensor]
@@ -208,6 +208,9 @@ class ExchangingDataLoader(DataLoader):
         """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             loaded = next(reading, [])
+            is_map_style = not isinstance(self.dataset, IterableDataset)
+            if len(loaded) == 0 and is_map_style and batch_index < len(self):
+                raise RuntimeError(ENDED_BY_AN_ERROR)
             if isinstance(loaded, torch.Tensor):
                 loaded = from_bytes(loaded)
             assert self.batch_size is not None

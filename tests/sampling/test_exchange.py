@@ -89,6 +89,16 @@ def test_workers_need_few_files():
     assert len(batches) == 6
 
 
+def test_stopped_iteration_ends_no_epoch():
+    class Reader(LengthDataset):
+        def __getitem__(self, index):
+            return next(iter(())) if index == 11 else super().__getitem__(index)
+
+    loader = ExchangingDataLoader(Reader(20), batch_size=8, collate_fn=collate_samples, max_tokens=2 * LONGEST)
+    with pytest.raises(RuntimeError, match='StopIteration'):
+        list(loader)
+
+
 def test_views_are_sent_without_their_base():
     """Torch saves the whole storage of a view, here the ids of all samples."""
     ids = torch.arange(100_000)[None]
