@@ -32,8 +32,8 @@ from composer_tokacc.repeated_samples import num_repeated_by
 from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate, plan_batch
 
 Value = TypeVar('Value')
-DatasetSample = Mapping[str, torch.Tensor]
-"""A sample as the dataset returns it, one row."""
+DatasetSample = Mapping[str, Any]
+"""A sample as the dataset returns it, one row: tensors or lists."""
 
 
 class ExchangingDataLoader(DataLoader):
@@ -51,8 +51,9 @@ class ExchangingDataLoader(DataLoader):
     the same.
 
     Args:
-        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)``. On several ranks it is iterable
-            and divides itself among them, as StreamingDataset does, or is used with a DistributedSampler.
+        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)`` or ``(length,)``, tensors or lists.
+            On several ranks it is iterable and divides itself among them, as StreamingDataset does, or is used with a
+            DistributedSampler.
         collate_fn: Returns a mapping, the batch of a list of samples. Called once a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the image placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``,
@@ -243,7 +244,7 @@ class ExchangingDataLoader(DataLoader):
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. What no option needs is not counted, and is 0."""
-        ids = sample['input_ids']
+        ids = torch.as_tensor(sample['input_ids'])
         is_image_token = torch.isin(ids, self._image_token_ids)
         num_image_tokens = int(is_image_token.sum())
         num_patches = 0
@@ -251,7 +252,7 @@ class ExchangingDataLoader(DataLoader):
             num_patches = self._patches(sample)
         num_labels = 0
         if self._options.max_loss_tokens is not None:
-            has_label = sample['labels'] != IGNORE_INDEX
+            has_label = torch.as_tensor(sample['labels']) != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
 
