@@ -51,9 +51,9 @@ class ExchangingDataLoader(DataLoader):
     the same.
 
     Args:
-        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)`` or ``(length,)``, tensors or lists.
-            On several ranks it is iterable and divides itself among them, as StreamingDataset does, or is used with a
-            DistributedSampler.
+        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)`` or ``(length,)``, as tensors or
+            lists. On several ranks it is iterable and divides itself among them, as StreamingDataset does, or is used
+            with a DistributedSampler.
         collate_fn: Returns a mapping, the batch of a list of samples. Called once a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the image placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``,

@@ -132,7 +132,9 @@ def test_stopped_iteration_ends_no_epoch(is_read_at_once):
     dataset = Reader(30)
     if is_read_at_once:
         dataset.__getitems__ = lambda indices: [dataset[index] for index in indices]
-    loader = RegroupingDataLoader(dataset, batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=collate_samples)
+    loader = RegroupingDataLoader(
+        dataset, batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=collate_samples
+    )
     with pytest.raises(RuntimeError, match='StopIteration'):
         list(loader)
 
@@ -144,7 +146,9 @@ def test_batched_reads_must_be_complete():
         def __getitems__(self, indices):
             return [self[index] for index in indices if index != 11]
 
-    loader = RegroupingDataLoader(Reader(30), batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=lambda samples: {})
+    loader = RegroupingDataLoader(
+        Reader(30), batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=lambda samples: {}
+    )
     with pytest.raises(ValueError, match=r'7 samples for the indices \['):
         list(loader)
 
