@@ -46,6 +46,8 @@ class ExchangingDataLoader(DataLoader):
     fill up the ranks are thrown away. Ranks may get unequal numbers of samples. If there are fewer samples than ranks,
     a rank without a sample gets a copy that weighs nothing and does not count.
 
+    Iterating is a collective. A look at a batch (``next(iter(loader))``) on one rank only waits for the others.
+
     To resume a run, Composer saves and restores the state of the dataset, and tells it how many samples all ranks have
     read. It does not call :meth:`state_dict` of this loader, which is for other trainers. The number of ranks must stay
     the same.

@@ -224,6 +224,15 @@ def test_saved_table_without_labels_is_refused(tmp_path):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
 
+def test_attributes_of_a_users_dataset(tmp_path):
+    """They may have the names of ours."""
+    dataset = DigitsDataset(num_samples=3)
+    expected = length_table(dataset, dataset.processor, folder=tmp_path)
+    dataset.fingerprint = 'a text'
+    dataset.measured = True
+    assert_same_table(length_table(dataset, dataset.processor, folder=tmp_path), expected)
+
+
 @pytest.mark.parametrize('content', [b'', b'PK', b'not a table', 'first half'])
 def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     dataset = DigitsDataset(num_samples=3)
