@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from composer_tokacc.data.lengths import LengthTable
@@ -117,6 +118,11 @@ def test_largest_safe_size_by_hand() -> None:
     half = suggest_for_one_rank(lengths, device_memory_gib=8.0)
     assert half.device_train_microbatch_size == most_positions(8) // 100
     assert half.binds == 'text'
+
+
+def test_lengths_may_be_a_tensor() -> None:
+    lengths = [100, 20] * 16
+    assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
 
 
 @pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
