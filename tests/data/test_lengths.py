@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from composer_tokacc.cache import cache_folder
 from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
@@ -247,6 +248,18 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     caplog.clear()
     length_table(dataset, dataset.processor, folder=tmp_path)
     assert not caplog.text
+
+
+def test_user_without_a_home(monkeypatch):
+    """A container may run as a user that the system does not know."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.setattr('pwd.getpwuid', unknown)
+    for name in ('HOME', 'XDG_CACHE_HOME'):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder('lengths').parts[-2:] == ('composer_tokacc', 'lengths')
 
 
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
