@@ -62,7 +62,7 @@ class Capacity:
     """Widths are rounded up to a multiple of this."""
 
     @property
-    def widest(self) -> int:
+    def _widest(self) -> int:
         """Width of the longest sample, rounded up as in a planned microbatch."""
         longest = int(self.table.tokens.max())
         return math.ceil(longest / self.width_multiple) * self.width_multiple
@@ -84,7 +84,7 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        width = min(self.widest, tokens)
+        width = min(self._widest, tokens)
         return BatchShape(
             rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
@@ -308,7 +308,7 @@ def _largest_size(
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
-    slot = options.slot_tokens or capacity.widest
+    slot = options.slot_tokens or capacity._widest
     slot = min(slot, fitting_tokens)  # so that a microbatch of one slot fits
     return min(fitting_tokens // slot, rows_per_rank), slot
 
