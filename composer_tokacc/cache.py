@@ -39,7 +39,8 @@ def fingerprint(value: object, *, length: int = 32) -> str:
 
 def cache_folder(name: str) -> Path:
     """Returns the path of one of this package's folders in the user's cache folder. It may not exist."""
-    user_cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    # Not `Path.home()`, which raises an error for a user without a home folder, as in some containers.
+    user_cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
     return Path(user_cache) / 'composer_tokacc' / name
 
 

@@ -309,12 +309,25 @@ class TokenAccumulation(Algorithm):
         self._num_read = 0
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end."""
+        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
+
+        Warns of an epoch that has ended too early.
+        """
         self._num_read = 0
         # The timestamp itself is already that of the next epoch.
-        if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
+        if state.previous_timestamp is None:
+            return
+        num_batches = state.previous_timestamp.batch_in_epoch
+        if num_batches == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
+            )
+        if state.dataloader_len is not None and num_batches < state.dataloader_len:
+            log.warning(
+                'An epoch has ended after %d batches, but the length of the train dataloader is %d: the dataset or the '
+                'collator has raised StopIteration, another rank has fewer batches, or the length is not exact.',
+                num_batches.value,
+                state.dataloader_len.value,
             )
 
     def _start_evaluation(self, state: State) -> None:

@@ -192,7 +192,7 @@ def length_table(
         tables = [length_table(part, processor, folder=folder, **options) for part in dataset.datasets]
         return LengthTable.from_parts(tables)
     measured = getattr(dataset, 'measured', None)
-    if measured is not None:
+    if isinstance(measured, tuple):  # an attribute of a user's class may be something else
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
@@ -302,7 +302,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
     :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
     well, but the split measures every row and keeps the cap.
     """
-    if hasattr(dataset, 'fingerprint'):
+    if callable(getattr(dataset, 'fingerprint', None)):
         identity = dataset.fingerprint()
     else:
         identity = identify_data(dataset)

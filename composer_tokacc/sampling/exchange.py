@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
@@ -29,11 +29,11 @@ from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_fa
 from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
-from composer_tokacc.sampling.rank_assignment import RankAssignment, collate, plan_batch
+from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate, plan_batch
 
 Value = TypeVar('Value')
-DatasetSample = Mapping[str, torch.Tensor]
-"""A sample as the dataset returns it, one row."""
+DatasetSample = Mapping[str, Any]
+"""A sample as the dataset returns it, one row: tensors or lists."""
 
 
 class ExchangingDataLoader(DataLoader):
@@ -46,13 +46,16 @@ class ExchangingDataLoader(DataLoader):
     fill up the ranks are thrown away. Ranks may get unequal numbers of samples. If there are fewer samples than ranks,
     a rank without a sample gets a copy that weighs nothing and does not count.
 
+    Iterating is a collective. A look at a batch (``next(iter(loader))``) on one rank only waits for the others.
+
     To resume a run, Composer saves and restores the state of the dataset, and tells it how many samples all ranks have
     read. It does not call :meth:`state_dict` of this loader, which is for other trainers. The number of ranks must stay
     the same.
 
     Args:
-        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)``. On several ranks it is iterable
-            and divides itself among them, as StreamingDataset does, or is used with a DistributedSampler.
+        dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)`` or ``(length,)``, as tensors or
+            lists. On several ranks it is iterable and divides itself among them, as StreamingDataset does, or is used
+            with a DistributedSampler.
         collate_fn: Returns a mapping, the batch of a list of samples. Called once a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the image placeholders in ``input_ids``. Needed for `max_image_tokens`, for ``'fsdp'``,
@@ -209,6 +212,9 @@ class ExchangingDataLoader(DataLoader):
         """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             loaded = next(reading, [])
+            is_map_style = not isinstance(self.dataset, IterableDataset)
+            if len(loaded) == 0 and is_map_style and batch_index < len(self):
+                raise RuntimeError(ENDED_BY_AN_ERROR)
             if isinstance(loaded, torch.Tensor):
                 loaded = from_bytes(loaded)
             assert self.batch_size is not None
@@ -241,7 +247,7 @@ class ExchangingDataLoader(DataLoader):
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. What no option needs is not counted, and is 0."""
-        ids = sample['input_ids']
+        ids = torch.as_tensor(sample['input_ids'])
         is_image_token = torch.isin(ids, self._image_token_ids)
         num_image_tokens = int(is_image_token.sum())
         num_patches = 0
@@ -249,7 +255,7 @@ class ExchangingDataLoader(DataLoader):
             num_patches = self._patches(sample)
         num_labels = 0
         if self._options.max_loss_tokens is not None:
-            has_label = sample['labels'] != IGNORE_INDEX
+            has_label = torch.as_tensor(sample['labels']) != IGNORE_INDEX
             num_labels = int(has_label.sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
 

@@ -19,7 +19,7 @@ from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.sampling.rank_assignment import RankAssignment, collate
+from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of, noting_progress
 from composer_tokacc.sampling.witness import witness_of
 
@@ -216,19 +216,28 @@ class _PlannedDataset(Dataset):
     def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
         """Returns the batch of an assignment, with the record of its plan."""
         witness = ''
-        if assignment.witnesses:
-            witness = witness_of(self._read, assignment.witnesses)
-        samples = self._read(list(assignment))
-        batch = collate(self._collate, samples, assignment, self._options)
+        try:
+            if assignment.witnesses:
+                witness = witness_of(self._read, assignment.witnesses)
+            samples = self._read(list(assignment))
+            batch = collate(self._collate, samples, assignment, self._options)
+        except StopIteration as error:
+            raise RuntimeError(ENDED_BY_AN_ERROR) from error
         batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._num_ranks, witness)
         return batch
 
     def _read(self, indices: list[int]) -> Sequence[object]:
         """Returns samples of the wrapped dataset, all at once if it can do that."""
         read_many = getattr(self.dataset, '__getitems__', None)
-        if read_many is not None:
-            return read_many(indices)
-        return [self.dataset[index] for index in indices]
+        if read_many is None:
+            return [self.dataset[index] for index in indices]
+        samples = read_many(indices)
+        if len(samples) != len(indices):
+            raise InvalidInputError(
+                f'`dataset.__getitems__` must return a sample for each index, got: {len(samples)} samples for the '
+                f'indices {indices!r:.100}.'
+            )
+        return samples
 
 
 def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:

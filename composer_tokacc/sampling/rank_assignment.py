@@ -25,6 +25,12 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 LoadedSample = TypeVar('LoadedSample')
 
+ENDED_BY_AN_ERROR = (
+    'The dataset or `collate_fn` has raised StopIteration, which a loader takes for the end of the epoch. Look for a '
+    '`next()` without a default, such as that of a processor for a text with more image tokens than images.'
+)
+"""The error of a loader, so that the samples that are left are not lost in silence."""
+
 
 @dataclass(frozen=True)
 class RankAssignment:

@@ -465,8 +465,11 @@ def prefetch(
 
 def length_of(dataset: object) -> int:
     """Returns how many samples a dataset has. Raises ValueError if it does not say."""
-    check_kind('dataset', dataset, Sized)
-    assert isinstance(dataset, Sized)
+    if not isinstance(dataset, Sized):
+        raise InvalidInputError(
+            f'`dataset` must have a length and samples by index, got: a {type(dataset).__name__}. For an iterable '
+            'dataset use ExchangingDataLoader.'
+        )
     return len(dataset)
 
 

@@ -40,6 +40,8 @@ class SampleSizes:
         cls, lengths: LengthTable | Sequence[int] | np.ndarray, sample_ids: Sequence[str] | None = None
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths."""
+        if hasattr(lengths, '__array__'):  # a tensor, or a column of a table
+            lengths = np.asarray(lengths)
         if isinstance(lengths, Sequence | np.ndarray):
             tokens = checked_table('lengths', lengths, least=1, sample_ids=sample_ids)
             return cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)

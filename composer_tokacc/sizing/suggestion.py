@@ -58,12 +58,20 @@ class Capacity:
     """Most image tokens of a microbatch. None: no cap."""
     max_loss_tokens: int | None = None
     """Most loss tokens of a microbatch. None: no cap."""
+    width_multiple: int = 1
+    """Widths are rounded up to a multiple of this."""
+
+    @property
+    def _widest(self) -> int:
+        """Width of the longest sample, rounded up as in a planned microbatch."""
+        longest = int(self.table.tokens.max())
+        return math.ceil(longest / self.width_multiple) * self.width_multiple
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape that takes most memory among all microbatches with this many positions.
 
-        All rows are as wide as the longest sample, because attention holds ``rows x width^2`` entries. The shares of
-        image tokens and of labels are the largest that any sample has.
+        All rows are as wide as the longest sample, rounded up, because attention holds ``rows x width^2`` entries. The
+        shares of image tokens and of labels are the largest that any sample has.
 
         Args:
             tokens: Positions of the microbatch, padding included.
@@ -76,7 +84,7 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        width = min(int(table.tokens.max()), tokens)
+        width = min(self._widest, tokens)
         return BatchShape(
             rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
@@ -123,9 +131,9 @@ class Capacity:
         return min(largest, tokens)
 
     def of_stock_composer(self) -> Capacity:
-        """Returns the capacity of stock Composer, which has neither cap and computes all logits."""
+        """Returns the capacity of stock Composer, which has neither cap, rounds no width and computes all logits."""
         memory = replace(self.memory, logits='all')
-        return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None)
+        return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None, width_multiple=1)
 
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
@@ -217,7 +225,7 @@ def suggest_microbatching(
     )
     # The largest microbatch sizes that fit: of this run, and of stock Composer at the same memory.
     usable_bytes = safety * device_memory_gib * GIB
-    capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens)
+    capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens, width_multiple)
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
     max_tokens = token_budget(size, slot)
@@ -300,10 +308,7 @@ def _largest_size(
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
-    slot = options.slot_tokens
-    if slot is None:
-        longest = int(capacity.table.tokens.max())
-        slot = math.ceil(longest / options.width_multiple) * options.width_multiple
+    slot = options.slot_tokens or capacity._widest
     slot = min(slot, fitting_tokens)  # so that a microbatch of one slot fits
     return min(fitting_tokens // slot, rows_per_rank), slot
 

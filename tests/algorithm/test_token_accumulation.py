@@ -275,6 +275,18 @@ def test_repeated_sample_in_joined_row(model, caplog):
     assert 'counts twice' in caplog.text
 
 
+def test_epoch_that_ends_early_is_told(model, caplog):
+    """Torch and Composer take a StopIteration of the collator for the end of the epoch."""
+    rows = text_rows(RAGGED)
+    rest = iter([collate])
+    stopping = DataLoader(rows, batch_size=2, collate_fn=lambda samples: next(rest)(samples))
+    fit(model, token_data_spec(stopping), max_duration='1ep')
+    assert 'after 1 batches, but the length of the train dataloader is 3' in caplog.text
+    caplog.clear()
+    fit(model, token_data_spec(DataLoader(rows, batch_size=2, collate_fn=collate)), max_duration='1ep')
+    assert 'length of the train dataloader' not in caplog.text
+
+
 def test_sampler_for_missing_ranks_is_refused(model):
     """Half of the samples would never be trained."""
     rows = text_rows(RAGGED)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from composer_tokacc.cache import cache_folder
 from composer_tokacc.data import LengthTable, count_patches, lengths, patch_size_of, sizes
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
@@ -224,6 +225,15 @@ def test_saved_table_without_labels_is_refused(tmp_path):
         length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
 
+def test_attributes_of_a_users_dataset(tmp_path):
+    """They may have the names of ours."""
+    dataset = DigitsDataset(num_samples=3)
+    expected = length_table(dataset, dataset.processor, folder=tmp_path)
+    dataset.fingerprint = 'a text'
+    dataset.measured = True
+    assert_same_table(length_table(dataset, dataset.processor, folder=tmp_path), expected)
+
+
 @pytest.mark.parametrize('content', [b'', b'PK', b'not a table', 'first half'])
 def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     dataset = DigitsDataset(num_samples=3)
@@ -238,6 +248,18 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     caplog.clear()
     length_table(dataset, dataset.processor, folder=tmp_path)
     assert not caplog.text
+
+
+def test_user_without_a_home(monkeypatch):
+    """A container may run as a user that the system does not know."""
+
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.setattr('pwd.getpwuid', unknown)
+    for name in ('HOME', 'XDG_CACHE_HOME'):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_folder('lengths').parts[-2:] == ('composer_tokacc', 'lengths')
 
 
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):

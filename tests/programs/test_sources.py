@@ -254,6 +254,18 @@ def test_parts_are_mixed_by_their_epochs(tmp_path):
         assert 4 <= num_more <= 6, 'each step has its share of 18 in 58'
 
 
+def test_order_of_parts_that_are_not_mixed(tmp_path):
+    """The guard of resumed runs compares `order`, so it must differ if the batches do."""
+    parts = 'dataset.parts={scans: {num_samples: 20}, more: {num_samples: 12, seed: 5}}'
+    batches = []
+    orders = []
+    for override in ('seed=17', 'microbatching.regroup=false'):
+        batches.append(ids_per_batch(build(tmp_path, parts, override)[0]))
+        orders.append(source_of(load_config(DIGITS, [parts, override])).order())
+    assert batches[0] != batches[1]
+    assert orders[0] != orders[1]
+
+
 def test_parts_get_their_share_of_tokens(tmp_path):
     parts = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'

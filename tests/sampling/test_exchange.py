@@ -89,6 +89,32 @@ def test_workers_need_few_files():
     assert len(batches) == 6
 
 
+def test_stopped_iteration_ends_no_epoch():
+    class Reader(LengthDataset):
+        def __getitem__(self, index):
+            return next(iter(())) if index == 11 else super().__getitem__(index)
+
+    loader = ExchangingDataLoader(Reader(20), batch_size=8, collate_fn=collate_samples, max_tokens=2 * LONGEST)
+    with pytest.raises(RuntimeError, match='StopIteration'):
+        list(loader)
+
+
+def test_samples_of_lists():
+    """As a dataset of Hugging Face gives them without `with_format('torch')`."""
+    samples = [{'input_ids': [1] * length, 'labels': [1] * length} for length in (2, 5, 3, 4)]
+
+    def collate(samples):
+        length = max(len(sample['input_ids']) for sample in samples)
+        rows = [sample['input_ids'] + [0] * (length - len(sample['input_ids'])) for sample in samples]
+        return {'input_ids': torch.tensor(rows)}
+
+    loader = ExchangingDataLoader(samples, batch_size=4, collate_fn=collate, max_tokens=20, max_loss_tokens=7)
+    (batch,) = loader
+    labels_of_microbatches = [int(microbatch['input_ids'].sum()) for microbatch in batch.microbatches]
+    assert sum(labels_of_microbatches) == 14
+    assert max(labels_of_microbatches) <= 7
+
+
 def test_views_are_sent_without_their_base():
     """Torch saves the whole storage of a view, here the ids of all samples."""
     ids = torch.arange(100_000)[None]

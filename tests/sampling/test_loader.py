@@ -127,6 +127,38 @@ def test_batched_reads_happen_once_a_batch():
     assert dataset.calls == 4
 
 
+@pytest.mark.parametrize('is_read_at_once', [False, True])
+def test_stopped_iteration_ends_no_epoch(is_read_at_once):
+    """A processor raises it for a text with too many image tokens (`next(image_sizes)` of LLaVA-NeXT)."""
+
+    class Reader(LengthDataset):
+        def __getitem__(self, index):
+            return next(iter(())) if index == 11 else super().__getitem__(index)
+
+    dataset = Reader(30)
+    if is_read_at_once:
+        dataset.__getitems__ = lambda indices: [dataset[index] for index in indices]
+    loader = RegroupingDataLoader(
+        dataset, batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=collate_samples
+    )
+    with pytest.raises(RuntimeError, match='StopIteration'):
+        list(loader)
+
+
+def test_batched_reads_must_be_complete():
+    """A dataset that leaves out bad samples is refused by the number, also if its batches have no text."""
+
+    class Reader(LengthDataset):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices if index != 11]
+
+    loader = RegroupingDataLoader(
+        Reader(30), batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=lambda samples: {}
+    )
+    with pytest.raises(ValueError, match=r'7 samples for the indices \['):
+        list(loader)
+
+
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
     """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from composer_tokacc.data.lengths import LengthTable
@@ -119,6 +120,11 @@ def test_largest_safe_size_by_hand() -> None:
     assert half.binds == 'text'
 
 
+def test_lengths_may_be_a_tensor() -> None:
+    lengths = [100, 20] * 16
+    assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
+
+
 @pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
 def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: float) -> None:
     """A microbatch of the suggested budget fits at every width, and one row more does not fit."""
@@ -139,6 +145,19 @@ def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: flo
         assert peak(rows, width, report.max_tokens) <= limit
     rows = report.device_train_microbatch_size + 1
     assert peak(rows, report.slot_tokens, rows * report.slot_tokens) > limit
+
+
+def test_budget_fits_with_rounded_widths() -> None:
+    """Planned rows of 130 tokens become 192 wide, with more entries of attention for as many positions."""
+    coefficients = {'text': {'area': PER_TOKEN / 64}, 'logits': {}, 'vision': {}}
+    phases = {'head': ActivationFit(coefficients=coefficients, area='always', residual=0.0)}
+    memory = memory_model(phases=phases)
+    report = suggest_for_one_rank([130] * 64, memory=memory, width_multiple=64, device_memory_gib=8.0)
+    rows, rest = divmod(report.max_tokens, 192)
+    assert (rows, rest) == (report.device_train_microbatch_size, 0)
+    peak = memory.peak(BatchShape(rows=rows, width=192))
+    assert peak == report.peak_gib * GIB
+    assert peak <= SAFETY * 8 * GIB
 
 
 def at_labels(**changes: Any) -> MemoryModel:
