@@ -294,16 +294,17 @@ def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Opti
 
 def _read_file(path: str | Path) -> Values:
     """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
-    # Reading a pipe would wait for somebody to write to it.
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError('', f'config file must be a file, got: {path}')
+    path = str(path)
     try:
+        # Reading a pipe would wait for somebody to write to it.
+        if not os.path.isfile(path):
+            raise FileNotFoundError('no such file')
         content = OmegaConf.load(path)
     except (OSError, *INVALID_YAML) as error:
         message = f'must be a YAML file that can be read, got: {type(error).__name__}: {shorten(error)}'
-        raise ConfigError(str(path), message) from error
+        raise ConfigError(path, message) from error
     if not isinstance(content, DictConfig):
-        raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+        raise ConfigError(path, 'must hold sections (`model:`, `loader:`, ...), got: no mapping')
     return _as_dict(content)
 
 
