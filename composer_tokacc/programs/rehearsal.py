@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,7 @@ import torch
 from composer.core import Callback, State, TimeUnit
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, ensure_tuple
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
@@ -296,9 +296,7 @@ def _candidates_of_rank(
         options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
-    samples_of_rank = []
-    for planned in planned_microbatches:
-        samples_of_rank.append([window[place] for place in planned.indices])
+    samples_of_rank = [[window[place] for place in planned.indices] for planned in planned_microbatches]
     for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
         for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
             planner_rows = run.sampler.rows.of(np.array(samples))
@@ -354,9 +352,8 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     end = state.max_duration
     assert end is not None, 'a fit has an end'
     # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, as long as a small plan.
-    elapsed = {}
-    for unit in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
-        elapsed[unit] = state.timestamp.get(unit).value
+    counted_units = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE)
+    elapsed = {unit: state.timestamp.get(unit).value for unit in counted_units}
     batch = int(state.timestamp.batch_in_epoch)
     sampler.set_epoch(elapsed[TimeUnit.EPOCH])
     most_batches = MOST_BATCHES
@@ -410,13 +407,8 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
-    in_order = []
-    for candidate in candidates[:-1]:
-        if candidate is not most_logits:
-            in_order.append(candidate)
-    in_order.append(most_logits)
-    in_order.append(heaviest)
-    return in_order
+    others = [candidate for candidate in candidates[:-1] if candidate is not most_logits]
+    return [*others, most_logits, heaviest]
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
@@ -457,8 +449,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             state.outputs = model(batch)
             loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]
         # The loss may have several terms, of any shape. How they are added makes no difference to the memory.
-        terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-        means = [term.mean() for term in terms]
+        means = [term.mean() for term in ensure_tuple(loss)]
         torch.stack(means).sum().backward()
 
 

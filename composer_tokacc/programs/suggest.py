@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -167,12 +167,9 @@ def memory_of_run(
     # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
     # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
     # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
-    sharding = _sharding(config)
-    gathered_dtype = None
-    if sharding is not None:
-        gathered_dtype = _gathered_dtype(sharding, precision)
+    sharding = _sharding(config, precision)
     strategy = 'ddp'
-    if gathered_dtype in (torch.float16, torch.bfloat16):
+    if sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16):
         strategy = 'fsdp'
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
@@ -208,19 +205,25 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    build = _model_builder(config, processor, **changes)
-    num_weights = 0
-    for parameter in _on_meta_device(build).parameters():
-        num_weights += parameter.numel()
-    return _as_sharded(memory, sharding, gathered_dtype, num_weights)
+    model = _on_meta_device(_model_builder(config, processor, **changes))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    return _as_sharded(memory, sharding, num_weights)
 
 
-def _sharding(config: TrainConfig) -> dict[str, Any] | None:
-    """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model.
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of FSDP that the memory of a rank depends on."""
 
-    ``keeps_gathered`` is whether gathered weights stay from the forward to the backward. ``replicas`` is the number of
-    groups of ranks that each hold the model once. ``mixed_precision`` is Composer's name of the types of FSDP.
-    """
+    keeps_gathered: bool
+    """Whether gathered weights stay from the forward to the backward."""
+    replicas: int
+    """Number of groups of ranks that each hold the model once."""
+    gathered_dtype: torch.dtype | None
+    """Type in which weights are gathered. None: the type in which they are stored."""
+
+
+def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
+    """Returns how FSDP shards the run; None if each rank holds the whole model."""
     if not config.is_sharded:
         return None
     settings = config.trainer['parallelism_config']['fsdp']
@@ -238,45 +241,35 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
             'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
             f'must be a number of replicas, because the memory of the run is predicted, got: {replicas}',
         )
-    return {
-        'keeps_gathered': keeps_gathered,
-        'replicas': replicas,
-        'mixed_precision': settings.get('mixed_precision', 'DEFAULT'),
-    }
-
-
-def _gathered_dtype(sharding: Mapping[str, Any], precision: str) -> torch.dtype | None:
-    """Returns the type in which FSDP gathers weights. None means the type in which they are stored."""
-    _, param_dtype, _, _ = get_mixed_precision(Precision(precision), sharding['mixed_precision'])
-    return param_dtype
+    mixed_precision = settings.get('mixed_precision', 'DEFAULT')
+    _, gathered_dtype, _, _ = get_mixed_precision(Precision(precision), mixed_precision)
+    return Sharding(keeps_gathered, replicas, gathered_dtype)
 
 
 def _as_sharded(
     memory: MemoryModel,
-    sharding: Mapping[str, Any],
-    gathered_dtype: torch.dtype | None,
+    sharding: Sharding,
     num_weights: int,
 ) -> MemoryModel:
     """Returns the memory model of a run with FSDP, from the one of an unsharded run.
 
     Args:
         memory: The memory model of the unsharded run.
-        sharding: See :func:`_sharding`.
-        gathered_dtype: See :func:`_gathered_dtype`.
+        sharding: How FSDP shards the run.
         num_weights: Number of all weights of the model.
     """
     static = memory.static
     bytes_of_weight = math.ceil(static.parameters / num_weights)
-    if gathered_dtype is not None:
-        bytes_of_weight = gathered_dtype.itemsize
+    if sharding.gathered_dtype is not None:
+        bytes_of_weight = sharding.gathered_dtype.itemsize
     changes = {'compute_bytes': bytes_of_weight}
-    if sharding['keeps_gathered']:
+    if sharding.keeps_gathered:
         # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
         # as outside.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
         # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
-        changes[name] = sharding['replicas'] * getattr(static, name)
+        changes[name] = sharding.replicas * getattr(static, name)
     return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
 
