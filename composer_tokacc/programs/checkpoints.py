@@ -118,7 +118,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
-    return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
+    return sorted(checkpoints, key=os.path.getmtime, reverse=True)
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
@@ -316,12 +316,11 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path)
         shapes = _shapes_of(state.get('model') or {})
-        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So no optimizers
-        # are listed, and SameData.before_load() refuses to resume, because it misses the one of the run.
-        has_timestamp = bool(dict(state.get('timestamp') or {}))
-        optimizers: dict[str, Any] = {}
-        if has_timestamp:
-            optimizers = dict(state.get('optimizers') or {})
+        optimizers = dict(state.get('optimizers') or {})
+        if not dict(state.get('timestamp') or {}):
+            # Composer would train from step 0 with the optimizers of a later step. So no optimizers are listed, and
+            # SameData.before_load() refuses to resume, because it misses the one of the run.
+            optimizers = {}
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 

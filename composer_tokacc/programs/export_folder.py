@@ -143,10 +143,7 @@ def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
     """Refuses weights with NaN or infinity, and complex ones. ``owner`` names the model or checkpoint in the error."""
-    wrong_names = []
-    for name, value in weights.items():
-        if value.is_complex() or not value.isfinite().all():
-            wrong_names.append(name)
+    wrong_names = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
     if wrong_names:
         raise ConfigError(
             '',

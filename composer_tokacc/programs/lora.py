@@ -219,8 +219,7 @@ def load_weights(
         Names of the model's weights that the checkpoint lacks, and names of weights that the model does not have.
     """
     with building('the weights of the checkpoint'):
-        missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
-    return missing, unknown
+        return model.load_state_dict(dict(weights), strict=False, assign=assign)
 
 
 def four_bit_options(
@@ -281,9 +280,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         # Strict loading raises an error for each name that stays in this list. The names may have a prefix of DDP.
         frozen_names = tuple(_frozen_names(module))
         missing_keys = incompatible_keys.missing_keys
-        for key in list(missing_keys):
-            if name_in_state_dict(key).endswith(frozen_names):
-                missing_keys.remove(key)
+        missing_keys[:] = [key for key in missing_keys if not name_in_state_dict(key).endswith(frozen_names)]
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_post_hook(allow_missing)

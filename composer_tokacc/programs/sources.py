@@ -43,7 +43,7 @@ from composer_tokacc.data import (
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, token_budget
-from composer_tokacc.programs.errors import ConfigError, PartError, building, unknown_name
+from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
@@ -201,12 +201,8 @@ class Source(ABC):
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
         # With the default of trust_remote_code, Transformers would ask on the terminal, once for each class.
         load = partial(AutoProcessor.from_pretrained, pretrained, trust_remote_code=False)
-        try:
-            ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
-        except OSError as error:
-            # Not a ConfigError: the message is a whole error, which follows a colon.
-            raise PartError('model.pretrained', str(error)) from error
         with building('model.pretrained'):
+            ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
             processor = load()
         if not arguments:
             return processor
@@ -346,7 +342,7 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
-            # The values are annotations. None allows only null, because parts were looked at above.
+            # Other keys than arguments of the class, with their annotations. `parts` may only be null here.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
@@ -447,13 +443,11 @@ class FileSource(Source):
                 return None
             return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
-        extra_keys = {'name': Any}
-        if self.has_parts:
-            extra_keys = PART_KEYS
+        extra_keys = PART_KEYS if self.has_parts else {'name': Any}
+        needs_weights = self.token_weights == 'column' and not self.shares_by_weights
         datasets = []
         for name, part in parts.items():
             dataset = self._open(_path_of_part(name), part, extra_keys, processor)
-            needs_weights = self.token_weights == 'column' and not self.shares_by_weights
             # Whether samples of other datasets have weights shows only in the batches.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
@@ -474,16 +468,17 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
-        if _is_ours(cls) and 'video' in part:
-            # The class takes the mapping of the file. The check has made a VideoSampling of it.
-            arguments['video'] = part['video']
-        if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
-            # of the loader, so the dataset gets this size.
-            arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
-            arguments.setdefault('patch_size', self.patch_size(processor))
+        if _is_ours(cls):
+            if 'video' in part:
+                # The class takes the mapping of the file. The check has made a VideoSampling of it.
+                arguments['video'] = part['video']
+            if arguments.get('fit') or arguments.get('on_error') == 'skip':
+                # The dataset then measures all samples. The sampler takes over this length table if it has the patch
+                # size of the loader, so the dataset gets this size.
+                arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
+                arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
-                arguments.update(self._limits_of_sample(arguments))
+                arguments |= self._limits_of_sample(arguments)
         with building(path):
             return cls(processor=processor, **arguments)
 
@@ -542,9 +537,7 @@ class FileSource(Source):
             )
         # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
-        shares = {}
-        if self.has_parts:
-            shares = self._shares(dataset.datasets, table.loss_tokens)
+        shares = self._shares(dataset.datasets, table.loss_tokens) if self.has_parts else {}
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
@@ -750,9 +743,8 @@ class ShardSource(Source):
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
-        max_image_tokens = None
-        if token_ids:  # a tokenizer of text has no such tokens
-            max_image_tokens = microbatching.max_image_tokens
+        # A tokenizer of text has no such tokens.
+        max_image_tokens = microbatching.max_image_tokens if token_ids else None
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),

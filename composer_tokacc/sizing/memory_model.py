@@ -88,9 +88,7 @@ class StaticBytes:
         See the class for the other arguments, which are bytes.
         """
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
-        in_blocks: set[int] = set()
-        for block in blocks:
-            in_blocks.update(map(id, block))
+        in_blocks = {id(parameter) for block in blocks for parameter in block}
         parameters = list(model.parameters())
         outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
         trained_blocks = [_trained(block) for block in blocks]
