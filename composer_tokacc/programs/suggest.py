@@ -276,8 +276,9 @@ def _as_sharded(
 def _traced_precision(config: TrainConfig) -> str:
     """Returns the precision of the run, or Composer's default. A run in fp8 is traced in bfloat16."""
     default = 'amp_fp16' if _is_for_gpu(config) else 'fp32'
-    precision = config.trainer.get('precision') or default
-    return 'amp_bf16' if precision == 'amp_fp8' else precision
+    with building('trainer.precision'):
+        precision = Precision(config.trainer.get('precision') or default)  # Composer takes capitals, too
+    return 'amp_bf16' if precision is Precision.AMP_FP8 else precision.value
 
 
 def _is_for_gpu(config: TrainConfig) -> bool:
