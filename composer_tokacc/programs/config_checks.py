@@ -117,14 +117,14 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 def _check_trainer(trainer: Section) -> None:
     """Refuses arguments that the Trainer does not have, or that a run from a file cannot use."""
-    # check_arguments() refuses arguments that a partial has already.
+    # Other sections set these, so check_arguments() refuses them in this one.
     other_arguments: Any = dict.fromkeys(FROM_OTHER_SECTIONS)
     check_arguments('trainer', partial(Trainer, **other_arguments), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
     keys = [key for key, value in parallelism.items() if value is not None]
     # Only `fsdp`: `tp` (tensor parallelism) takes Python objects, and the Trainer ignores `fsdp2`.
     check_names('trainer.parallelism_config', keys, ['fsdp'])
-    file_name = str(trainer.get('save_filename'))
+    file_name = trainer.get('save_filename') or ''
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')

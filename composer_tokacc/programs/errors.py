@@ -88,8 +88,8 @@ def is_of_host(error: BaseException) -> bool:
     """Returns whether code of one of the ``HOSTS`` raised an error in this process."""
     raising_module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):  # the frame that raised it is the last one
-        # The frames of a method such as `__torch_function__` do not count. With them this package watches functions of
-        # torch, which are called from there and may raise.
+        # This package watches functions of torch by methods such as `__torch_function__`, which call them. If such a
+        # function raises in C++, the method is the last frame, but the error is torch's. So these frames do not count.
         if not frame.f_code.co_name.startswith('__torch_'):
             raising_module = str(frame.f_globals.get('__name__'))
     # `torch._utils` raises the errors of loader processes again. They may come from the user's dataset.

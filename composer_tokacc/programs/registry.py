@@ -197,8 +197,8 @@ def build_part(
     if cls.__init__ is KINDS[kind].base.__init__:
         # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
-    is_of_host = cls in _classes_of(kind).values()
-    hints = HOST_HINTS if is_of_host else None
+    needs_no_dots = cls in _classes_of(kind).values()
+    hints = HOST_HINTS if needs_no_dots else None
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
         return cls(*positional, **checked)

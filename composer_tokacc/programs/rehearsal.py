@@ -61,8 +61,8 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it, as one list for each planned microbatch. Usually this is only ``samples``.
-    With packing these are all microbatches of the rank in this step, because the split packs their rows together."""
+    """The samples that are read to run it: a list that holds only ``samples``. With packing, a list for each planned
+    microbatch of the rank in this step, because the split packs their rows together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -259,8 +259,7 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 
     ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
-    # The largest microbatch so far by each size of `Candidate.sizes`. The key is the index of the size. The value is
-    # that size with the total, and the microbatch.
+    # For each index in `Candidate.sizes`: the largest microbatch so far, after its size and its total.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -549,7 +548,7 @@ def _does_not_fit(
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
     split = split_of(run.state.dataloader)
-    # Without `slot_tokens` the sampler's `max_tokens` are the budget of the first size, whatever it is.
+    # Without `slot_tokens` the sampler's `max_tokens` are the budget for every size, so another size would not help.
     is_budget_of_sampler = split is None or split.options.slot_tokens is None
     max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
     if fitting_size and is_budget_of_sampler:

@@ -164,16 +164,16 @@ class Source(ABC):
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
-        maker = self.processor_maker()
-        arguments = self._small_processor_arguments(maker)
         with building('dataset.processor'):
-            return maker(**arguments)
+            return self._small_processor()()
 
-    def _small_processor_arguments(self, maker: Callable[..., Any]) -> dict[str, Any]:
-        """Returns the checked settings in ``dataset.processor``, the arguments of ``maker``.
+    def _small_processor(self) -> partial[Any]:
+        """Returns a function without arguments that makes the processor of a fresh model.
 
-        Sizes that the section leaves out come from the config of the model.
+        Refuses wrong settings in ``dataset.processor``. Sizes that the section leaves out come from the config of the
+        model.
         """
+        maker = self.processor_maker()
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
@@ -183,7 +183,7 @@ class Source(ABC):
         # An argument of a user's function may have the name of one of ours, but another range.
         is_ours = isinstance(maker, partial) and maker.func is build_small_processor
         hints = DATASET_HINTS if is_ours else None
-        return check_arguments('dataset.processor', maker, arguments, hints=hints)
+        return partial(maker, **check_arguments('dataset.processor', maker, arguments, hints=hints))
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -195,7 +195,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            self._small_processor_arguments(self.processor_maker())
+            self._small_processor()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
