@@ -264,11 +264,8 @@ def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
 
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
-    shapes = {}
-    for name, value in model_state.items():
-        if isinstance(value, torch.Tensor):
-            shapes[name] = _shape_of(value.shape, value.dtype)
-    return shapes
+    weights = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor)}
+    return {name: _shape_of(weight.shape, weight.dtype) for name, weight in weights.items()}
 
 
 def _parameter_names(model: torch.nn.Module) -> list[str]:
@@ -438,10 +435,8 @@ class SameData(Callback):
             names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
-        required: list[str] = []
-        if is_strict:
-            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name in names if name in shapes]
+        # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+        required = [name for name in names if is_strict and name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer

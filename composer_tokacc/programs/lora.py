@@ -291,11 +291,9 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
     A frozen weight of an adapter is not one of them.
     """
-    names = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad and not IN_ADAPTER.search(name):
-            names.add(name_in_state_dict(name))
-    return names
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    return {name_in_state_dict(name) for name in frozen if not IN_ADAPTER.search(name)}
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
@@ -308,9 +306,7 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {}
-    for name in NOT_IN_WEIGHTS:
-        identity[f'model.lora.{name}'] = getattr(config, PEFT_NAMES.get(name, name))
+    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = fingerprint(_ends_of_base(model))
     return identity

@@ -168,10 +168,8 @@ def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
         kind: A key of ``KINDS``, which is the key of the section.
         section: The section.
     """
-    parts = []
-    for name, arguments in (section or {}).items():
-        parts.append(build_part(kind, f'{kind}.{name}', name, arguments or {}))
-    return parts
+    arguments_by_name = section or {}
+    return [build_part(kind, f'{kind}.{name}', name, arguments or {}) for name, arguments in arguments_by_name.items()]
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:

@@ -305,9 +305,8 @@ def _candidates_of_rank(
                 # The run may compute logits at more positions than those with a label.
                 num_labels = int(run.labels_per_sample[samples].sum())
                 num_logits = logit_positions(num_labels, len(samples) * width)
-            samples_to_read = [samples]
-            if split is not None and split.packs_rows:
-                samples_to_read = samples_of_rank
+            packs_rows = split is not None and split.packs_rows
+            samples_to_read = samples_of_rank if packs_rows else [samples]
             shape = BatchShape(
                 rows=len(samples),
                 width=width,
@@ -355,9 +354,7 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     elapsed = {unit: state.timestamp.get(unit).value for unit in counted_units}
     batch = int(state.timestamp.batch_in_epoch)
     sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-    most_batches = MOST_BATCHES
-    if end.unit not in elapsed:
-        most_batches = min(sampler.num_batches, MOST_BATCHES)
+    most_batches = MOST_BATCHES if end.unit in elapsed else min(sampler.num_batches, MOST_BATCHES)
     for _ in range(most_batches):
         # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
         length_of_epoch = sampler.num_batches

@@ -96,10 +96,8 @@ def summarize(
     _, losses = metrics.get('loss/train/total', ([], []))
     evaluation = select(metrics, 'metrics/eval/*')
     monitored = select(metrics, 'token_monitor/*')
-    means = {}
-    for name, (_, values) in monitored.items():
-        if not name.startswith('source/'):  # see _sources()
-            means[name] = fmean(values)
+    # For the figures of sources see _sources().
+    means = {name: fmean(values) for name, (_, values) in monitored.items() if not name.startswith('source/')}
     datasets = [parts.train_dataset]
     if isinstance(parts.train_dataset, ConcatDataset):  # of `dataset.parts`
         datasets = parts.train_dataset.datasets

@@ -425,10 +425,9 @@ def check_arguments(
     if not takes_any_name:
         check_names(path, arguments, annotations)
     annotations |= hints or {}  # only now, because hints may have names that `target` does not take
-    checked = {}
-    for name, value in arguments.items():
-        checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
-    return checked
+    return {
+        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
+    }
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
@@ -535,7 +534,7 @@ def _requirement(error: ValidationError) -> str:
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         reason = reason.replace('an object', 'a mapping').replace('valid array', 'list')  # the words for JSON
         if detail['type'] == 'missing':
-            reason = 'have more entries'
+            reason = 'have more entries'  # of a tuple
         # A YAML file cannot hold an object of a class, so this branch of a union is not named.
         if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)

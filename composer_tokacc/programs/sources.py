@@ -487,9 +487,7 @@ class FileSource(Source):
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
-        max_tokens = None
-        if isinstance(size, int) and width:
-            max_tokens = token_budget(size, width)
+        max_tokens = token_budget(size, width) if isinstance(size, int) and width else None
         return {
             'max_length': _smaller(part.get('max_length'), max_tokens),
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),

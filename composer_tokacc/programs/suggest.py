@@ -121,9 +121,7 @@ def suggest_for_run(
     # each rank, so their number is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
-    packings = [bool(microbatching.packing)]
-    if microbatching.packing == 'auto':
-        packings = [True, False]
+    packings = [True, False] if microbatching.packing == 'auto' else [bool(microbatching.packing)]
     for packing in packings:
         report = suggest_microbatching(
             table,
@@ -158,9 +156,7 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {}
-    if is_flash:
-        changes['attn_implementation'] = 'sdpa'
+    changes = {'attn_implementation': 'sdpa'} if is_flash else {}
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
@@ -168,9 +164,8 @@ def memory_of_run(
     # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
     # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
     sharding = _sharding(config, precision)
-    strategy = 'ddp'
-    if sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16):
-        strategy = 'fsdp'
+    gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
+    strategy = 'fsdp' if gathers_half else 'ddp'
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)

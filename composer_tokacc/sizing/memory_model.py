@@ -149,11 +149,8 @@ def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Returns the bytes of tensors. Memory that several of them share counts once."""
-    bytes_of_storages: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor is not None:
-            bytes_of_storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(bytes_of_storages.values())
+    tensors_by_memory = {storage_key(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_by_memory.values())
 
 
 def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
@@ -186,9 +183,8 @@ class ActivationFit:
         """Returns the bytes of each part of a microbatch of this shape."""
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            num_bytes[part] = 0.0
-            for name, coefficient in coefficients.items():
-                num_bytes[part] += coefficient * _size(shape, name, self.area)
+            terms = [coefficient * _size(shape, name, self.area) for name, coefficient in coefficients.items()]
+            num_bytes[part] = sum(terms, 0.0)
         return num_bytes
 
 

@@ -146,10 +146,8 @@ class TracedStep:
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
                 return  # the output embedding was called once more: only the first call ends the phase
-            peaks = {}
-            for part, num_bytes in self._tracker.peak.items():
-                peaks[part] = num_bytes - bytes_before[part]
-            phases[name] = peaks
+            peak = self._tracker.peak
+            phases[name] = {part: num_bytes - bytes_before[part] for part, num_bytes in peak.items()}
             self._tracker.restart_peak()
 
         # The forward phase ends when the output embedding is called. The head phase ends when its backward is complete.
@@ -353,10 +351,8 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    pixel_ratios = []  # bytes of pixels for one image token
-    for peaks in measured:
-        if peaks.shape.image_tokens > 0:
-            pixel_ratios.append(peaks.shape.pixel_bytes / peaks.shape.image_tokens)
+    shapes = [peaks.shape for peaks in measured]
+    pixel_ratios = [shape.pixel_bytes / shape.image_tokens for shape in shapes if shape.image_tokens > 0]
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
@@ -378,17 +374,14 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
     """
     shapes = [peaks.shape for peaks in measured]
-    bytes_of_phases = {}
-    totals_of_phases = []  # for each phase, the bytes of each microbatch
-    for name in measured[0].phases:
-        bytes_of_phase = [peaks.phases[name] for peaks in measured]
-        bytes_of_phases[name] = bytes_of_phase
-        totals_of_phases.append(activation_bytes(bytes_of_phase))
+    # For each phase, the bytes of each microbatch.
+    bytes_of_phases = {name: [peaks.phases[name] for peaks in measured] for name in measured[0].phases}
+    totals_of_phases = [activation_bytes(bytes_of_phase) for bytes_of_phase in bytes_of_phases.values()]
     highest = np.max(totals_of_phases, axis=0)
-    fits = {}
-    for name, bytes_of_phase in bytes_of_phases.items():
-        fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
-    return fits
+    return {
+        name: fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
+        for name, bytes_of_phase in bytes_of_phases.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
