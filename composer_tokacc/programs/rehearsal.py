@@ -115,30 +115,20 @@ class RehearsalReport:
         return '\n  '.join([head, *self.lines])
 
 
+@dataclass(eq=False)
 class Rehearsal(Callback):
-    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
+    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check."""
 
-    Args:
-        memory (MemoryModel, optional): Predicts the peak of a microbatch. Without it the heaviest one is chosen by
-            its sizes alone. Default: ``None``.
-        labels_per_sample (np.ndarray, optional): Loss-generating tokens of each sample, (n,), such as
-            ``LengthTable.loss_tokens``. Without them all logits are computed, even if the run computes them only at
-            labels. Default: ``None``.
-        tell: Is called with the text of the report. Default: the log.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryModel | None = None,
-        *,
-        labels_per_sample: np.ndarray | None = None,
-        tell: Callable[[str], None] = log.info,
-    ) -> None:
-        self.memory = memory
-        self.labels_per_sample = labels_per_sample
-        self.tell = tell
-        self.report: RehearsalReport | None = None
-        self._is_due = True
+    memory: MemoryModel | None = None
+    """Predicts the peak of a microbatch. Without it the heaviest one is chosen by its sizes alone."""
+    labels_per_sample: np.ndarray | None = None
+    """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them all logits are
+    computed, even if the run computes them only at labels."""
+    tell: Callable[[str], None] = log.info
+    """Is called with the text of the report."""
+    report: RehearsalReport | None = None
+    """The outcome of the last rehearsal."""
+    _is_due: bool = True
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Makes the next batch rehearse. A second fit rehearses again, because it may have another loader."""

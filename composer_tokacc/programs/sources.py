@@ -501,23 +501,14 @@ class FileSource(Source):
         *,
         is_eval: bool,
     ) -> OpenedLoader:
-        """Opens the regrouping loader for training with ``regroup_ranks``, otherwise torch's."""
-        if not is_eval and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, options)
+        """Opens torch's loader, or for training with ``regroup_ranks`` one that assigns samples to ranks by length."""
         config = self.config
-        shuffle = config.loader.shuffle and not is_eval
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
-        return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
-
-    def _regrouping_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-    ) -> OpenedLoader:
-        """Opens a loader that assigns the samples of each global batch to ranks by length."""
-        loader = self.config.loader
-        microbatching = self.config.microbatching
+        loader = config.loader
+        microbatching = config.microbatching
+        if is_eval or not config.regroups_ranks:
+            shuffle = loader.shuffle and not is_eval
+            stock_sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
+            return DataLoader(dataset, sampler=stock_sampler, **options), microbatching.slot_tokens
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
@@ -546,7 +537,7 @@ class FileSource(Source):
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
-            seed=self.config.seed,
+            seed=config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
             modality=loader.modality,
@@ -720,22 +711,13 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        if not is_eval and config.loader.exchange_ranks:
-            return self._exchanging_loader(dataset, processor, options)
-        # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
-        # of the run.
-        generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-        loader = StreamingDataLoader(dataset, generator=generator, **options)
-        return loader, config.microbatching.slot_tokens
-
-    def _exchanging_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-    ) -> OpenedLoader:
-        """Opens a loader that reads as a plain one, and then exchanges samples between ranks by length."""
-        microbatching = self.config.microbatching
+        microbatching = config.microbatching
+        if is_eval or not config.loader.exchange_ranks:
+            # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random
+            # numbers of the run.
+            generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
+            return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
+        # Reads as a plain loader, and then exchanges samples between the ranks by length.
         slot_tokens = self._slot_tokens()
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
