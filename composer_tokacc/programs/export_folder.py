@@ -76,9 +76,7 @@ def _write_folder(
         metadata = state['integrations']['huggingface']
         adapter_file = metadata['model'].get('peft_config')
         generation_file = metadata['model'].get('generation_config')
-        generation_config = None
-        if generation_file is not None:
-            generation_config = GenerationConfig.from_dict(generation_file['content'])
+        generation_config = GenerationConfig.from_dict(generation_file['content']) if generation_file else None
         # HuggingFaceModel holds the model as its attribute `model`.
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, str(checkpoint))

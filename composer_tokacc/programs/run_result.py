@@ -98,9 +98,8 @@ def summarize(
     monitored = select(metrics, 'token_monitor/*')
     # For the figures of sources see _sources().
     means = {name: fmean(values) for name, (_, values) in monitored.items() if not name.startswith('source/')}
-    datasets = [parts.train_dataset]
-    if isinstance(parts.train_dataset, ConcatDataset):  # of `dataset.parts`
-        datasets = parts.train_dataset.datasets
+    has_parts = isinstance(parts.train_dataset, ConcatDataset)  # those of `dataset.parts`
+    datasets = parts.train_dataset.datasets if has_parts else [parts.train_dataset]
     skipped = []
     fitted = []
     for dataset in (*datasets, parts.eval_dataset):

@@ -30,13 +30,14 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, PartError, building
+from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model, read_config
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing import (
     GIB,
     FlopModel,
@@ -84,13 +85,12 @@ def _suggestion(
     memory_gib: float,
 ) -> tuple[int, int]:
     """Returns the microbatch size, and the slot width in tokens. Raises ConfigError if some sample does not fit."""
-    path = 'microbatching.device_train_microbatch_size'
-    with building(path):
+    with building('microbatching.device_train_microbatch_size'):
         memory = memory_of_run(config, dataset, processor, table)
         num_ranks = dist.get_world_size()
         report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=memory_gib)
-    if report.too_large:
-        raise PartError(path, warning_of_too_large(report.too_large))
+        if report.too_large:
+            raise InvalidInputError(warning_of_too_large(report.too_large))
     log.info('Suggested microbatch size: %s', report.yaml())
     return report.device_train_microbatch_size, report.slot_tokens
 
