@@ -251,8 +251,8 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. A weight of integers has ``'not of floats'`` as last entry, so that it differs from every weight
-of floats. Torch would load integers into floats, or floats into integers, without an error."""
+"""Sizes of a weight. If the weight is of integers, ``'not of floats'`` follows the sizes, so that its shape differs
+from that of every weight of floats: torch would load one into the other without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -315,8 +315,8 @@ class SavedRun:
         shapes = _shapes_of(state.get('model') or {})
         optimizers = dict(state.get('optimizers') or {})
         if not dict(state.get('timestamp') or {}):
-            # Composer would train from step 0 with the optimizers of a later step. So no optimizers are listed, and
-            # SameData.before_load() refuses to resume, because it misses the one of the run.
+            # Composer would train from step 0 with the optimizers of a later step. SameData.before_load() refuses to
+            # resume if the optimizer of the run is not listed.
             optimizers = {}
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 

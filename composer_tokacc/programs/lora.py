@@ -170,7 +170,7 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
     """
     import peft
 
-    # Peft copies the name of the model into the config, and warns if the config had another name.
+    # Peft copies this name into the config, and warns if the config has another one.
     model.name_or_path = base or ''
     model = peft.get_peft_model(model, config)
     # For random weights peft has written ''. identify_adapter() expects None.

@@ -292,7 +292,8 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
         name_of_default = default.attribute_map.get(key, key)
         default_value = vars(default).get(name_of_default)
         is_number = isinstance(value, int | float)
-        is_flag = isinstance(default_value, bool)  # such as Evolla's token_dropout
+        # The name of a flag may match a pattern: Evolla's `token_dropout`.
+        is_flag = isinstance(default_value, bool)
         if is_number and not is_flag and value != default_value:
             for pattern, allowed in FIELD_RANGES.items():
                 if re.search(pattern, key):

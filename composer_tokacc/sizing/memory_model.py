@@ -309,7 +309,7 @@ class MemoryModel:
         """Returns bytes at the peak of a step with microbatches of this shape, the optimizer's step included."""
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
-        if 'forward' in self.phases:
+        if 'forward' in self.phases:  # always, if the model was traced
             # The Trainer holds the logits of a microbatch until those of the next one exist. So the logits of the last
             # microbatch are in memory in the optimizer's step. The phase `forward` ends before new logits exist, so
             # all logits in it are such old ones, and its fit predicts their bytes.

@@ -177,7 +177,7 @@ class TracedStep:
         if self._selector is None:
             return batch['input_ids'].numel()
         num_labels = int(loss_mask(batch, 'causal').sum())
-        return num_labels + 1  # for a model that shifts labels, see LabelledPositions
+        return num_labels + 1  # one position is added for models that shift labels, see LabelledPositions
 
     def count_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
