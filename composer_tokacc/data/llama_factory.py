@@ -9,7 +9,7 @@ images, ...), and its tags (the keys of a turn, and the names of its speakers).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from composer_tokacc.data.formats import REFUSED_KEYS
@@ -23,17 +23,13 @@ KEY_OF_COLUMN = {
     'query': 'input',
     'response': 'output',
     'messages': 'conversations',
-    'history': 'history',
-    'system': 'system',
-    'tools': 'tools',
-    'images': 'images',
-    'videos': 'videos',
-    'audios': 'audios',
-    'chosen': 'chosen',
-    'rejected': 'rejected',
-    'kto_tag': 'kto_tag',
 }
-"""The key of a record that `formats.py` reads, by LLaMA-Factory's name of a column."""
+"""The key of a record that `formats.py` reads, by LLaMA-Factory's name of a column. Other columns have the name of the
+key."""
+MEDIA_COLUMNS = ('images', 'videos', 'audios')
+"""The columns of an entry that hold media."""
+COLUMNS = (*KEY_OF_COLUMN, 'history', 'system', *MEDIA_COLUMNS, *REFUSED_KEYS)
+"""The columns that an entry may name."""
 DEFAULT_COLUMNS = {
     'alpaca': {
         'prompt': 'instruction',
@@ -45,8 +41,6 @@ DEFAULT_COLUMNS = {
 }
 """For each ``formatting``: the columns of an entry that names no column, or only some with null. An entry that names
 others has only those, as in LLaMA-Factory."""
-MEDIA_COLUMNS = ('images', 'videos', 'audios')
-"""The columns of an entry that hold media."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -96,27 +90,18 @@ class DatasetEntry:
             self.path = str(path)
         else:
             raise InvalidInputError('`file_name` or `hf_hub_url` must be given')
-        columns = _names_of(entry, 'columns', {**KEY_OF_COLUMN, **REFUSED_KEYS})
+        columns = _names_of(entry, 'columns', COLUMNS)
         if not any(columns.values()):
             columns = {**DEFAULT_COLUMNS[formatting], **columns}
         self._columns = columns
-        """The file's name of a column, by LLaMA-Factory's name, or by our key if it has none. None: the column is not
-        read."""
+        """The file's name of each column, by its name in ``COLUMNS``. None: the column is not read."""
         self._names_media = not self._columns.keys().isdisjoint(MEDIA_COLUMNS)
         """Whether the entry says which media are read."""
-        self._keys_of_turn: dict[str, str] = {}
+        tags = {**DEFAULT_TAGS, **_names_of(entry, 'tags', DEFAULT_TAGS)}
+        self._keys_of_turn = {tags[tag]: DEFAULT_TAGS[tag] for tag in TAGS_OF_KEYS}
         """The key of a turn that `formats.py` reads, by the file's key."""
-        self._roles: dict[str, str] = {}
+        self._roles = {name: DEFAULT_TAGS[tag] for tag, name in tags.items() if tag not in TAGS_OF_KEYS}
         """The name of a speaker that `formats.py` reads, by the file's name."""
-        tags = {
-            **DEFAULT_TAGS,
-            **_names_of(entry, 'tags', DEFAULT_TAGS),
-        }
-        for tag, name in tags.items():
-            if tag in TAGS_OF_KEYS:
-                self._keys_of_turn[name] = DEFAULT_TAGS[tag]
-            else:
-                self._roles[name] = DEFAULT_TAGS[tag]
 
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
@@ -160,7 +145,7 @@ class DatasetEntry:
         return renamed
 
 
-def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
+def _names_of(entry: JsonObject, key: str, supported: Collection[str]) -> JsonObject:
     """Returns the mapping of an entry under ``columns`` or ``tags``: names in the file, by LLaMA-Factory's names.
 
     A name in the file may be None: the file has no such column, or no such speaker.
@@ -168,7 +153,7 @@ def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
     Args:
         entry: The entry.
         key: ``columns`` or ``tags``.
-        supported: Its keys are LLaMA-Factory's names that are read. Any other is refused.
+        supported: LLaMA-Factory's names that are read. Any other is refused.
     """
     names = entry.get(key) or {}
     if not isinstance(names, Mapping):

@@ -118,7 +118,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
-    return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
+    return sorted(checkpoints, key=os.path.getmtime, reverse=True)
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. A weight of integers has ``'not of floats'`` as last entry, so that it differs from every weight
-of floats. Torch would load integers into floats, or floats into integers, without an error."""
+"""Sizes of a weight. If the weight is of integers, ``'not of floats'`` follows the sizes, so that its shape differs
+from that of every weight of floats: torch would load one into the other without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -264,11 +264,8 @@ def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
 
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
-    shapes = {}
-    for name, value in model_state.items():
-        if isinstance(value, torch.Tensor):
-            shapes[name] = _shape_of(value.shape, value.dtype)
-    return shapes
+    weights = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor)}
+    return {name: _shape_of(weight.shape, weight.dtype) for name, weight in weights.items()}
 
 
 def _parameter_names(model: torch.nn.Module) -> list[str]:
@@ -316,12 +313,11 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path)
         shapes = _shapes_of(state.get('model') or {})
-        # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So no optimizers
-        # are listed, and SameData.before_load() refuses to resume, because it misses the one of the run.
-        has_timestamp = bool(dict(state.get('timestamp') or {}))
-        optimizers: dict[str, Any] = {}
-        if has_timestamp:
-            optimizers = dict(state.get('optimizers') or {})
+        optimizers = dict(state.get('optimizers') or {})
+        if not dict(state.get('timestamp') or {}):
+            # Composer would train from step 0 with the optimizers of a later step. SameData.before_load() refuses to
+            # resume if the optimizer of the run is not listed.
+            optimizers = {}
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 
@@ -439,10 +435,8 @@ class SameData(Callback):
             names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
-        required: list[str] = []
-        if is_strict:
-            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name in names if name in shapes]
+        # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+        required = [name for name in names if is_strict and name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer

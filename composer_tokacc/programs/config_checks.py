@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,9 +27,8 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import HOST_HINTS, build_part, class_by_name, import_by_name
+from composer_tokacc.programs.registry import HOST_HINTS, build_part, class_by_name, report_function
 from composer_tokacc.programs.schema import (
-    REPORT_KEYS,
     Sections,
     TrainConfig,
     check_arguments,
@@ -119,14 +117,14 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 def _check_trainer(trainer: Section) -> None:
     """Refuses arguments that the Trainer does not have, or that a run from a file cannot use."""
-    # check_arguments() refuses arguments that a partial has already.
+    # Other sections set these, so check_arguments() refuses them in this one.
     other_arguments: Any = dict.fromkeys(FROM_OTHER_SECTIONS)
     check_arguments('trainer', partial(Trainer, **other_arguments), trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
     keys = [key for key, value in parallelism.items() if value is not None]
     # Only `fsdp`: `tp` (tensor parallelism) takes Python objects, and the Trainer ignores `fsdp2`.
     check_names('trainer.parallelism_config', keys, ['fsdp'])
-    file_name = str(trainer.get('save_filename'))
+    file_name = trainer.get('save_filename') or ''
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')
@@ -199,16 +197,9 @@ def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer ignores, or refuses only in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
     # Composer ignores unknown names. With FSDP_VERSION=2 in the environment this section holds FSDP2's settings.
-    known_names: dict[str, Any] = {}
-    for setting in (*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)):
-        known_names[setting.name] = Any
-    check_arguments(
-        _FSDP,
-        object,  # takes no arguments, so all settings are in `extra_keys`
-        settings,
-        hints=HOST_HINTS,
-        extra_keys=known_names,
-    )
+    names = [setting.name for setting in (*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config))]
+    # `object` takes no arguments, so only these names are allowed.
+    check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(names, Any))
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
@@ -224,15 +215,7 @@ def _check_sharding(config: TrainConfig) -> None:
 def _check_report(config: TrainConfig) -> None:
     """Refuses a function, a folder or an export that cannot be used at the end of the run."""
     report = config.report
-    function: Any = object  # takes no arguments: without a function only REPORT_KEYS are allowed
-    name = report.get('name')
-    if name is not None:
-        # A file from somebody else must not call functions such as os.system().
-        if str(name).partition('.')[0] in sys.stdlib_module_names:
-            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
-        # Its first argument, a FinishedRun, is not from the file.
-        function = partial(import_by_name('report.name', str(name)), None)
-    check_arguments('report', function, report, extra_keys=REPORT_KEYS)
+    report_function(report)  # only for its refusals
     try:
         report['folder'].format(run_name='x')
     except (LookupError, ValueError, AttributeError) as error:

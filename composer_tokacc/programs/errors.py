@@ -27,8 +27,6 @@ LONGEST_LINE = 1000
 """Most characters of a message on the screen. Messages show the wrong value, which may be as long as a file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
 """Packages whose errors in a run are reported in one line. An error of the user's own code keeps its traceback."""
-LONGEST_LIST = 40
-"""Most names that a message lists. More would push the mistake itself off the screen."""
 _CLASS_BEFORE_MESSAGE = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
 """Matches the class of a refusal (:mod:`composer_tokacc.refusals`) before its message. If a loader process raises a
 refusal, torch raises it again with the whole traceback as message."""
@@ -90,8 +88,8 @@ def is_of_host(error: BaseException) -> bool:
     """Returns whether code of one of the ``HOSTS`` raised an error in this process."""
     raising_module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):  # the frame that raised it is the last one
-        # The frames of a method such as `__torch_function__` do not count. With them this package watches functions of
-        # torch, which are called from there and may raise.
+        # This package watches functions of torch by methods such as `__torch_function__`, which call them. If such a
+        # function raises in C++, the method is the last frame, but the error is torch's. So these frames do not count.
         if not frame.f_code.co_name.startswith('__torch_'):
             raising_module = str(frame.f_globals.get('__name__'))
     # `torch._utils` raises the errors of loader processes again. They may come from the user's dataset.
@@ -130,10 +128,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(name, choices, n=1)
     if nearest:
         return f'has no {kind} {name}. Did you mean {nearest[0]}?'
-    listed = ', '.join(choices[:LONGEST_LIST])
-    if len(choices) > LONGEST_LIST:
-        listed += ', ...'
-    return f'has no {kind} {name}. Known: {listed}'
+    return f'has no {kind} {name}. Known: {shorten(", ".join(choices))}'
 
 
 def one_line(error: BaseException | str) -> str:
@@ -165,7 +160,7 @@ def refuse(error: BaseException, message: str = '', *, on_all_ranks: bool = Fals
             as one fails, and that might be before the first rank has printed the line.
     """
     local_rank = os.environ.get('LOCAL_RANK', '0')  # may be no number: the mistake may be this variable itself
-    if on_all_ranks and local_rank.isdecimal() and int(local_rank) > 0:
+    if on_all_ranks and local_rank.isdecimal() and local_rank != '0':
         return 0
     if log.isEnabledFor(logging.DEBUG):
         # Not logged, because before the Trainer is built no handler prints records of the log.

@@ -76,12 +76,9 @@ def _write_folder(
         metadata = state['integrations']['huggingface']
         adapter_file = metadata['model'].get('peft_config')
         generation_file = metadata['model'].get('generation_config')
-        generation_config = None
-        if generation_file is not None:
-            generation_config = GenerationConfig.from_dict(generation_file['content'])
-        weights = {}
-        for name, value in state['model'].items():
-            weights[name.removeprefix('model.')] = value  # HuggingFaceModel holds the model as its attribute `model`
+        generation_config = GenerationConfig.from_dict(generation_file['content']) if generation_file else None
+        # HuggingFaceModel holds the model as its attribute `model`.
+        weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, str(checkpoint))
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
     if adapter_file is not None and not merge:
@@ -143,10 +140,7 @@ def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
     """Refuses weights with NaN or infinity, and complex ones. ``owner`` names the model or checkpoint in the error."""
-    wrong_names = []
-    for name, value in weights.items():
-        if value.is_complex() or not value.isfinite().all():
-            wrong_names.append(name)
+    wrong_names = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
     if wrong_names:
         raise ConfigError(
             '',
@@ -192,11 +186,9 @@ def _save_adapter(
     if not adapter_config.get('base_model_name_or_path'):
         raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
     model = with_saved_adapter(empty_model(config), adapter_config, weights, assign=True)
-    adapter_weights = {}
-    for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
-        # With `bias: all` peft also lists biases that were not trained. They belong to the base, which is on `meta`.
-        if not value.is_meta:
-            adapter_weights[name] = value.contiguous()
+    peft_weights = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    # With `bias: all` peft also lists biases that were not trained. They belong to the base, which is on `meta`.
+    adapter_weights = {name: value.contiguous() for name, value in peft_weights.items() if not value.is_meta}
     save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
     peft.get_peft_config(dict(adapter_config)).save_pretrained(str(folder))
 

@@ -170,7 +170,7 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
     """
     import peft
 
-    # Peft copies the name of the model into the config, and warns if the config had another name.
+    # Peft copies this name into the config, and warns if the config has another one.
     model.name_or_path = base or ''
     model = peft.get_peft_model(model, config)
     # For random weights peft has written ''. identify_adapter() expects None.
@@ -219,8 +219,7 @@ def load_weights(
         Names of the model's weights that the checkpoint lacks, and names of weights that the model does not have.
     """
     with building('the weights of the checkpoint'):
-        missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
-    return missing, unknown
+        return model.load_state_dict(dict(weights), strict=False, assign=assign)
 
 
 def four_bit_options(
@@ -281,9 +280,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         # Strict loading raises an error for each name that stays in this list. The names may have a prefix of DDP.
         frozen_names = tuple(_frozen_names(module))
         missing_keys = incompatible_keys.missing_keys
-        for key in list(missing_keys):
-            if name_in_state_dict(key).endswith(frozen_names):
-                missing_keys.remove(key)
+        missing_keys[:] = [key for key in missing_keys if not name_in_state_dict(key).endswith(frozen_names)]
 
     composer_model.register_state_dict_post_hook(leave_out)
     composer_model.register_load_state_dict_post_hook(allow_missing)
@@ -294,11 +291,9 @@ def _frozen_names(module: nn.Module) -> set[str]:
 
     A frozen weight of an adapter is not one of them.
     """
-    names = set()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad and not IN_ADAPTER.search(name):
-            names.add(name_in_state_dict(name))
-    return names
+    parameters = module.named_parameters(remove_duplicate=False)
+    frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+    return {name_in_state_dict(name) for name in frozen if not IN_ADAPTER.search(name)}
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
@@ -311,9 +306,7 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {}
-    for name in NOT_IN_WEIGHTS:
-        identity[f'model.lora.{name}'] = getattr(config, PEFT_NAMES.get(name, name))
+    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = fingerprint(_ends_of_base(model))
     return identity

@@ -188,17 +188,15 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     A name is a dotted prefix such as ``language_model.layers.0``. A leading ``model.``, which newer Transformers put
     before all parts, makes no difference.
     """
+    parameters = dict(model.named_parameters())
     for name in names:
-        parameters = []
-        for full_name, parameter in model.named_parameters():
-            if _match_of_part(full_name, name) > 0:
-                parameters.append(parameter)
-        if not parameters:
+        parameters_of_part = [parameters[full_name] for full_name in parameters if _match_of_part(full_name, name)]
+        if not parameters_of_part:
             # The two outer levels, such as `model.layers`. A head that is tied to the embeddings has no parameters of
             # its own, so it is not among these.
-            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name, _ in model.named_parameters()}
+            outer_parts = {'.'.join(full_name.split('.')[:2]) for full_name in parameters}
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
-        for parameter in parameters:
+        for parameter in parameters_of_part:
             parameter.requires_grad_(False)
 
 
@@ -223,9 +221,7 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
             two parts contain a parameter, it belongs to the inner one. Parameters of an adapter belong to the part of
             the layer that it adapts.
     """
-    groups: dict[str, dict[str, Any]] = {}
-    for name, arguments in parts.items():
-        groups[name] = {**arguments, 'params': []}
+    groups: dict[str, dict[str, Any]] = {name: {**arguments, 'params': []} for name, arguments in parts.items()}
     groups[''] = {'params': []}  # all other parameters, with the optimizer's own arguments
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -269,12 +265,11 @@ def read_config(
         default = config_class()
         _check_fields(settings, default, 'model.config')
         if processor is not None:
-            text_settings = settings
-            text_path = 'model.config'
             if hasattr(default, 'text_config'):
                 text_settings = settings.setdefault('text_config', {})
-                text_path = 'model.config.text_config'
-            _complete_text(text_settings, tokenizer_of(processor), text_path)
+                _complete_text(text_settings, tokenizer_of(processor), 'model.config.text_config')
+            else:
+                _complete_text(settings, tokenizer_of(processor), 'model.config')
             _complete_placeholders(settings, default, processor)
         return config_class(**settings)
 
@@ -297,7 +292,8 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
         name_of_default = default.attribute_map.get(key, key)
         default_value = vars(default).get(name_of_default)
         is_number = isinstance(value, int | float)
-        is_flag = isinstance(default_value, bool)  # such as Evolla's token_dropout
+        # The name of a flag may match a pattern: Evolla's `token_dropout`.
+        is_flag = isinstance(default_value, bool)
         if is_number and not is_flag and value != default_value:
             for pattern, allowed in FIELD_RANGES.items():
                 if re.search(pattern, key):
@@ -447,7 +443,7 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         return set()
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
-        feature_layers = model.config.vision_feature_layers  # VipLLaVA
+        feature_layers = model.config.vision_feature_layers  # of VipLLaVA
     if not isinstance(feature_layers, list | tuple):
         feature_layers = [feature_layers]
     if not feature_layers:

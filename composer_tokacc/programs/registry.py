@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -33,6 +35,7 @@ from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import (
+    REPORT_KEYS,
     Count,
     Fraction,
     Hint,
@@ -165,10 +168,8 @@ def build_all(kind: str, section: NamedArguments | None) -> list[Any]:
         kind: A key of ``KINDS``, which is the key of the section.
         section: The section.
     """
-    parts = []
-    for name, arguments in (section or {}).items():
-        parts.append(build_part(kind, f'{kind}.{name}', name, arguments or {}))
-    return parts
+    arguments_by_name = section or {}
+    return [build_part(kind, f'{kind}.{name}', name, arguments or {}) for name, arguments in arguments_by_name.items()]
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
@@ -194,10 +195,8 @@ def build_part(
     if cls.__init__ is KINDS[kind].base.__init__:
         # The class has no constructor. That of the base takes any arguments and drops them, so none are allowed.
         check_names(path, arguments, ())
-    hints: dict[str, Hint] = {}
-    classes_without_dots = _classes_of(kind)
-    if cls in classes_without_dots.values():
-        hints = HOST_HINTS
+    needs_no_dots = cls in _classes_of(kind).values()
+    hints = HOST_HINTS if needs_no_dots else None
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
         return cls(*positional, **checked)
@@ -214,10 +213,29 @@ def import_by_name(path: str, name: str) -> Any:
     return imported
 
 
+def report_function(report: Section) -> Callable[[Any], Any] | None:
+    """Returns the function under ``report.name`` with its arguments of the file; None without a name.
+
+    It then takes only a FinishedRun. Refuses keys of the section that are not for the function.
+    """
+    name = report.get('name')
+    if name is None:
+        check_arguments('report', object, report, extra_keys=REPORT_KEYS)  # `object` takes no arguments
+        return None
+    # A file from somebody else must not call functions such as os.system().
+    if str(name).partition('.')[0] in sys.stdlib_module_names:
+        raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {name}')
+    function = import_by_name('report.name', str(name))
+    # The first argument, a FinishedRun, is not from the file.
+    arguments = check_arguments('report', partial(function, None), report, extra_keys=REPORT_KEYS)
+    return partial(function, **without(arguments, *REPORT_KEYS))
+
+
 def class_by_name(kind: str, name: str) -> Any:
     """Returns the class that ``name`` stands for in a section. ``kind`` is a key of ``KINDS``."""
     name = str(name)
     base = KINDS[kind].base
+    classes = _classes_of(kind)
     if '.' in name:
         cls = import_by_name(kind, name)
         # Checked before it is called, because a config could name os.system. A scheduler may be any class, because
@@ -226,16 +244,14 @@ def class_by_name(kind: str, name: str) -> Any:
         if not is_part:
             required = 'a class' if base is ComposerScheduler else f'a class derived from {base.__name__}'
             raise ConfigError(f'{kind}.{name}', f'must be {required}, got: {cls!r}')
-        if cls not in UNSUITED:
-            return cls
-        # Falls through to the error at the end, because none of the names below has a dot.
-    # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
-    letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
-    classes = _classes_of(kind)
-    for snake_name, cls in classes.items():
-        if snake_name.replace('_', '') == letters:
-            return cls
-    raise ConfigError(kind, unknown_name('class', name, classes))
+    else:
+        # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
+        by_letters = {snake_name.replace('_', ''): cls for snake_name, cls in classes.items()}
+        letters = name.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
+        cls = by_letters.get(letters)
+    if cls is None or cls in UNSUITED:
+        raise ConfigError(kind, unknown_name('class', name, classes))
+    return cls
 
 
 def token_accumulation_options(config: TrainConfig) -> Section:

@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -20,7 +20,7 @@ import torch
 from composer.core import Callback, State, TimeUnit
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, ensure_tuple
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
@@ -61,8 +61,8 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it, as one list for each planned microbatch. Usually this is only ``samples``.
-    With packing these are all microbatches of the rank in this step, because the split packs their rows together."""
+    """The samples that are read to run it: a list that holds only ``samples``. With packing, a list for each planned
+    microbatch of the rank in this step, because the split packs their rows together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -115,30 +115,20 @@ class RehearsalReport:
         return '\n  '.join([head, *self.lines])
 
 
+@dataclass(eq=False)
 class Rehearsal(Callback):
-    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
+    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check."""
 
-    Args:
-        memory (MemoryModel, optional): Predicts the peak of a microbatch. Without it the heaviest one is chosen by
-            its sizes alone. Default: ``None``.
-        labels_per_sample (np.ndarray, optional): Loss-generating tokens of each sample, (n,), such as
-            ``LengthTable.loss_tokens``. Without them all logits are computed, even if the run computes them only at
-            labels. Default: ``None``.
-        tell: Is called with the text of the report. Default: the log.
-    """
-
-    def __init__(
-        self,
-        memory: MemoryModel | None = None,
-        *,
-        labels_per_sample: np.ndarray | None = None,
-        tell: Callable[[str], None] = log.info,
-    ) -> None:
-        self.memory = memory
-        self.labels_per_sample = labels_per_sample
-        self.tell = tell
-        self.report: RehearsalReport | None = None
-        self._is_due = True
+    memory: MemoryModel | None = None
+    """Predicts the peak of a microbatch. Without it the heaviest one is chosen by its sizes alone."""
+    labels_per_sample: np.ndarray | None = None
+    """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them all logits are
+    computed, even if the run computes them only at labels."""
+    tell: Callable[[str], None] = log.info
+    """Is called with the text of the report."""
+    report: RehearsalReport | None = None
+    """The outcome of the last rehearsal."""
+    _is_due: bool = True
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Makes the next batch rehearse. A second fit rehearses again, because it may have another loader."""
@@ -259,8 +249,7 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 
     ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
-    # The largest microbatch so far by each size of `Candidate.sizes`. The key is the index of the size. The value is
-    # that size with the total, and the microbatch.
+    # For each index in `Candidate.sizes`: the largest microbatch so far, after its size and its total.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -296,9 +285,7 @@ def _candidates_of_rank(
         options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
-    samples_of_rank = []
-    for planned in planned_microbatches:
-        samples_of_rank.append([window[place] for place in planned.indices])
+    samples_of_rank = [[window[place] for place in planned.indices] for planned in planned_microbatches]
     for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
         for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
             planner_rows = run.sampler.rows.of(np.array(samples))
@@ -308,9 +295,8 @@ def _candidates_of_rank(
                 # The run may compute logits at more positions than those with a label.
                 num_labels = int(run.labels_per_sample[samples].sum())
                 num_logits = logit_positions(num_labels, len(samples) * width)
-            samples_to_read = [samples]
-            if split is not None and split.packs_rows:
-                samples_to_read = samples_of_rank
+            packs_rows = split is not None and split.packs_rows
+            samples_to_read = samples_of_rank if packs_rows else [samples]
             shape = BatchShape(
                 rows=len(samples),
                 width=width,
@@ -354,14 +340,11 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     end = state.max_duration
     assert end is not None, 'a fit has an end'
     # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, as long as a small plan.
-    elapsed = {}
-    for unit in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
-        elapsed[unit] = state.timestamp.get(unit).value
+    counted_units = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE)
+    elapsed = {unit: state.timestamp.get(unit).value for unit in counted_units}
     batch = int(state.timestamp.batch_in_epoch)
     sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-    most_batches = MOST_BATCHES
-    if end.unit not in elapsed:
-        most_batches = min(sampler.num_batches, MOST_BATCHES)
+    most_batches = MOST_BATCHES if end.unit in elapsed else min(sampler.num_batches, MOST_BATCHES)
     for _ in range(most_batches):
         # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
         length_of_epoch = sampler.num_batches
@@ -410,13 +393,8 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
-    in_order = []
-    for candidate in candidates[:-1]:
-        if candidate is not most_logits:
-            in_order.append(candidate)
-    in_order.append(most_logits)
-    in_order.append(heaviest)
-    return in_order
+    others = [candidate for candidate in candidates[:-1] if candidate is not most_logits]
+    return [*others, most_logits, heaviest]
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
@@ -457,8 +435,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             state.outputs = model(batch)
             loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]
         # The loss may have several terms, of any shape. How they are added makes no difference to the memory.
-        terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-        means = [term.mean() for term in terms]
+        means = [term.mean() for term in ensure_tuple(loss)]
         torch.stack(means).sum().backward()
 
 
@@ -558,7 +535,7 @@ def _does_not_fit(
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
     split = split_of(run.state.dataloader)
-    # Without `slot_tokens` the sampler's `max_tokens` are the budget of the first size, whatever it is.
+    # Without `slot_tokens` the sampler's `max_tokens` are the budget for every size, so another size would not help.
     is_budget_of_sampler = split is None or split.options.slot_tokens is None
     max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
     if fitting_size and is_budget_of_sampler:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,9 +23,9 @@ from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.metrics_file import Series, select
-from composer_tokacc.programs.registry import import_by_name
+from composer_tokacc.programs.registry import report_function
 from composer_tokacc.programs.report_page import write_page
-from composer_tokacc.programs.schema import REPORT_KEYS, TrainConfig, check_arguments, without
+from composer_tokacc.programs.schema import TrainConfig
 
 MONITOR_LINES = (
     ('device_batch_padding_ratio', 'padding without trimming', '{:.1%}'),
@@ -97,13 +96,10 @@ def summarize(
     _, losses = metrics.get('loss/train/total', ([], []))
     evaluation = select(metrics, 'metrics/eval/*')
     monitored = select(metrics, 'token_monitor/*')
-    means = {}
-    for name, (_, values) in monitored.items():
-        if not name.startswith('source/'):  # see _sources()
-            means[name] = fmean(values)
-    datasets = [parts.train_dataset]
-    if isinstance(parts.train_dataset, ConcatDataset):  # of `dataset.parts`
-        datasets = parts.train_dataset.datasets
+    # For the figures of sources see _sources().
+    means = {name: fmean(values) for name, (_, values) in monitored.items() if not name.startswith('source/')}
+    has_parts = isinstance(parts.train_dataset, ConcatDataset)  # those of `dataset.parts`
+    datasets = parts.train_dataset.datasets if has_parts else [parts.train_dataset]
     skipped = []
     fitted = []
     for dataset in (*datasets, parts.eval_dataset):
@@ -171,7 +167,8 @@ def write_report(
     folder = result_folder(config, result['run_name'])
     folder.mkdir(parents=True, exist_ok=True)
     lines = _lines(result)
-    if config.report.get('name') is not None:
+    add_to_result = report_function(config.report)
+    if add_to_result is not None:
         run = FinishedRun(
             result=result,
             history=history,
@@ -182,11 +179,7 @@ def write_report(
             folder=folder,
             is_sharded=config.is_sharded,
         )
-        add_to_result = import_by_name('report.name', config.report['name'])
-        function = partial(add_to_result, None)  # the run is not from the file
-        settings = check_arguments('report', function, config.report, extra_keys=REPORT_KEYS)
-        arguments = without(settings, *REPORT_KEYS)
-        lines += add_to_result(run, **arguments) or ()
+        lines += add_to_result(run) or ()
     text = json.dumps(result, indent=2, default=str)
     (folder / 'result.json').write_text(f'{text}\n')
     if config.report.get('export'):

@@ -294,16 +294,17 @@ def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Opti
 
 def _read_file(path: str | Path) -> Values:
     """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
-    # Reading a pipe would wait for somebody to write to it.
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError('', f'config file must be a file, got: {path}')
+    path = str(path)
     try:
+        # Reading a pipe would wait for somebody to write to it.
+        if not os.path.isfile(path):
+            raise FileNotFoundError('no such file')
         content = OmegaConf.load(path)
     except (OSError, *INVALID_YAML) as error:
         message = f'must be a YAML file that can be read, got: {type(error).__name__}: {shorten(error)}'
-        raise ConfigError(str(path), message) from error
+        raise ConfigError(path, message) from error
     if not isinstance(content, DictConfig):
-        raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+        raise ConfigError(path, 'must hold sections (`model:`, `loader:`, ...), got: no mapping')
     return _as_dict(content)
 
 
@@ -389,7 +390,8 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    arguments_of_program = getattr(target, 'keywords', {})  # only a partial has `keywords`
+    # A partial has arguments of the program. The section must not have them.
+    arguments_of_program = getattr(target, 'keywords', {})
     names_of_program = without(arguments_of_program, *extra_keys)
     for name in names_of_program:
         if name in arguments:
@@ -403,7 +405,7 @@ def check_arguments(
     try:
         parameters = _parameters_of(target)
     except ValueError as error:
-        # `target` is a partial, and its function does not take what the program gives.
+        # The function of a partial does not take these arguments.
         function = getattr(target, 'func', target)
         needed = ', '.join(arguments_of_program) or 'an argument'
         raise ConfigError(
@@ -414,21 +416,18 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-            continue
         # The signature of a partial still has its keywords.
-        if parameter.kind is parameter.VAR_POSITIONAL or parameter.name in names_of_program:
-            continue
-        annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
-        if parameter.default is parameter.empty and parameter.name not in arguments:
-            raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
+            annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
+            if parameter.default is parameter.empty and parameter.name not in arguments:
+                raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
     annotations |= extra_keys
     if not takes_any_name:
         check_names(path, arguments, annotations)
     annotations |= hints or {}  # only now, because hints may have names that `target` does not take
-    checked = {}
-    for name, value in arguments.items():
-        checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
-    return checked
+    return {
+        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
+    }
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
@@ -460,11 +459,11 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation, and what it is made of, such as `CostModel` and `None` for `CostModel | None`.
+    # The annotation, and its parts: `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
-    is_null = value is None and NoneType in branches
+    may_be_null = NoneType in branches
     for branch in branches:
-        if _is_section(branch) and not is_null:
+        if _is_section(branch) and not (value is None and may_be_null):
             return build_dataclass(path, branch, value)
     checker = _checker_of(hint)
     if checker is None:
@@ -500,11 +499,11 @@ def _is_section(hint: Hint) -> bool:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping."""
     keys = error.errors()[0]['loc']
-    # Pydantic's mark for a key that is itself wrong: `('lr', '[key]')` for the key `lr`.
+    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
     if '[key]' in keys:
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
-        # Skips the names of branches of a union, which pydantic has among the keys.
+        # Among the keys are also names of the branches of a union. They are skipped.
         if isinstance(value, Mapping) and key in value:
             path = _join(path, key)
             value = value[key]
@@ -535,7 +534,7 @@ def _requirement(error: ValidationError) -> str:
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         reason = reason.replace('an object', 'a mapping').replace('valid array', 'list')  # the words for JSON
         if detail['type'] == 'missing':
-            reason = 'have more entries'
+            reason = 'have more entries'  # of a tuple
         # A YAML file cannot hold an object of a class, so this branch of a union is not named.
         if reason and reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)

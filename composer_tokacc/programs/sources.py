@@ -43,7 +43,7 @@ from composer_tokacc.data import (
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, token_budget
-from composer_tokacc.programs.errors import ConfigError, PartError, building, unknown_name
+from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
@@ -164,16 +164,16 @@ class Source(ABC):
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
-        maker = self.processor_maker()
-        arguments = self._small_processor_arguments(maker)
         with building('dataset.processor'):
-            return maker(**arguments)
+            return self._small_processor()()
 
-    def _small_processor_arguments(self, maker: Callable[..., Any]) -> dict[str, Any]:
-        """Returns the checked settings in ``dataset.processor``, the arguments of ``maker``.
+    def _small_processor(self) -> partial[Any]:
+        """Returns a function without arguments that makes the processor of a fresh model.
 
-        Sizes that the section leaves out come from the config of the model.
+        Refuses wrong settings in ``dataset.processor``. Sizes that the section leaves out come from the config of the
+        model.
         """
+        maker = self.processor_maker()
         arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
@@ -183,7 +183,7 @@ class Source(ABC):
         # An argument of a user's function may have the name of one of ours, but another range.
         is_ours = isinstance(maker, partial) and maker.func is build_small_processor
         hints = DATASET_HINTS if is_ours else None
-        return check_arguments('dataset.processor', maker, arguments, hints=hints)
+        return partial(maker, **check_arguments('dataset.processor', maker, arguments, hints=hints))
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -195,18 +195,14 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            self._small_processor_arguments(self.processor_maker())
+            self._small_processor()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
         # With the default of trust_remote_code, Transformers would ask on the terminal, once for each class.
         load = partial(AutoProcessor.from_pretrained, pretrained, trust_remote_code=False)
-        try:
-            ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
-        except OSError as error:
-            # Not a ConfigError: the message is a whole error, which follows a colon.
-            raise PartError('model.pretrained', str(error)) from error
         with building('model.pretrained'):
+            ask_hub(pretrained, 'model')  # otherwise `load` would try for minutes if the hub does not answer
             processor = load()
         if not arguments:
             return processor
@@ -349,7 +345,7 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
-            # The values are annotations. None allows only null, because parts were looked at above.
+            # Other keys than arguments of the class, with their annotations. `parts` may only be null here.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
@@ -450,13 +446,11 @@ class FileSource(Source):
                 return None
             return self._open('dataset.eval', self._eval_section(), {'name': Any}, processor)
         parts = self._parts()
-        extra_keys = {'name': Any}
-        if self.has_parts:
-            extra_keys = PART_KEYS
+        extra_keys = PART_KEYS if self.has_parts else {'name': Any}
+        needs_weights = self.token_weights == 'column' and not self.shares_by_weights
         datasets = []
         for name, part in parts.items():
             dataset = self._open(_path_of_part(name), part, extra_keys, processor)
-            needs_weights = self.token_weights == 'column' and not self.shares_by_weights
             # Whether samples of other datasets have weights shows only in the batches.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
@@ -477,16 +471,17 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
-        if _is_ours(cls) and 'video' in part:
-            # The class takes the mapping of the file. The check has made a VideoSampling of it.
-            arguments['video'] = part['video']
-        if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # The dataset then measures all samples. The sampler takes over this length table if it has the patch size
-            # of the loader, so the dataset gets this size.
-            arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
-            arguments.setdefault('patch_size', self.patch_size(processor))
+        if _is_ours(cls):
+            if 'video' in part:
+                # The class takes the mapping of the file. The check has made a VideoSampling of it.
+                arguments['video'] = part['video']
+            if arguments.get('fit') or arguments.get('on_error') == 'skip':
+                # The dataset then measures all samples. The sampler takes over this length table if it has the patch
+                # size of the loader, so the dataset gets this size.
+                arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
+                arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
-                arguments.update(self._limits_of_sample(arguments))
+                arguments |= self._limits_of_sample(arguments)
         with building(path):
             return cls(processor=processor, **arguments)
 
@@ -495,9 +490,7 @@ class FileSource(Source):
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
-        max_tokens = None
-        if isinstance(size, int) and width:
-            max_tokens = token_budget(size, width)
+        max_tokens = token_budget(size, width) if isinstance(size, int) and width else None
         return {
             'max_length': _smaller(part.get('max_length'), max_tokens),
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
@@ -511,23 +504,14 @@ class FileSource(Source):
         *,
         is_eval: bool,
     ) -> OpenedLoader:
-        """Opens the regrouping loader for training with ``regroup_ranks``, otherwise torch's."""
-        if not is_eval and self.config.regroups_ranks:
-            return self._regrouping_loader(dataset, processor, options)
+        """Opens torch's loader, or for training with ``regroup_ranks`` one that assigns samples to ranks by length."""
         config = self.config
-        shuffle = config.loader.shuffle and not is_eval
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
-        return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
-
-    def _regrouping_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-    ) -> OpenedLoader:
-        """Opens a loader that assigns the samples of each global batch to ranks by length."""
-        loader = self.config.loader
-        microbatching = self.config.microbatching
+        loader = config.loader
+        microbatching = config.microbatching
+        if is_eval or not config.regroups_ranks:
+            shuffle = loader.shuffle and not is_eval
+            stock_sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
+            return DataLoader(dataset, sampler=stock_sampler, **options), microbatching.slot_tokens
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
@@ -545,9 +529,7 @@ class FileSource(Source):
             )
         # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
         has_images = table.image_tokens.any() or loader.modality == 'per_step'
-        shares = {}
-        if self.has_parts:
-            shares = self._shares(dataset.datasets, table.loss_tokens)
+        shares = self._shares(dataset.datasets, table.loss_tokens) if self.has_parts else {}
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
@@ -558,7 +540,7 @@ class FileSource(Source):
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
-            seed=self.config.seed,
+            seed=config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
             modality=loader.modality,
@@ -732,30 +714,20 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
-        if not is_eval and config.loader.exchange_ranks:
-            return self._exchanging_loader(dataset, processor, options)
-        # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random numbers
-        # of the run.
-        generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
-        loader = StreamingDataLoader(dataset, generator=generator, **options)
-        return loader, config.microbatching.slot_tokens
-
-    def _exchanging_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-    ) -> OpenedLoader:
-        """Opens a loader that reads as a plain one, and then exchanges samples between ranks by length."""
-        microbatching = self.config.microbatching
+        microbatching = config.microbatching
+        if is_eval or not config.loader.exchange_ranks:
+            # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random
+            # numbers of the run.
+            generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
+            return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
+        # Reads as a plain loader, and then exchanges samples between the ranks by length.
         slot_tokens = self._slot_tokens()
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
-        max_image_tokens = None
-        if token_ids:  # a tokenizer of text has no such tokens
-            max_image_tokens = microbatching.max_image_tokens
+        # A tokenizer of text has no such tokens.
+        max_image_tokens = microbatching.max_image_tokens if token_ids else None
         loader = ExchangingDataLoader(
             dataset,
             max_tokens=token_budget(size, slot_tokens),

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,13 +30,14 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, PartError, building
+from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model, read_config
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing import (
     GIB,
     FlopModel,
@@ -84,13 +85,12 @@ def _suggestion(
     memory_gib: float,
 ) -> tuple[int, int]:
     """Returns the microbatch size, and the slot width in tokens. Raises ConfigError if some sample does not fit."""
-    path = 'microbatching.device_train_microbatch_size'
-    with building(path):
+    with building('microbatching.device_train_microbatch_size'):
         memory = memory_of_run(config, dataset, processor, table)
         num_ranks = dist.get_world_size()
         report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=memory_gib)
-    if report.too_large:
-        raise PartError(path, warning_of_too_large(report.too_large))
+        if report.too_large:
+            raise InvalidInputError(warning_of_too_large(report.too_large))
     log.info('Suggested microbatch size: %s', report.yaml())
     return report.device_train_microbatch_size, report.slot_tokens
 
@@ -121,9 +121,7 @@ def suggest_for_run(
     # each rank, so their number is rounded up.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
-    packings = [bool(microbatching.packing)]
-    if microbatching.packing == 'auto':
-        packings = [True, False]
+    packings = [True, False] if microbatching.packing == 'auto' else [bool(microbatching.packing)]
     for packing in packings:
         report = suggest_microbatching(
             table,
@@ -158,22 +156,16 @@ def memory_of_run(
     # Flash attention cannot be traced, because it does not run on CPUs. SDPA keeps the same tensors for the backward,
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    changes = {}
-    if is_flash:
-        changes['attn_implementation'] = 'sdpa'
+    changes = {'attn_implementation': 'sdpa'} if is_flash else {}
     width = int(table.lengths.max())
     traced_sizes = table.select(_probe_samples(table))
     precision = _traced_precision(config)
     # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
     # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
     # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
-    sharding = _sharding(config)
-    gathered_dtype = None
-    if sharding is not None:
-        gathered_dtype = _gathered_dtype(sharding, precision)
-    strategy = 'ddp'
-    if gathered_dtype in (torch.float16, torch.bfloat16):
-        strategy = 'fsdp'
+    sharding = _sharding(config, precision)
+    gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
+    strategy = 'fsdp' if gathers_half else 'ddp'
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
@@ -208,19 +200,25 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    build = _model_builder(config, processor, **changes)
-    num_weights = 0
-    for parameter in _on_meta_device(build).parameters():
-        num_weights += parameter.numel()
-    return _as_sharded(memory, sharding, gathered_dtype, num_weights)
+    model = _on_meta_device(_model_builder(config, processor, **changes))
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    return _as_sharded(memory, sharding, num_weights)
 
 
-def _sharding(config: TrainConfig) -> dict[str, Any] | None:
-    """Returns the settings of FSDP that its memory depends on; None if each rank holds the whole model.
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of FSDP that the memory of a rank depends on."""
 
-    ``keeps_gathered`` is whether gathered weights stay from the forward to the backward. ``replicas`` is the number of
-    groups of ranks that each hold the model once. ``mixed_precision`` is Composer's name of the types of FSDP.
-    """
+    keeps_gathered: bool
+    """Whether gathered weights stay from the forward to the backward."""
+    replicas: int
+    """Number of groups of ranks that each hold the model once."""
+    gathered_dtype: torch.dtype | None
+    """Type in which weights are gathered. None: the type in which they are stored."""
+
+
+def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
+    """Returns how FSDP shards the run; None if each rank holds the whole model."""
     if not config.is_sharded:
         return None
     settings = config.trainer['parallelism_config']['fsdp']
@@ -238,53 +236,44 @@ def _sharding(config: TrainConfig) -> dict[str, Any] | None:
             'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
             f'must be a number of replicas, because the memory of the run is predicted, got: {replicas}',
         )
-    return {
-        'keeps_gathered': keeps_gathered,
-        'replicas': replicas,
-        'mixed_precision': settings.get('mixed_precision', 'DEFAULT'),
-    }
-
-
-def _gathered_dtype(sharding: Mapping[str, Any], precision: str) -> torch.dtype | None:
-    """Returns the type in which FSDP gathers weights. None means the type in which they are stored."""
-    _, param_dtype, _, _ = get_mixed_precision(Precision(precision), sharding['mixed_precision'])
-    return param_dtype
+    mixed_precision = settings.get('mixed_precision', 'DEFAULT')
+    _, gathered_dtype, _, _ = get_mixed_precision(Precision(precision), mixed_precision)
+    return Sharding(keeps_gathered, replicas, gathered_dtype)
 
 
 def _as_sharded(
     memory: MemoryModel,
-    sharding: Mapping[str, Any],
-    gathered_dtype: torch.dtype | None,
+    sharding: Sharding,
     num_weights: int,
 ) -> MemoryModel:
     """Returns the memory model of a run with FSDP, from the one of an unsharded run.
 
     Args:
         memory: The memory model of the unsharded run.
-        sharding: See :func:`_sharding`.
-        gathered_dtype: See :func:`_gathered_dtype`.
+        sharding: How FSDP shards the run.
         num_weights: Number of all weights of the model.
     """
     static = memory.static
     bytes_of_weight = math.ceil(static.parameters / num_weights)
-    if gathered_dtype is not None:
-        bytes_of_weight = gathered_dtype.itemsize
+    if sharding.gathered_dtype is not None:
+        bytes_of_weight = sharding.gathered_dtype.itemsize
     changes = {'compute_bytes': bytes_of_weight}
-    if sharding['keeps_gathered']:
+    if sharding.keeps_gathered:
         # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
         # as outside.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
         # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
-        changes[name] = sharding['replicas'] * getattr(static, name)
+        changes[name] = sharding.replicas * getattr(static, name)
     return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
 
 def _traced_precision(config: TrainConfig) -> str:
     """Returns the precision of the run, or Composer's default. A run in fp8 is traced in bfloat16."""
     default = 'amp_fp16' if _is_for_gpu(config) else 'fp32'
-    precision = config.trainer.get('precision') or default
-    return 'amp_bf16' if precision == 'amp_fp8' else precision
+    with building('trainer.precision'):
+        precision = Precision(config.trainer.get('precision') or default)  # Composer takes capitals, too
+    return 'amp_bf16' if precision is Precision.AMP_FP8 else precision.value
 
 
 def _is_for_gpu(config: TrainConfig) -> bool:

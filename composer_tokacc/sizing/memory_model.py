@@ -88,9 +88,7 @@ class StaticBytes:
         See the class for the other arguments, which are bytes.
         """
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
-        in_blocks: set[int] = set()
-        for block in blocks:
-            in_blocks.update(map(id, block))
+        in_blocks = {id(parameter) for block in blocks for parameter in block}
         parameters = list(model.parameters())
         outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
         trained_blocks = [_trained(block) for block in blocks]
@@ -151,11 +149,8 @@ def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Returns the bytes of tensors. Memory that several of them share counts once."""
-    bytes_of_storages: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor is not None:
-            bytes_of_storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(bytes_of_storages.values())
+    tensors_by_memory = {storage_key(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_by_memory.values())
 
 
 def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
@@ -188,9 +183,8 @@ class ActivationFit:
         """Returns the bytes of each part of a microbatch of this shape."""
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            num_bytes[part] = 0.0
-            for name, coefficient in coefficients.items():
-                num_bytes[part] += coefficient * _size(shape, name, self.area)
+            terms = [coefficient * _size(shape, name, self.area) for name, coefficient in coefficients.items()]
+            num_bytes[part] = sum(terms, 0.0)
         return num_bytes
 
 
@@ -315,7 +309,7 @@ class MemoryModel:
         """Returns bytes at the peak of a step with microbatches of this shape, the optimizer's step included."""
         at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
         at_optimizer = self.static.optimizer_peak(self.strategy, num_ranks)
-        if 'forward' in self.phases:
+        if 'forward' in self.phases:  # always, if the model was traced
             # The Trainer holds the logits of a microbatch until those of the next one exist. So the logits of the last
             # microbatch are in memory in the optimizer's step. The phase `forward` ends before new logits exist, so
             # all logits in it are such old ones, and its fit predicts their bytes.

@@ -269,15 +269,11 @@ def _answer(report: SizingReport) -> str:
     """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
-    loss_share = 'unknown'
-    if profile.loss_share is not None:
-        loss_share = f'{profile.loss_share:.0%} of the tokens'
+    loss_share = 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'
     logits = 'at all positions'
     if report.most_logits < report.max_tokens:
         logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
-    fitting_images = '-'
-    if report.fitting_image_tokens is not None:
-        fitting_images = f'{report.fitting_image_tokens:,}'
+    fitting_images = '-' if report.fitting_image_tokens is None else f'{report.fitting_image_tokens:,}'
     rows = [
         ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
         ('tokens a sample', length),

@@ -254,9 +254,7 @@ def suggest_microbatching(
         compared_heaviest = _heaviest_shape(capacity, compared_options, peak_alone)
         size_rows.append(_size_row(capacity, compared_size, compared_heaviest, figures))
     # What limits the suggested size.
-    fitting_image_tokens = None
-    if table.image_tokens.any():
-        fitting_image_tokens = capacity.fitting_image_tokens(max_tokens)
+    fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)
     limited_by = max(SHRINKING_TERMS, key=lambda part: worst_terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
@@ -367,10 +365,7 @@ def _figures(
     stock_size: int,
 ) -> dict[str, StepFigures]:
     """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
-    figures = {}
-    for method in METHOD_NAMES:
-        figures[method] = simulate(method=method, microbatch_rows=stock_size, options=options)
-    return figures
+    return {method: simulate(method=method, microbatch_rows=stock_size, options=options) for method in METHOD_NAMES}
 
 
 def _mean_bound(
@@ -380,10 +375,7 @@ def _mean_bound(
     num_ranks: int,
 ) -> float:
     """Returns a lower bound of the cost of a step under any plan, as the mean over the batches."""
-    bounds = []
-    for batch in batches:
-        rows = planned_rows(table, batch, options)
-        bounds.append(lower_bound(rows, num_ranks))
+    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
     return float(np.mean(bounds))
 
 

@@ -202,7 +202,7 @@ class TracedStep:
         if self._selector is None:
             return batch['input_ids'].numel()
         num_labels = int(loss_mask(batch, 'causal').sum())
-        return num_labels + 1  # for a model that shifts labels, see LabelledPositions
+        return num_labels + 1  # one position is added for models that shift labels, see LabelledPositions
 
     def count_flops(self, batch: Batch) -> int | None:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward.
@@ -376,10 +376,8 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    pixel_ratios = []  # bytes of pixels for one image token
-    for peaks in measured:
-        if peaks.shape.image_tokens > 0:
-            pixel_ratios.append(peaks.shape.pixel_bytes / peaks.shape.image_tokens)
+    shapes = [peaks.shape for peaks in measured]
+    pixel_ratios = [shape.pixel_bytes / shape.image_tokens for shape in shapes if shape.image_tokens > 0]
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
@@ -401,12 +399,9 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
     """
     shapes = [peaks.shape for peaks in measured]
-    bytes_of_phases = {}
-    totals_of_phases = []  # for each phase, the bytes of each microbatch
-    for name in measured[0].phases:
-        bytes_of_phase = [peaks.phases[name] for peaks in measured]
-        bytes_of_phases[name] = bytes_of_phase
-        totals_of_phases.append(activation_bytes(bytes_of_phase))
+    # For each phase, the bytes of each microbatch.
+    bytes_of_phases = {name: [peaks.phases[name] for peaks in measured] for name in measured[0].phases}
+    totals_of_phases = [activation_bytes(bytes_of_phase) for bytes_of_phase in bytes_of_phases.values()]
     highest = np.max(totals_of_phases, axis=0)
     fits = {}
     for (name, bytes_of_phase), totals in zip(bytes_of_phases.items(), totals_of_phases, strict=True):

@@ -229,6 +229,15 @@ class Limited(torch.nn.Module):
         return outputs * 2
 
 
+class OfTwoTerms(Limited):
+    def loss(self, outputs, batch):
+        return [outputs * 2, outputs * 3]
+
+
+def test_loss_in_a_list():
+    assert rehearse(state_of_trainer(spec_of(LengthDataset(8), size=4, batch=8), OfTwoTerms(np.inf)))
+
+
 def would_fail(spec, model, size):
     """Whether any microbatch of the two epochs would fail, found by reading them all."""
     sampler = spec.dataloader.batch_sampler

@@ -95,6 +95,11 @@ def calibrations(monkeypatch, tmp_path):
     return tmp_path / 'composer_tokacc' / 'memory'
 
 
+@pytest.mark.parametrize('precision', ['amp_bf16', 'AMP_BF16', 'amp_fp8'])
+def test_precision_of_a_trace(precision):
+    assert suggest._traced_precision(config_of(**{'trainer.precision': precision})) == 'amp_bf16'
+
+
 @pytest.mark.slow
 def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
     """Composer takes the CPU then, and float32. Half precision would need about half of the memory."""
