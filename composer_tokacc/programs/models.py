@@ -502,7 +502,14 @@ class _RunModel(HuggingFaceModel):
 
     def get_metadata(self) -> dict[str, Any]:
         """Returns Composer's metadata with the generation config and every file of the processor."""
-        metadata = super().get_metadata()
+        try:
+            metadata = super().get_metadata()
+        except (ValueError, ImportError):
+            # Composer saves no tokenizer with several chat templates, and needs sentencepiece for one with a `.model`
+            # file (Transformers 4). The files of the processor, below, include those of the tokenizer.
+            tokenizer, self.tokenizer = self.tokenizer, None
+            metadata = super().get_metadata()
+            self.tokenizer = tokenizer
         generation_config = getattr(self.model, 'generation_config', None)
         if generation_config is not None:
             content = generation_config.to_dict()
