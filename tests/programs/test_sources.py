@@ -395,7 +395,8 @@ def test_special_tokens_of_a_checkpoint(tmp_path):
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
     LlamaConfig().save_pretrained(tmp_path)
-    overrides = ['model.config=null', f'model.pretrained={tmp_path}', 'dataset.processor={pad_token: "<unk>"}']
+    model = f'model={{pretrained: "{tmp_path}", config: null}}'
+    overrides = ['dataset.path=a.json', model, 'dataset.processor={pad_token: "<unk>"}']
     assert source_of(load_config(LLAVA, overrides)).build_processor().pad_token == '<unk>'
 
 
