@@ -175,7 +175,8 @@ def check_model(
     has_checkpoint = pretrained is not None
     has_config = bool(config)
     if has_checkpoint == has_config:
-        raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
+        requirement = 'must have exactly one of `pretrained` and `config`, and null for the other'
+        raise ConfigError('model', f'{requirement}, got: {pretrained}, {config}')
     if config:
         read_config(None, config)  # only for its refusals
     if lora is not None:
