@@ -203,6 +203,7 @@ class RunContext:
             check_loss=options.checks_loss,
             microbatch_size=microbatch_size,
             selector=selector,
+            forward_arguments=_forward_arguments(model),
         )
 
     def begin_step(self, step: Step) -> None:
@@ -319,6 +320,13 @@ def _why_all_logits(
         return 'the model names no output embedding'
     if is_compiled(model):
         return 'the model is compiled, and would be compiled again for each number of labels'
+    return None
+
+
+def _forward_arguments(model: ComposerModel) -> set[str] | None:
+    """Returns the entries of a batch that Composer passes on to the model. None if the model has its own forward."""
+    if isinstance(model, HuggingFaceModel) and type(model).forward is HuggingFaceModel.forward:
+        return model.model_forward_args
     return None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias
@@ -132,6 +132,8 @@ class FirstBatchCheck(Generic[RulesT]):
     """Rows of a microbatch in training. It limits the rows of a check, and the length of packed rows."""
     selector: LabelSelector | None = None
     """Makes the model compute logits only at labels. None: that is not tried."""
+    forward_arguments: Collection[str] | None = None
+    """The entries of a batch that reach the model. None: all of them may."""
     rule: str | None = field(default=None, init=False)
     """The loss rule of the model."""
     token_scale: float | None = field(default=None, init=False)
@@ -279,6 +281,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         self._check_window(shared.rows)
+        self._check_media_reach_model(self.layout, shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison[RulesT](
             self.probe,
@@ -402,6 +405,24 @@ class FirstBatchCheck(Generic[RulesT]):
                 'out and set `use_cache=False`, or give padded rows and set `packing` '
                 '(docs/packing.md#rows-that-your-collator-has-packed).'
             )
+
+    def _check_media_reach_model(self, layout: BatchLayout, rows: BatchDict) -> None:
+        """Raises RuntimeError if the rows have media that Composer does not pass on, such as images for a Llama."""
+        if self.forward_arguments is None:
+            return
+        for modality in layout.media_of(rows):
+            counts = layout.units_per_row(rows, modality)
+            keys = []
+            for key, entry in media_entries(layout, rows).items():
+                # Numbers without a fraction, such as `image_id`, may be notes of the user.
+                if entry.modality == modality and rows[key].is_floating_point():
+                    keys.append(key)
+            if any(counts) and keys and not set(keys).intersection(self.forward_arguments):
+                sample = sample_name(rows, counts.index(max(counts)))
+                raise NotExactError(
+                    f'The {modality}s of a sample must reach the model, got: {keys} of {sample}. Composer drops them, '
+                    "because the model's forward takes none of them. Train a model that does, or leave the sample out."
+                )
 
     def _on_device(self, batch: Batch) -> Batch:
         """Returns a copy of the batch as the model gets it, without the counts of its rows."""

@@ -163,7 +163,8 @@ class ChatTemplate:
         plain_messages = []
         for message in messages:
             role = message['role']
-            content = message['content']
+            # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
+            content = message['content'] or text_message(role, '')['content']
             self._try_role(role)
             if role not in self._roles_with_parts:
                 content = text_of(message)

@@ -21,21 +21,22 @@ class VisionLanguageCollator:
     """Pads the text of samples, and concatenates their images, videos and audio.
 
     Args:
-        tokenizer: The tokenizer, or the processor that holds it. Gives the pad token and the padding side.
+        tokenizer: The tokenizer, or the processor that holds it. Gives the padding side and the pad token, or
+            its eos token if it has none.
         layout: How media entries belong to rows. ``None``: inferred from the samples.
 
     Raises:
-        ValueError: If the tokenizer has no pad token.
+        ValueError: If the tokenizer has neither a pad token nor an eos token.
     """
 
     def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
-        if getattr(tokenizer, 'pad_token_id', None) is None:
-            raise InvalidInputError(
-                '`tokenizer` must have a pad token. Set it: `tokenizer.pad_token = tokenizer.eos_token` (padding is '
-                'masked, so any token can be used).'
-            )
-        self.pad_token_id: int = tokenizer.pad_token_id
+        pad_token_id = getattr(tokenizer, 'pad_token_id', None)
+        if pad_token_id is None:  # Llama and Mistral. Padding is masked, so any token can be used.
+            pad_token_id = getattr(tokenizer, 'eos_token_id', None)
+        if pad_token_id is None:
+            raise InvalidInputError('`tokenizer` must have a pad token or an eos token. Set `tokenizer.pad_token`.')
+        self.pad_token_id: int = pad_token_id
         self.padding_side: str = tokenizer.padding_side
         self.layout = layout
 

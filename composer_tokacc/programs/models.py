@@ -175,7 +175,8 @@ def check_model(
     has_checkpoint = pretrained is not None
     has_config = bool(config)
     if has_checkpoint == has_config:
-        raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
+        requirement = 'must have exactly one of `pretrained` and `config`, and null for the other'
+        raise ConfigError('model', f'{requirement}, got: {pretrained}, {config}')
     if config:
         read_config(None, config)  # only for its refusals
     if lora is not None:
@@ -498,7 +499,14 @@ class _RunModel(HuggingFaceModel):
 
     def get_metadata(self) -> dict[str, Any]:
         """Returns Composer's metadata with the generation config and every file of the processor."""
-        metadata = super().get_metadata()
+        try:
+            metadata = super().get_metadata()
+        except (ValueError, ImportError):
+            # Composer saves no tokenizer with several chat templates, and needs sentencepiece for one with a `.model`
+            # file (Transformers 4). The files of the processor, below, include those of the tokenizer.
+            tokenizer, self.tokenizer = self.tokenizer, None
+            metadata = super().get_metadata()
+            self.tokenizer = tokenizer
         generation_config = getattr(self.model, 'generation_config', None)
         if generation_config is not None:
             content = generation_config.to_dict()

@@ -211,6 +211,7 @@ class Source(ABC):
         known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
+            known_names.update(getattr(part, 'SPECIAL_TOKENS_ATTRIBUTES', ()))  # not in `dir` with Transformers 5
             valid_kwargs = getattr(part, 'valid_kwargs', None)
             known_names.update(getattr(valid_kwargs, '__annotations__', ()))
         check_names('dataset.processor', arguments, known_names)

@@ -105,6 +105,13 @@ def test_placeholders_outside_the_embedding():
     assert outcome.kind == 'exact'
 
 
+@pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
+def test_images_for_a_text_model(batches_before):
+    """Composer would leave them out in silence."""
+    batch = batch_of(pixel_values=torch.rand(2, 3, 8, 8), num_images=[0, 0, 2, 0])
+    assert "must reach the model, got: ['pixel_values'] of sample 'sample-2'" in refusal(*batches_before, batch)
+
+
 @pytest.mark.parametrize('has_spec', [True, False])
 @pytest.mark.parametrize('queries', [1, 14])
 def test_mask_of_three_dimensions(queries, has_spec):

@@ -50,8 +50,12 @@ def test_rows_are_padded(side):
     assert count_tokens(batch).loss_generating == (2, 1, num_of_last_row)
 
 
-def test_tokenizer_without_pad_token_is_refused():
+def test_tokenizer_without_pad_token():
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
+    batch = VisionLanguageCollator(tokenizer)(ROWS)
+    assert batch['input_ids'][2].tolist() == [13, *[tokenizer.eos_token_id] * 4]
+    assert batch['attention_mask'][2].tolist() == [1, 0, 0, 0, 0]
+    tokenizer.eos_token = None
     with pytest.raises(ValueError, match='`tokenizer` must have a pad token'):
         VisionLanguageCollator(tokenizer)

@@ -112,6 +112,17 @@ def test_encoding_is_that_of_the_processor(family):
         assert torch.equal(sample[key], value), key
 
 
+@pytest.mark.parametrize('family', ['llava_next', 'llava_onevision', 'idefics3'])
+def test_empty_turns_are_those_of_the_template(family):
+    make_processor, _ = PROCESSORS[family]
+    processor = make_processor()
+    texts = {'system': '', 'user': '', 'assistant': 'Red.'}
+    record = parse({'messages': [{'role': role, 'content': text} for role, text in texts.items()]})
+    sample = ConversationEncoder(processor)(record.messages())
+    expected = processor.apply_chat_template([message(role, text) for role, text in texts.items()], tokenize=False)
+    assert processor.tokenizer.decode(sample['input_ids'][0]).strip() == expected.strip()
+
+
 @pytest.mark.parametrize(
     ('role', 'messages'),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
 from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
@@ -308,6 +308,18 @@ def test_text_model_from_a_config():
     assert type(model.model).__name__ == 'LlamaForCausalLM'
     ids = torch.arange(12).view(2, 6)
     assert model({'input_ids': ids, 'labels': ids}).loss.isfinite()
+
+
+def test_tokenizer_that_composer_cannot_save(tmp_path, processor):
+    """Composer's metadata has no place for a folder, in which Transformers saves further chat templates."""
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = {'default': 'a', 'tool_use': 'b'}
+    metadata = build_model(config=TEXT, processor=tokenizer).get_metadata()
+    for name, file in metadata['processor'].items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(file['content'])
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 
 
 def rates_by_name(model, rates):

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, plan_microbatches
 from composer_tokacc.programs import ConfigError, load_config
@@ -398,6 +400,16 @@ VIDEO_MISTAKES = [
 def test_mistakes_are_named_by_their_key(overrides, message):
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(DIGITS, overrides), num_ranks=1)
+
+
+def test_special_tokens_of_a_checkpoint(tmp_path):
+    tokenizer = train_tokenizer(['a'], vocab_size=300)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    model = f'model={{pretrained: "{tmp_path}", config: null}}'
+    overrides = ['dataset.path=a.json', model, 'dataset.processor={pad_token: "<unk>"}']
+    assert source_of(load_config(LLAVA, overrides)).build_processor().pad_token == '<unk>'
 
 
 @pytest.mark.parametrize(('overrides', 'message'), VIDEO_MISTAKES)
