@@ -47,7 +47,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PADDED_ROWS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import PADDED_ROWS, UNATTENDED_LABELS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -627,6 +627,9 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     if {'holes', 'holes beside media'}.intersection(missing):
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
         criteria.append(Criterion(lengths, lacks_hole))
+    if UNATTENDED_LABELS in missing:
+        lacks_such_label = [not has_label for has_label in facts.has_unattended_label]
+        criteria.append(Criterion(lengths, lacks_such_label))
     if any(facts.has_label_behind_padding):
         # The padding before it predicts this label, so trimming changes it most easily.
         lacks_label = [not has_label for has_label in facts.has_label_behind_padding]

@@ -39,6 +39,7 @@ from composer_tokacc.refusals import InvalidInputError
 PACKED_ROWS = 'packed rows'
 PADDED_ROWS = 'rows padded'
 """The beginning of the names of limits that are proven only by trimming rows, see :meth:`RowRanges.without_padding`."""
+UNATTENDED_LABELS = 'labels without attention'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
@@ -168,6 +169,12 @@ class RowFacts:
         """Which rows have a position without attention between attended ones. Some models number such positions."""
         runs_of_rows = num_runs(attended_positions(self.batch)).tolist()
         return [runs > 1 for runs in runs_of_rows]
+
+    @cached_property
+    def has_unattended_label(self) -> list[bool]:
+        """Which rows have a label at a position without attention. In some models such a position sees all padding."""
+        is_unattended = self.real & ~attended_positions(self.batch)
+        return is_unattended.any(dim=1).tolist()
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -365,11 +372,13 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     lengths: list[int] = []
     media_per_row: list[int] = []
     has_holes = False
+    has_unattended_labels = False
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
+        has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
@@ -384,6 +393,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['rows with and without media'] = ()
     if has_holes:
         limits['holes beside media' if has_media else 'holes'] = ()
+    if has_unattended_labels:
+        limits[UNATTENDED_LABELS] = ()
     return RowRanges(limits=limits, readings=readings)
 
 
