@@ -337,8 +337,8 @@ def _check_reached(step: Step) -> None:
             continue
         raise NotExactError(
             "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
-            'Switch the kernel off, leave out `compile_config` or the term, or set '
+            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term, logits '
+            'in a tuple). Switch the kernel off, leave out `compile_config` or the term, return `logits` by name, or set '
             "`token_weights='token'` (docs/errors.md#model-loss)."
         )
 
