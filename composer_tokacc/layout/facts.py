@@ -171,12 +171,6 @@ class RowFacts:
         return [runs > 1 for runs in runs_of_rows]
 
     @cached_property
-    def has_unattended_label(self) -> list[bool]:
-        """Which rows have a label at a position without attention. In some models such a position sees all padding."""
-        is_unattended = self.real & ~attended_positions(self.batch)
-        return is_unattended.any(dim=1).tolist()
-
-    @cached_property
     def has_first_label(self) -> list[bool]:
         """Which rows have a label on their first token."""
         labels = labels_at_text(self.batch)
@@ -199,6 +193,12 @@ class RowFacts:
         for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
             has_label.append(is_labelled and not is_real)
         return has_label
+
+
+def has_unattended_label(facts: RowFacts) -> list[bool]:
+    """Returns which rows have a label at a position without attention. In some models it sees all padding of the row."""
+    is_unattended = facts.real & ~attended_positions(facts.batch)
+    return is_unattended.any(dim=1).tolist()
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
@@ -378,7 +378,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
-        has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
+        has_unattended_labels = has_unattended_labels or any(has_unattended_label(facts))
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
