@@ -196,7 +196,7 @@ class RowFacts:
 
 
 def has_unattended_label(facts: RowFacts) -> list[bool]:
-    """Returns which rows have a label at a position without attention. In some models it sees all padding of the row."""
+    """Returns which rows have a label at a position without attention. In some models it sees all padding."""
     is_unattended = facts.real & ~attended_positions(facts.batch)
     return is_unattended.any(dim=1).tolist()
 
