@@ -82,6 +82,8 @@ class StepWatch:
         """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
         self._last_weights: dict[str, Checksum] = {}
         """Weights at the start of the last backward."""
+        self._last_frozen: set[str] = set()
+        """Parameters without `requires_grad` at the start of the last backward."""
         self._last_gradients: dict[str, Checksum] = {}
         """Gradients at the last start or end of a backward."""
         self._inputs: tuple[Any, Any] = ((), {})
@@ -125,6 +127,7 @@ class StepWatch:
         when_backward_ends(self._on_backward_end)
         weights_now = _checksums(self._parameters)
         gradients_now = self._gradient_checksums()
+        frozen_now = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
         if self._num_backwards == 1:
             names = [name for name, checksum in gradients_now.items() if checksum != ZERO]
             if names:
@@ -132,14 +135,17 @@ class StepWatch:
                     f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
                 )
         else:
-            self._list_changes(weights_now, gradients_now)
+            self._list_changes(weights_now, gradients_now, frozen_now)
         self._has_failed = False
         self._last_weights = weights_now
+        self._last_frozen = frozen_now
         self._last_gradients = gradients_now
         self._states_before = self._gradient_states()
         self._has_stepped = False
 
-    def _list_changes(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
+    def _list_changes(
+        self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum], frozen_now: set[str]
+    ) -> None:
         """Lists what has changed since the last backward."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped:
@@ -149,9 +155,9 @@ class StepWatch:
         names = _changed_names(self._last_weights, weights_now)
         if names:
             self.faults.append(f'Parameters changed {between}: {listed(names)}.')
-        names = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+        names = sorted(frozen_now ^ self._last_frozen)
         if names:
-            self.faults.append(f'Parameters were frozen {between}: {listed(names)}.')
+            self.faults.append(f'Parameters were frozen or unfrozen {between}: {listed(names)}.')
         names = _changed_names(self._last_gradients, gradients_now)
         if self._has_failed:
             names = [name for name in names if gradients_now[name] != ZERO]

@@ -360,9 +360,9 @@ def step_with_fault(model, fault):
     for number, (microbatch, weight) in enumerate(weighted_microbatches([collate([row]) for row in rows])):
         if fault == 'zero_grad':
             optimizer.zero_grad()
-        model.lm_head.requires_grad_(not (fault == 'frozen' and number == 1))
+        is_frozen = fault == 'frozen in all' or (fault == 'frozen' and number == 1)
+        model.lm_head.requires_grad_(not is_frozen)
         (model(**microbatch).loss * weight).backward()
-        model.lm_head.requires_grad_(True)
         if fault == 'step':
             optimizer.step()
 
@@ -370,7 +370,9 @@ def step_with_fault(model, fault):
 @pytest.mark.parametrize(
     ('shards', 'fault', 'message'),
     [
-        (False, 'frozen', 'Parameters were frozen between backward 1 and 2: `lm_head.weight`.'),
+        (False, 'frozen', 'Parameters were frozen or unfrozen between backward 1 and 2: `lm_head.weight`.'),
+        (False, 'frozen', 'Parameters were frozen or unfrozen between backward 2 and 3: `lm_head.weight`.'),
+        (False, 'frozen in all', ''),
         (True, 'none', ''),
         (True, 'zero_grad', 'Gradients changed between backward 1 and 2: '),
         (True, 'step', 'An optimizer made a step'),

@@ -337,9 +337,9 @@ def _check_reached(step: Step) -> None:
             continue
         raise NotExactError(
             "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
-            'Switch the kernel off, leave out `compile_config` or the term, or set '
-            "`token_weights='token'` (docs/errors.md#model-loss)."
+            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term, or '
+            'logits in a tuple). Switch the kernel off, leave out `compile_config` or the term, return `logits` by '
+            "name, or set `token_weights='token'` (docs/errors.md#model-loss)."
         )
 
 

@@ -39,6 +39,7 @@ from composer_tokacc.refusals import InvalidInputError
 PACKED_ROWS = 'packed rows'
 PADDED_ROWS = 'rows padded'
 """The beginning of the names of limits that are proven only by trimming rows, see :meth:`RowRanges.without_padding`."""
+UNATTENDED_LABELS = 'labels without attention'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
@@ -192,6 +193,12 @@ class RowFacts:
         for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
             has_label.append(is_labelled and not is_real)
         return has_label
+
+
+def has_unattended_label(facts: RowFacts) -> list[bool]:
+    """Returns which rows have a label at a position without attention. In some models it sees all padding."""
+    is_unattended = facts.real & ~attended_positions(facts.batch)
+    return is_unattended.any(dim=1).tolist()
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
@@ -365,11 +372,13 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     lengths: list[int] = []
     media_per_row: list[int] = []
     has_holes = False
+    has_unattended_labels = False
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
+        has_unattended_labels = has_unattended_labels or any(has_unattended_label(facts))
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
@@ -384,6 +393,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['rows with and without media'] = ()
     if has_holes:
         limits['holes beside media' if has_media else 'holes'] = ()
+    if has_unattended_labels:
+        limits[UNATTENDED_LABELS] = ()
     return RowRanges(limits=limits, readings=readings)
 
 

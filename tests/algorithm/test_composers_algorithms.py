@@ -18,6 +18,7 @@ import pytest
 import torch
 from composer.algorithms import (
     EMA,
+    SAM,
     SWA,
     Alibi,
     GatedLinearUnits,
@@ -41,6 +42,7 @@ EXACT: dict[str, Callable[[], Algorithm]] = {
     'GradientClipping adaptive': lambda: GradientClipping('adaptive', clipping_threshold=0.01),
     'EMA': lambda: EMA(half_life='2ba'),
     'SWA': lambda: SWA(swa_start='0.3dur', swa_end='0.9dur', update_interval='1ba'),
+    'SAM': lambda: SAM(rho=0.05),
     'LowPrecisionLayerNorm': LowPrecisionLayerNorm,
     'GatedLinearUnits': GatedLinearUnits,
 }

@@ -21,8 +21,17 @@ from tests.matrix.harness import kinds_of_steps, measure_steps, plain_gradients
 from tests.matrix.native_models import LLAMA, NativeModel
 from tests.matrix.subjects import SUBJECTS, has_labels, has_media
 from tests.model_types.tiny import float32_model, tiny_config
+from tests.support.masked_text import masked_batch, masked_model
 from tests.support.text import VOCABULARY, collate, text_rows
-from tests.support.training import COMPOSERS_FLAG, GivenBatches, fit, loader, relative_error
+from tests.support.training import (
+    COMPOSERS_FLAG,
+    TOLERANCE,
+    GivenBatches,
+    fit,
+    loader,
+    reference_gradients,
+    relative_error,
+)
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
@@ -99,6 +108,17 @@ def test_labels_behind_padding_come_later(name, regroup, seeds):
         batches = [first, subject.collate(rows, seed, side='left')]
         outcomes = measure_steps(subject.model('large'), batches, 1 + seed % 3, regroup=regroup)
         check(outcomes, len(batches))
+
+
+def test_labels_without_attention_come_later():
+    """DeBERTa lets a padding position attend to all others, padding too. Only the second batch has a label there."""
+    first = masked_batch([3, 16, 4, 9])
+    later = masked_batch([7, 3, 12, 5])
+    later['labels'][1, 3] = 5
+    model = masked_model('deberta')
+    expected, _ = reference_gradients(model, later)
+    recorder = fit(HuggingFaceModel(model, use_logits=True), first, later, microbatch_size=1)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 # What the first batch hides.
