@@ -48,7 +48,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PADDED_ROWS, UNATTENDED_LABELS, RowRanges, has_unattended_label, ranges_of
+from composer_tokacc.layout.facts import PADDED_ROWS, UNATTENDED_LABELS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -657,7 +657,7 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         lacks_hole = [not has_hole for has_hole in facts.has_hole]
         criteria.append(Criterion(lengths, lacks_hole))
     if UNATTENDED_LABELS in missing:
-        lacks_such_label = [not has_label for has_label in has_unattended_label(facts)]
+        lacks_such_label = [not has_label for has_label in facts.has_unattended_label]
         criteria.append(Criterion(lengths, lacks_such_label))
     # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
     # chooses the shortest row again.

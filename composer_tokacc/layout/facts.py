@@ -165,10 +165,21 @@ class RowFacts:
         return max(widths)
 
     @cached_property
+    def attended(self) -> torch.Tensor:
+        """Which positions the mask does not hide, ``(rows, width)`` bool."""
+        return attended_positions(self.batch)
+
+    @cached_property
     def has_hole(self) -> list[bool]:
         """Which rows have a position without attention between attended ones. Some models number such positions."""
-        runs_of_rows = num_runs(attended_positions(self.batch)).tolist()
+        runs_of_rows = num_runs(self.attended).tolist()
         return [runs > 1 for runs in runs_of_rows]
+
+    @cached_property
+    def has_unattended_label(self) -> list[bool]:
+        """Which rows have a label at a position without attention. In DeBERTa such a position attends to all padding."""
+        is_unattended = self.real & ~self.attended
+        return is_unattended.any(dim=1).tolist()
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -193,12 +204,6 @@ class RowFacts:
         for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
             has_label.append(is_labelled and not is_real)
         return has_label
-
-
-def has_unattended_label(facts: RowFacts) -> list[bool]:
-    """Returns which rows have a label at a position without attention. In some models it sees all padding."""
-    is_unattended = facts.real & ~attended_positions(facts.batch)
-    return is_unattended.any(dim=1).tolist()
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
@@ -378,7 +383,7 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
-        has_unattended_labels = has_unattended_labels or any(has_unattended_label(facts))
+        has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:

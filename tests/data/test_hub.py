@@ -74,7 +74,7 @@ def test_model_of_a_silent_hub(program, silent_hub, tmp_path: Path, capsys: pyte
     ]
     assert program.main([LLAVA_7B, *overrides]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
-    assert '`model.pretrained`: http://127.0.0.1:' in line
+    assert '`model.pretrained`' in line
     assert 'does not answer' in line
     assert 'set HF_HUB_OFFLINE=1' in line
     assert count_file_requests(silent_hub) == 1
