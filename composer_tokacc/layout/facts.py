@@ -177,7 +177,7 @@ class RowFacts:
 
     @cached_property
     def has_unattended_label(self) -> list[bool]:
-        """Which rows have a label at a position without attention. In DeBERTa such a position attends to all padding."""
+        """Which rows have a label at a position without attention. In DeBERTa it attends to all padding."""
         is_unattended = self.real & ~self.attended
         return is_unattended.any(dim=1).tolist()
 
