@@ -462,8 +462,11 @@ class SameData(Callback):
         saved = json.loads(saved_json or '{}')
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
-        if saved_batches is not None and batches is not None and saved_batches != batches:
-            self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
+        if saved_batches is not None and batches is not None:
+            if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
+                saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
+            if saved_batches != batches:
+                self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.

@@ -331,8 +331,7 @@ class FileSource(Source):
         if not self.has_parts:
             return settings
         # Only planned batches mix the parts evenly. Other batches have the order of torch's sampler.
-        if not self.config.regroups_ranks:
-            settings['loader.regroup_ranks'] = False
+        settings['loader.regroup_ranks'] = self.config.regroups_ranks
         # By weights, a share sets the weights of tokens and draws no other samples.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
         for name, part in self._parts().items():

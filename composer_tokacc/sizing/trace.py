@@ -156,27 +156,29 @@ class TracedStep:
             phases[name] = peaks
             self._tracker.restart_peak()
 
-        def end_by_gradient(name: str, value: torch.Tensor) -> None:
-            """Ends a phase of the backward pass when the gradient by this value comes."""
+        def end_by_gradient(name: str, *values: object) -> None:
+            """Ends a phase of the backward pass when the gradient by one of these values comes."""
             # Not by a backward hook of a module. With it, the model could not write into the value.
-            if value.requires_grad:
-                value.register_hook(partial(end_phase, name))
+            for value in values:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(partial(end_phase, name))
 
-        def begin_head(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        def begin_head(module: nn.Module, args: tuple[object, ...], arguments: dict[str, object]) -> None:
             end_phase('forward')
-            end_by_gradient('head', args[0])
+            end_by_gradient('head', *args, *arguments.values())
 
-        def end_head(module: nn.Module, args: object, logits: torch.Tensor) -> None:
-            end_by_gradient('loss', logits)
+        def end_head(module: nn.Module, args: object, outputs: object) -> None:
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            end_by_gradient('loss', *values)
 
-        def end_embedding(module: nn.Module, args: object, embedded: torch.Tensor) -> None:
+        def end_embedding(module: nn.Module, args: object, embedded: object) -> None:
             end_by_gradient('blocks', embedded)
 
         head = self.model.get_output_embeddings()
         embedding = self.model.get_input_embeddings()
         handles = [
             # First, so that it gets the hidden states of all positions, and not only those at labels.
-            head.register_forward_pre_hook(begin_head, prepend=True),
+            head.register_forward_pre_hook(begin_head, prepend=True, with_kwargs=True),
             head.register_forward_hook(end_head),
             embedding.register_forward_hook(end_embedding),
         ]
@@ -400,7 +402,9 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     """
     shapes = [peaks.shape for peaks in measured]
     # For each phase, the bytes of each microbatch.
-    bytes_of_phases = {name: [peaks.phases[name] for peaks in measured] for name in measured[0].phases}
+    bytes_of_phases = {}
+    for name in measured[0].phases:
+        bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
     totals_of_phases = [activation_bytes(bytes_of_phase) for bytes_of_phase in bytes_of_phases.values()]
     highest = np.max(totals_of_phases, axis=0)
     fits = {}

@@ -408,6 +408,14 @@ def test_other_batches_within_an_epoch(caplog):
     assert not caplog.records
 
 
+def test_older_checkpoint_of_parts_resumes():
+    """It does not say whether its parts were mixed."""
+    saved = same_data(Named('ab'), order={'seed': 1}, trainer={})
+    callback = same_data(Named('ab'), order={'seed': 1, 'loader.regroup_ranks': False}, trainer={})
+    callback.load_state_dict(saved.state_dict())
+    callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
+
+
 def test_autoresume_ignores_load_ignore_keys(tmp_path):
     """They are for another `load_path`, so the run's own checkpoint is still compared."""
     latest = tmp_path / 'latest-rank0.pt'
