@@ -391,13 +391,16 @@ class FirstBatchCheck(Generic[RulesT]):
 
         For SDPA and eager attention it looks for positions that restart only if there is no mask and no cache.
         """
-        config = getattr(transformers_model(self.probe.model), 'config', None)
+        model = transformers_model(self.probe.model)
+        config = getattr(model, 'config', None)
         get_text_config = getattr(config, 'get_text_config', None)  # None: the config is not one of Transformers
         if document_starts(rows) is None or get_text_config is None:
             return
         text_config = get_text_config()
         mask = rows.get('attention_mask')
-        sees_all = getattr(text_config, 'use_cache', False) if mask is None else mask.dim() == 2
+        # Transformers switches the cache off for its gradient checkpointing.
+        has_cache = getattr(text_config, 'use_cache', False) and not getattr(model, 'is_gradient_checkpointing', False)
+        sees_all = has_cache if mask is None else mask.dim() == 2
         if sees_all and attention_of(text_config) in ('sdpa', 'eager'):
             log.warning(
                 'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
