@@ -429,7 +429,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 sample = sample_name(rows, counts.index(max(counts)))
                 raise NotExactError(
                     f'The {modality}s of a sample must reach the model, got: {keys} of {sample}. Composer drops them, '
-                    "because the forward takes none of them. Train a model that does, or remove them from the batch."
+                    'because the forward takes none of them. Train a model that does, or remove them from the batch.'
                 )
 
     def _on_device(self, batch: Batch) -> Batch:
