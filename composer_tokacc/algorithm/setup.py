@@ -324,10 +324,15 @@ def _why_all_logits(
 
 
 def _forward_arguments(model: ComposerModel) -> set[str] | None:
-    """Returns the entries of a batch that Composer passes on to the model. None if the model has its own forward."""
-    if isinstance(model, HuggingFaceModel) and type(model).forward is HuggingFaceModel.forward:
-        return model.model_forward_args
-    return None
+    """Returns the entries of a batch that Composer passes on to the model.
+
+    None if a forward or a loss of the user gets the whole batch.
+    """
+    if not isinstance(model, HuggingFaceModel):
+        return None
+    if type(model).forward is not HuggingFaceModel.forward or type(model).loss is not HuggingFaceModel.loss:
+        return None
+    return model.model_forward_args
 
 
 def _unwrapped(model: torch.nn.Module) -> ComposerModel:

@@ -71,6 +71,8 @@ ENOUGH_TOKENS = 4
 LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
+MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
+"""The names of images, videos and audios in batches of processors begin with these words."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit."""
 
@@ -281,7 +283,6 @@ class FirstBatchCheck(Generic[RulesT]):
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         self._check_window(shared.rows)
-        self._check_media_reach_model(self.layout, shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison[RulesT](
             self.probe,
@@ -291,6 +292,7 @@ class FirstBatchCheck(Generic[RulesT]):
             rows,
             self.check_loss,
         )
+        self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
         self._check_written_state(comparison.batch)
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
@@ -391,13 +393,16 @@ class FirstBatchCheck(Generic[RulesT]):
 
         For SDPA and eager attention it looks for positions that restart only if there is no mask and no cache.
         """
-        config = getattr(transformers_model(self.probe.model), 'config', None)
+        model = transformers_model(self.probe.model)
+        config = getattr(model, 'config', None)
         get_text_config = getattr(config, 'get_text_config', None)  # None: the config is not one of Transformers
         if document_starts(rows) is None or get_text_config is None:
             return
         text_config = get_text_config()
         mask = rows.get('attention_mask')
-        sees_all = getattr(text_config, 'use_cache', False) if mask is None else mask.dim() == 2
+        # Transformers switches the cache off for its gradient checkpointing.
+        has_cache = getattr(text_config, 'use_cache', False) and not getattr(model, 'is_gradient_checkpointing', False)
+        sees_all = has_cache if mask is None else mask.dim() == 2
         if sees_all and attention_of(text_config) in ('sdpa', 'eager'):
             log.warning(
                 'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
@@ -406,22 +411,25 @@ class FirstBatchCheck(Generic[RulesT]):
                 '(docs/packing.md#rows-that-your-collator-has-packed).'
             )
 
-    def _check_media_reach_model(self, layout: BatchLayout, rows: BatchDict) -> None:
-        """Raises RuntimeError if the rows have media that Composer does not pass on, such as images for a Llama."""
+    def _check_media_reach_model(self, layout: BatchLayout, rows: BatchDict, on_device: Batch) -> None:
+        """Raises RuntimeError if the rows have media that Composer does not pass on, such as images for a Llama.
+
+        ``on_device`` are the rows as the model gets them. `microbatch_transforms` may have replaced their media.
+        """
         if self.forward_arguments is None:
             return
         for modality in layout.media_of(rows):
             counts = layout.units_per_row(rows, modality)
             keys = []
             for key, entry in media_entries(layout, rows).items():
-                # Numbers without a fraction, such as `image_id`, may be notes of the user.
-                if entry.modality == modality and rows[key].is_floating_point():
+                # Other entries, such as `image_score`, may be notes of the user.
+                if entry.modality == modality and key in on_device and key.startswith(MEDIA_INPUTS):
                     keys.append(key)
             if any(counts) and keys and not set(keys).intersection(self.forward_arguments):
                 sample = sample_name(rows, counts.index(max(counts)))
                 raise NotExactError(
                     f'The {modality}s of a sample must reach the model, got: {keys} of {sample}. Composer drops them, '
-                    "because the model's forward takes none of them. Train a model that does, or leave the sample out."
+                    'because the forward takes none of them. Train a model that does, or remove them from the batch.'
                 )
 
     def _on_device(self, batch: Batch) -> Batch:

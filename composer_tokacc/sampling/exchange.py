@@ -10,7 +10,7 @@ gloo for that, because samples are in the memory of the CPU.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict
 from functools import cached_property
 from itertools import chain, count
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
@@ -212,8 +212,8 @@ class ExchangingDataLoader(DataLoader):
         """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             loaded = next(reading, [])
-            is_map_style = not isinstance(self.dataset, IterableDataset)
-            if len(loaded) == 0 and is_map_style and batch_index < len(self):
+            # The samplers of iterable datasets, and some of users, have no length.
+            if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
                 raise RuntimeError(ENDED_BY_AN_ERROR)
             if isinstance(loaded, torch.Tensor):
                 loaded = from_bytes(loaded)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composer.core import DataSpec
+from composer.models import HuggingFaceModel
 
 from composer_tokacc import token_data_spec
 from tests.matrix.harness import measure_steps
@@ -110,6 +111,33 @@ def test_images_for_a_text_model(batches_before):
     """Composer would leave them out in silence."""
     batch = batch_of(pixel_values=torch.rand(2, 3, 8, 8), num_images=[0, 0, 2, 0])
     assert "must reach the model, got: ['pixel_values'] of sample 'sample-2'" in refusal(*batches_before, batch)
+
+
+class LossOfImages(HuggingFaceModel):
+    """Its loss gets the whole batch. Only the forward gets the entries that it names."""
+
+    def loss(self, outputs, batch):
+        assert 'pixel_values' in batch
+        return super().loss(outputs, batch)
+
+
+def without_images(batch):
+    return {key: value for key, value in batch.items() if key != 'pixel_values'}
+
+
+@pytest.mark.parametrize(
+    ('key', 'model_class', 'transform'),
+    [
+        ('image_scores', HuggingFaceModel, None),
+        ('pixel_values', LossOfImages, None),
+        ('pixel_values', HuggingFaceModel, without_images),
+    ],
+    ids=['notes', 'loss of the batch', 'transform'],
+)
+def test_images_that_need_not_reach_the_forward(key, model_class, transform):
+    batch = batch_of(num_images=[0, 0, 2, 0], **{key: torch.rand(2, 3)})
+    data = token_data_spec(loader(batch), microbatch_transforms=transform)
+    fit(model_class(one_layer_model()), data)
 
 
 @pytest.mark.parametrize('has_spec', [True, False])

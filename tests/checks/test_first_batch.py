@@ -84,12 +84,15 @@ class NeedsChunks(ColumnCounter):
     """Asserts that the width is a multiple of 8, as models that scan chunks do."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
-        assert input_ids.shape[1] % 8 == 0, 'the width must be a multiple of 8'
+        if input_ids.shape[1] % 8:
+            raise AssertionError  # an assert of a test gets a message from pytest
         return super().forward(input_ids, attention_mask, labels)
 
 
-def test_model_that_asserts_its_width():
+def test_model_that_asserts_its_width(caplog):
+    caplog.set_level('INFO', 'composer_tokacc')
     assert rules_after_exact_steps(gpt2(NeedsChunks), ragged_batch([(9, 7), (16, 11)])).right == 'keep'
+    assert 'got: AssertionError' in caplog.text
 
 
 class NeedsWideRows(ColumnCounter):
@@ -247,9 +250,16 @@ def test_media_are_compared_if_padded_otherwise():
 
 
 @pytest.mark.parametrize(
-    ('mask_dims', 'use_cache', 'is_warned'), [(0, True, True), (0, False, False), (2, False, True), (4, True, False)]
+    ('mask_dims', 'use_cache', 'checkpoints', 'is_warned'),
+    [
+        (0, True, False, True),
+        (0, True, True, False),
+        (0, False, False, False),
+        (2, False, False, True),
+        (4, True, False, False),
+    ],
 )
-def test_warning_that_packed_documents_see_each_other(mask_dims, use_cache, is_warned, caplog):
+def test_warning_that_packed_documents_see_each_other(mask_dims, use_cache, checkpoints, is_warned, caplog):
     """The reference: whether the logits of the last document change with the ids of the first one."""
     batch = ragged_batch([(12, 12), (12, 12)])
     first_document = torch.arange(12) < 5
@@ -262,6 +272,8 @@ def test_warning_that_packed_documents_see_each_other(mask_dims, use_cache, is_w
         batch['attention_mask'] = square_mask({'attention_mask': mask}) & same_document
     model = one_layer_model()
     model.config.use_cache = use_cache
+    if checkpoints:
+        model.gradient_checkpointing_enable()
     fit(model, batch)
     assert ('attend to each other' in caplog.text) == is_warned
     changed = {**batch, 'input_ids': batch['input_ids'].masked_fill(first_document, 1)}

@@ -99,6 +99,14 @@ def test_stopped_iteration_ends_no_epoch():
         list(loader)
 
 
+def test_sampler_without_a_length():
+    class Sampler:
+        def __iter__(self):
+            return iter(range(20))
+
+    assert len(list(build(20, sampler=Sampler()))) == 3
+
+
 def test_samples_of_lists():
     """As a dataset of Hugging Face gives them without `with_format('torch')`."""
     samples = [{'input_ids': [1] * length, 'labels': [1] * length} for length in (2, 5, 3, 4)]
