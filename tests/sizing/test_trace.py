@@ -171,8 +171,10 @@ class HeadByKeyword(torch.nn.Linear):
 
 
 class ModelOfHeadByKeyword(LlamaForCausalLM):
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids=input_ids).last_hidden_state
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: object
+    ) -> CausalLMOutputWithPast:
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         logits, _ = self.lm_head(hidden=hidden)
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
