@@ -72,7 +72,8 @@ class LossTerms:
         Raises:
             RuntimeError: If ``loss_units`` does not name every term, if a term is no tensor, or if there is no tensor.
         """
-        if not tensors_in(loss):
+        tensors = tensors_in(loss)
+        if not tensors:
             raise NotExactError(
                 f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss in "
                 'every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
@@ -83,7 +84,7 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
+            return [Term(place, 'tokens', value) for place, value in enumerate(tensors)]
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
