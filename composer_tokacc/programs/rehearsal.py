@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -121,14 +121,15 @@ class Rehearsal(Callback):
 
     memory: MemoryModel | None = None
     """Predicts the peak of a microbatch. Without it the heaviest one is chosen by its sizes alone."""
+    _: KW_ONLY
     labels_per_sample: np.ndarray | None = None
     """Loss-generating tokens of each sample, (n,), such as ``LengthTable.loss_tokens``. Without them all logits are
     computed, even if the run computes them only at labels."""
     tell: Callable[[str], None] = log.info
     """Is called with the text of the report."""
-    report: RehearsalReport | None = None
+    report: RehearsalReport | None = field(default=None, init=False)
     """The outcome of the last rehearsal."""
-    _is_due: bool = True
+    _is_due: bool = field(default=True, init=False)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Makes the next batch rehearse. A second fit rehearses again, because it may have another loader."""
