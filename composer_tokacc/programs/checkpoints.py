@@ -435,8 +435,10 @@ class SameData(Callback):
             names = _parameter_names(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
-        # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-        required = [name for name in names if is_strict and name in shapes]
+        required: list[str] = []
+        if is_strict:
+            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
+            required = [name for name in names if name in shapes]
         _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer

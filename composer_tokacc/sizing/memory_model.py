@@ -183,8 +183,9 @@ class ActivationFit:
         """Returns the bytes of each part of a microbatch of this shape."""
         num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            terms = [coefficient * _size(shape, name, self.area) for name, coefficient in coefficients.items()]
-            num_bytes[part] = sum(terms, 0.0)
+            num_bytes[part] = 0.0
+            for name, coefficient in coefficients.items():
+                num_bytes[part] += coefficient * _size(shape, name, self.area)
         return num_bytes
 
 
