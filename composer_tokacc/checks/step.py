@@ -311,20 +311,9 @@ def check_step(step: Step) -> None:
     """
     if step.is_weighted:
         _check_reached(step)
-    _read(step)
+    _read_from_device(step)
     _check_totals(step)
-    for index, record in enumerate(step.microbatches):
-        observed = record.observed
-        counts = record.counts
-        _check_unchanged('Labels', index, observed['tokens'], counts.loss_tokens, tolerance=0)
-        if 'weight' in observed:
-            _check_unchanged(
-                'Weights',
-                index,
-                observed['weight'],
-                counts.loss_weight,
-                tolerance=WEIGHT_TOLERANCE,
-            )
+    _check_labels_and_weights(step)
     _check_factors(step)
     _check_tokens(step)
     _check_num_microbatches(step)
@@ -336,16 +325,19 @@ def _check_reached(step: Step) -> None:
         if record.was_reached and not record.has_bypass:
             continue
         raise NotExactError(
-            "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
-            'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term, or '
-            'logits in a tuple). Switch the kernel off, leave out `compile_config` or the term, return `logits` by '
-            "name, or set `token_weights='token'` (docs/errors.md#model-loss)."
+            "The model's own loss must be made of the logits that it returns for `token_weights`, got: a loss whose "
+            'gradient does not pass through these logits, or only a part of it (a fused kernel, a compiled forward, '
+            'another term, or logits in a tuple). Switch the kernel off, leave out `compile_config` or the term, '
+            "return `logits` by name, or set `token_weights='token'` (docs/errors.md#model-loss)."
         )
 
 
-def _read(step: Step) -> None:
-    """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
-    on_device: list[Tensor] = []
+def _read_from_device(step: Step) -> None:
+    """Fills in ``observed`` of all microbatches. Composer reads the loss at this point and waits for the device anyway.
+
+    All numbers are read at once, because each reading would wait.
+    """
+    entries: list[tuple[MicrobatchRecord, str, Tensor]] = []
     for record in step.microbatches:
         values: dict[str, Tensor] = {}
         if record.loss_tokens_on_device is not None and not step.is_weighted:
@@ -360,15 +352,12 @@ def _read(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        record.observed = dict.fromkeys(values, 0.0)  # the numbers come below, in the same order
-        on_device += values.values()
-    if not on_device:
+        entries += [(record, name, value) for name, value in values.items()]
+    if not entries:
         return
-    in_one_tensor = torch.stack([value.double() for value in on_device])
-    numbers = iter(in_one_tensor.tolist())
-    for record in step.microbatches:
-        for name in record.observed:
-            record.observed[name] = next(numbers)
+    in_one_tensor = torch.stack([value.double() for _, _, value in entries])
+    for (record, name, _), number in zip(entries, in_one_tensor.tolist(), strict=True):
+        record.observed[name] = number
 
 
 def _check_totals(step: Step) -> None:
@@ -390,6 +379,22 @@ def _check_totals(step: Step) -> None:
             f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
             'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
         )
+
+
+def _check_labels_and_weights(step: Step) -> None:
+    """Raises RuntimeError if a microbatch has other loss tokens or token weights than were counted at BATCH_START."""
+    for record in step.microbatches:
+        counts = record.counts
+        tokens = record.observed['tokens']
+        weight = record.observed.get('weight', tokens)  # tokens without weights weigh 1
+        has_weight = math.isclose(weight, counts.loss_weight, rel_tol=WEIGHT_TOLERANCE)
+        if tokens != counts.loss_tokens or not has_weight:
+            raise NotExactError(
+                f'Labels and token weights must not change after BATCH_START, got: {tokens:g} loss-generating tokens '
+                f'of weight {weight:g} in the microbatch of {sample_name(record.batch, 0)}, where {counts.loss_tokens} '
+                f'of weight {counts.loss_weight:g} were counted. Change them in `batch_transforms`, not in '
+                '`microbatch_transforms` or an algorithm (docs/errors.md#counts).'
+            )
 
 
 def _check_factors(step: Step) -> None:
@@ -437,10 +442,10 @@ def _check_tokens(step: Step) -> None:
         if math.isfinite(deviation) and deviation > record.tolerance:
             sample, token = record.worst()
             raise NotExactError(
-                "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
-                f'logits that is {deviation:.1e} of a token off in {sample}, where the label is {token} (round-off '
-                f'is {record.tolerance:.0e}). It changes in training, or an algorithm changes labels around the '
-                'forward. Name a term that is meant in `loss_units`, or set `check_loss=False` '
+                "The model's own loss must stay the mean over its loss-generating tokens, got: the label "
+                f"{token} of {sample}, whose weight in the gradient is off by {deviation:.1e} of a token's weight "
+                f'(round-off: {record.tolerance:.0e}). The loss changes in training, or an algorithm changes labels '
+                'around the forward. Name the terms of the loss in `loss_units`, or set `check_loss=False` '
                 '(docs/errors.md#model-loss).'
             )
     if step.has_bypass is None and step.counts.loss_weight:
@@ -453,23 +458,6 @@ def _check_num_microbatches(step: Step) -> None:
     for record in step.microbatches:
         if record.num_microbatches not in (None, number):
             raise NotExactError(
-                f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
-                f'where {record.num_microbatches} were expected. Split with token_data_spec().'
+                "The number of microbatches must be known before a term with the unit 'microbatches' is divided by it, "
+                f'got: {number}, but {record.num_microbatches} were expected. Split with token_data_spec().'
             )
-
-
-def _check_unchanged(
-    subject: str,
-    index: int,
-    value: float,
-    expected: float,
-    *,
-    tolerance: float,
-) -> None:
-    """Raises RuntimeError if a number of a microbatch is not the one that was counted at BATCH_START."""
-    if not math.isclose(value, expected, rel_tol=tolerance):
-        raise NotExactError(
-            f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
-            f'{expected:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
-            'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
-        )

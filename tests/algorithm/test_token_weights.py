@@ -319,7 +319,7 @@ def without_weights_of_every_second_row(batch):
     ('transform', 'message'),
     [
         (without_weights, 'must carry the `loss_weights`'),
-        (without_weights_of_every_second_row, 'Weights must not change'),
+        (without_weights_of_every_second_row, 'token weights must not change'),
     ],
 )
 def test_weights_changed_by_transform_are_refused(model, transform, message):

@@ -108,6 +108,24 @@ def test_label_that_did_not_count_before(row, label):
     assert [outcome.kind for outcome in outcomes] == ['exact', 'exact', 'refused']
 
 
+def test_labels_masked_in_an_unmeasured_microbatch():
+    """The second step measures tokens of its second microbatch. Those of the first are only counted."""
+
+    def mask_last_column(state):
+        if state.timestamp.batch == 1 and 'a' in state.batch['sample_ids']:
+            labels = state.batch['labels'].clone()
+            labels[:, -1] = -100
+            state.batch = {**state.batch, 'labels': labels}
+
+    batch = {**ragged_batch(UNEVEN), 'sample_ids': list('abcd')}
+    options = {'logits': 'all', 'microbatch_size': 2, 'regroup': False}
+    masking = On(Event.BEFORE_FORWARD, mask_last_column)
+    recorder = GradientRecorder()
+    with pytest.raises(RuntimeError, match=r"abels .* must not change .* 12 .* sample 'a', where 13"):
+        fit(one_layer_model(), batch, batch, callbacks=[masking], recorder=recorder, **options)
+    assert len(recorder.steps) == 1
+
+
 class InfiniteOnPadding(NativeModel):
     """A Llama whose logits on padding are -inf. Its loss selects the positions with labels, so it is finite."""
 
