@@ -175,6 +175,7 @@ def compare_cuts(
     cases = []
     written_here: set[str] = set()
     for padding in padding_sides:
+        # Only of the reference, because the other cuts run the same forward.
         with written_buffers() as written_by_reference:
             expected = reference(padding)
         written_here |= written_by_reference

@@ -25,9 +25,9 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
 
 NUM_CONSTANTS = 3
-"""So many times a document is overwritten with a single id. Then all its tokens choose the same experts. If these have
-a capacity, they overflow, and drop tokens of other documents. Which experts overflow depends on the id, so several ids
-are tried."""
+"""How often a document is overwritten with one id at all its positions. Then all its tokens choose the same experts. If
+experts have a capacity, these overflow, and drop tokens of other documents. Which experts overflow depends on the id,
+so several ids are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +159,9 @@ def _leaks_of_gradient(
     documents: Sequence[_Document],
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
+    # Outputs of the embedding, one for each call, from which the graph starts. Gradients are taken by the first one.
+    # A leak through a later call shows only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
-    """Outputs of the embedding, from which the graph starts, one for each call. Gradients are by the first one."""
 
     def start_graph(
         module: torch.nn.Module,
@@ -265,8 +266,7 @@ def _with_other_ids(
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
-    # The id with which all documents begin, and the id with which all end, may separate them, even if the config does
-    # not name them.
+    # If all documents begin (or end) with the same id, it may separate them, even if the config does not name it.
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
     for tokens in (first_tokens, last_tokens):

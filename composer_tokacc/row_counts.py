@@ -84,9 +84,10 @@ def summed(rows: Sequence[RowCounts]) -> RowCounts:
 
 
 def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
-    """Returns the batch with the counts of its rows. It should be on the CPU, so that nothing waits for the device.
+    """Returns the batch with the counts of its rows, and without labels that must not count.
 
-    The labels of dummy rows and repeated samples are masked. If rows are packed, and the rule is not ``'unshifted'``,
+    It should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples are
+    masked. If rows are packed, and the rule is not ``'unshifted'``,
     the label of the first token of each further document is masked too, because the document before would predict it.
 
     Args:
@@ -108,7 +109,7 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
-    """Masks the labels of rows that are no samples: dummy rows and repeated samples."""
+    """Masks the labels of dummy rows and repeated samples."""
     labels = labels_of(batch)
     added_rows = [row.samples == 0 for row in rows_of(batch)]
     if not any(added_rows):
@@ -125,7 +126,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     Args:
         batch: A batch with ``labels``. Rows that are marked with 0 samples keep this mark, and no token of them counts.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
-        weights: Weights of the tokens, ``(rows, width)``. They are 0 where no loss is. None: tokens have no weights.
+        weights: Weights of the tokens, ``(rows, width)``, 0 at positions without loss. None: tokens have no weights.
     """
     loss_counts = counted_tokens(batch, loss_tokens).sum(dim=1).tolist()
     real_counts = real_tokens(batch)

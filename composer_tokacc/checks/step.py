@@ -54,8 +54,9 @@ class TokenChoice:
     """Chooses which tokens of a run are measured.
 
     In the first step these are all tokens. In each later step they are some tokens of one microbatch, and of every
-    microbatch with a label that counts for the first time. In one of 64 draws they are all tokens of the microbatch. A
-    step with fewer microbatches than the step before may have no turn, and then only new labels are measured.
+    microbatch with a label that counts for the first time. In one of 64 draws they are all tokens of the microbatch. In
+    each step it is the turn of another place. A step with fewer microbatches than the step before may have none there,
+    and then only new labels are measured.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the

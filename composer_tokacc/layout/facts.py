@@ -211,8 +211,8 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
     Args:
         facts: Of the rows.
-        loss_rule: With ``'unshifted'`` no pad predicts a label, so nothing is raised. Nor is it with ``''``, because
-            then the rule is not known yet.
+        loss_rule: Nothing is raised for ``'unshifted'``, because no pad predicts a label then, and for ``''``, because
+            the rule is not known yet.
         kind: What the rows are called in the message, such as ``'packed rows'``.
     """
     if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
@@ -396,8 +396,10 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     has_media = any(media_per_row)
     if has_media and not all(media_per_row):
         limits['rows with and without media'] = ()
-    if has_holes:
-        limits['holes beside media' if has_media else 'holes'] = ()
+    if has_holes and has_media:
+        limits['holes beside media'] = ()
+    elif has_holes:
+        limits['holes'] = ()
     if has_unattended_labels:
         limits[UNATTENDED_LABELS] = ()
     return RowRanges(limits=limits, readings=readings)
@@ -442,9 +444,9 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
 def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
-    It has the most items of a row, whether several rows have items, and whether microbatches that a loader collates one
-    by one pad items to different sizes. If the largest items of the rows differ in size, it also has the smallest and
-    the largest of these sizes.
+    It has the most items of a row; whether several rows have items; the smallest and the largest size that a row's
+    largest item has, if they differ; and whether microbatches that a loader collates one by one pad items to different
+    sizes.
     """
     counts: list[int] = []
     sizes: list[float] = []

@@ -250,7 +250,7 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 
     ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
-    # For each index in `Candidate.sizes`: the largest microbatch so far, after its size and its total.
+    # By index in `Candidate.sizes`: this size and the total of the largest microbatch so far, and the microbatch.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
@@ -387,15 +387,15 @@ def _run_all(
 
 
 def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates, lightest first, but the one with the most logits right before the heaviest.
+    """Returns the candidates, lightest first. Only the one with the most logits comes right before the heaviest.
 
     A microbatch begins with the gradients and the outputs of the one before in memory. If the heaviest one has the most
     logits itself, it is run twice.
     """
     heaviest = candidates[-1]
     most_logits = max(candidates, key=lambda candidate: candidate.shape.logits)
-    others = [candidate for candidate in candidates[:-1] if candidate is not most_logits]
-    return [*others, most_logits, heaviest]
+    lighter = [candidate for candidate in candidates[:-1] if candidate is not most_logits]
+    return [*lighter, most_logits, heaviest]
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
@@ -405,10 +405,11 @@ def _peak(run: PlannedRun, candidate: Candidate, size: float) -> int | None:
     try:
         for microbatch in _microbatches_of(run, candidate, size):
             _run_microbatch(run, microbatch)
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        return torch.cuda.max_memory_allocated()  # 0 without a GPU
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
             raise
+    # Memory has run out.
     run.state.outputs = ()  # they would take memory from the next attempt, and Composer drops them, too
     gc.collect()  # outside of the handler, whose traceback holds tensors
     torch.cuda.empty_cache()

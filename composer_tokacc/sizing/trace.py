@@ -147,6 +147,9 @@ class TracedStep:
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
+        # Each of these hooks of the forward pass ends a phase, or prepares its end in the backward pass. A phase of the
+        # backward pass ends when the gradient arrives at the values that the next phase begins with.
+
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
                 return  # only the first gradient or call ends a phase
@@ -157,34 +160,33 @@ class TracedStep:
             self._tracker.restart_peak()
 
         def end_by_gradient(name: str, *values: object) -> None:
-            """Ends a phase of the backward pass when the gradient by one of these values comes."""
             # Not by a backward hook of a module. With it, the model could not write into the value.
             for value in values:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
 
-        def begin_head(module: nn.Module, args: tuple[object, ...], arguments: dict[str, object]) -> None:
+        def before_head(module: nn.Module, args: tuple[object, ...], arguments: dict[str, object]) -> None:
             end_phase('forward')
             end_by_gradient('head', *args, *arguments.values())
 
-        def end_head(module: nn.Module, args: object, outputs: object) -> None:
+        def after_head(module: nn.Module, args: object, outputs: object) -> None:
             values = outputs if isinstance(outputs, tuple) else (outputs,)
             end_by_gradient('loss', *values)
 
-        def end_embedding(module: nn.Module, args: object, embedded: object) -> None:
+        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
             end_by_gradient('blocks', embedded)
 
         head = self.model.get_output_embeddings()
         embedding = self.model.get_input_embeddings()
         handles = [
             # First, so that it gets the hidden states of all positions, and not only those at labels.
-            head.register_forward_pre_hook(begin_head, prepend=True, with_kwargs=True),
-            head.register_forward_hook(end_head),
-            embedding.register_forward_hook(end_embedding),
+            head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True),
+            head.register_forward_hook(after_head),
+            embedding.register_forward_hook(after_embedding),
         ]
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        for name in PHASES:  # those that have no gradient, such as that of a frozen embedding
+        for name in PHASES:  # 'embedding', and phases that no gradient has ended, as with a frozen embedding
             end_phase(name)
         for handle in handles:
             handle.remove()
@@ -372,6 +374,7 @@ def _traced_memory(
         if peaks is not None:
             measured.append(peaks)
     _check_any_gradient(measured)
+    # When attention holds a matrix of rows x width^2.
     if attention_of(step.model.config) == 'eager':
         area = 'always'
     elif has_mask:
@@ -493,11 +496,10 @@ def _flops_of_logits(model: Any) -> float:
     num_products = 1  # in the forward
     if weight.requires_grad:
         num_products += 1
-    is_tied = getattr(embedding, 'weight', None) is weight
-    for parameter in model.parameters():
-        is_before_head = parameter is not weight or is_tied
-        if is_before_head and parameter.requires_grad:
-            num_products += 1  # for the gradient of the hidden states
-            break
+    trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    if getattr(embedding, 'weight', None) is not weight:
+        trained_before_head.discard(weight)
+    if trained_before_head:
+        num_products += 1  # for the gradient of the hidden states
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()
