@@ -253,9 +253,9 @@ class BatchLayout:
         possible = self._possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
-                f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or have an entry for each '
-                f'of the {len(text_of(batch))} rows, got: a tensor of shape {tuple(batch[key].shape)}. Register it: '
-                f'`layout.with_entries({key}=Entry(unit=...))`, '
+                f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or have one entry for '
+                f'each of the {len(text_of(batch))} rows, got: a tensor of shape {tuple(batch[key].shape)}. Register '
+                f'it: `layout.with_entries({key}=Entry(unit=...))`, '
                 "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
             )
         earlier = self.readings.get(key, possible)

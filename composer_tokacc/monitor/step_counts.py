@@ -78,7 +78,7 @@ def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
         if row.samples == 0:  # a dummy row or a repeated sample
             dummy_positions += positions_of_row
         elif any(document.samples == 0 for document in row.documents):
-            # A packed row has no padding, so the positions that are no real tokens are those of dummy rows.
+            # A packed row has no padding, so all positions beyond its real tokens belong to dummy rows.
             dummy_positions += positions_of_row - row.real_tokens
     return BatchCounts(
         samples=counts.samples,

@@ -33,8 +33,8 @@ NEAR = 4
 """With step slots: how many further numbers of microbatches are tried on each side of the best one. With 2 a step takes
 up to 0.6 % longer, with none up to 1.7 %."""
 TOLERANCE = 0.001
-"""By what share the padded cost of a cut may exceed the least one. With 0.01 a step takes 0.1 % longer under ``'ddp'``.
-With 0 it is as short, to 0.02 %, but more cuts are tried."""
+"""Largest share by which the padded cost of a cut may exceed the least one. With 0.01 a step takes 0.1 % longer under
+``'ddp'``. With 0 it is as short, to 0.02 %, but more cuts are tried."""
 PROMISING = 8
 """How many of the best cuts, once they are assigned longest first, are also rebalanced. With 4 a step takes 0.08 %
 longer, with 1 it takes 0.3 % longer (4.7 % at worst). With 16 it is 0.02 % shorter, but planning takes longer."""

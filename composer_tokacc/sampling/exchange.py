@@ -246,7 +246,7 @@ class ExchangingDataLoader(DataLoader):
         return PlanRecord(facts=facts)
 
     def _size(self, sample: DatasetSample) -> SampleSize:
-        """Measures a sample. What no option needs is not counted, and is 0."""
+        """Measures a sample. Sizes that no option needs are 0."""
         ids = torch.as_tensor(sample['input_ids'])
         is_image_token = torch.isin(ids, self._image_token_ids)
         num_image_tokens = int(is_image_token.sum())

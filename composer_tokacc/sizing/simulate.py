@@ -61,7 +61,7 @@ def draw_batches(
 ) -> list[np.ndarray]:
     """Returns the sample indices of the first full global batches of a run, each int64 (samples,).
 
-    There are no more than in the first epoch. If the dataset has fewer samples than a batch, there is one batch of all.
+    At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
     """
     size = min(global_batch_size, num_samples)
     lengths = np.ones(num_samples, dtype=np.int64)  # not used, because the batch has a number of samples

@@ -45,8 +45,7 @@ class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
     A sample that is over a cap of a microbatch by itself is computed alone, and may need more memory than the worst
-    shape here: see ``_heaviest_shape``. The longest length and the largest shares are those of all samples, such ones
-    included.
+    shape here: see ``_heaviest_shape``. The longest length and the largest shares include such samples.
     """
 
     memory: MemoryModel
