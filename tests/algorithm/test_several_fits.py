@@ -75,7 +75,7 @@ def test_every_fit_measures_every_label_once():
     batch['labels'][9, -2] = token
     algorithm = TokenAccumulation()
     fit(WithoutOneToken(token=-1), batch, algorithms=[algorithm], microbatch_size=1)
-    with pytest.raises(RuntimeError, match=f'where the label is {token}'):
+    with pytest.raises(RuntimeError, match=f'the label {token} '):
         fit(WithoutOneToken(token), batch, algorithms=[algorithm], microbatch_size=1)
 
 
