@@ -9,6 +9,7 @@ import logging
 
 import pytest
 import torch
+from composer.core import DataSpec
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -164,6 +165,17 @@ def test_terms_of_microbatches_of_the_split(model, batch):
 def test_term_without_unit_is_refused(model, batch):
     with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
         fit(TermsModel(model), loader(batch), loss_units={'lm': 'tokens', 'router': 'microbatches'})
+
+
+def test_split_with_an_unknown_number_of_microbatches(model, batch):
+    """The router's term is divided before the last microbatch is known. Composer would make three of five rows."""
+
+    def single_rows(batch, size):
+        return [{key: value[row : row + 1] for key, value in batch.items()} for row in range(5)]
+
+    spec = DataSpec(loader(batch), split_batch=single_rows)
+    with pytest.raises(RuntimeError, match=r'number of microbatches.*got: 5, but 3'):
+        fit(TermsModel(model), spec, loss_units=UNITS, microbatch_size=2)
 
 
 def test_units_without_a_dict_loss(model, batch):
