@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,7 +261,7 @@ def test_user_without_a_home(monkeypatch):
     monkeypatch.setattr('pwd.getpwuid', unknown)
     for name in ('HOME', 'XDG_CACHE_HOME'):
         monkeypatch.delenv(name, raising=False)
-    assert cache_folder('lengths').parts[-2:] == ('composer_tokacc', 'lengths')
+    assert cache_folder('lengths') == Path(tempfile.gettempdir(), '.cache', 'composer_tokacc', 'lengths')
 
 
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
