@@ -174,17 +174,18 @@ class TracedStep:
         def end_embedding(module: nn.Module, args: object, embedded: object) -> None:
             end_by_gradient('blocks', embedded)
 
-        head = self.model.get_output_embeddings()
-        embedding = self.model.get_input_embeddings()
-        handles = [
+        head = output_embedding(self.model)
+        embedding = _input_embedding(self.model)
+        handles = []
+        if head is not None:
             # First, so that it gets the hidden states of all positions, and not only those at labels.
-            head.register_forward_pre_hook(begin_head, prepend=True, with_kwargs=True),
-            head.register_forward_hook(end_head),
-            embedding.register_forward_hook(end_embedding),
-        ]
+            handles.append(head.register_forward_pre_hook(begin_head, prepend=True, with_kwargs=True))
+            handles.append(head.register_forward_hook(end_head))
+        if embedding is not None:
+            handles.append(embedding.register_forward_hook(end_embedding))
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        for name in PHASES:  # those that have no gradient, such as that of a frozen embedding
+        for name in PHASES:  # those that have no gradient, or end at a module that the model does not name
             end_phase(name)
         for handle in handles:
             handle.remove()
@@ -482,18 +483,22 @@ def count_flops(
     )
 
 
+def _input_embedding(model: Any) -> nn.Module | None:
+    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()
+    return None
+
+
 def _flops_of_logits(model: Any) -> float:
     """Returns the operations of the output embedding for one position, forward and backward."""
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    embedding = None
-    with suppress(AttributeError, NotImplementedError):  # of a model that names no input embedding
-        embedding = model.get_input_embeddings()
     num_products = 1  # in the forward
     if weight.requires_grad:
         num_products += 1
-    is_tied = getattr(embedding, 'weight', None) is weight
+    is_tied = getattr(_input_embedding(model), 'weight', None) is weight
     for parameter in model.parameters():
         is_before_head = parameter is not weight or is_tied
         if is_before_head and parameter.requires_grad:
