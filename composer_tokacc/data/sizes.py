@@ -27,7 +27,6 @@ from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
 from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
-from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR
 
 ImageSizes = tuple[tuple[int, int], ...]
 """Width and height of each image of a sample, in pixels."""
@@ -242,7 +241,8 @@ class SampleMeasurer:
         except BadSampleError as error:
             return str(error)
         except StopIteration as error:  # would end the loader of `map_samples` in silence
-            raise RuntimeError(ENDED_BY_AN_ERROR) from error
+            message = f'The dataset has raised StopIteration for sample {index}. Look for a `next()` without a default.'
+            raise RuntimeError(message) from error
 
     def from_headers(
         self,

@@ -260,7 +260,7 @@ def test_stopped_iteration_is_named():
             return next(iter(())) if index == 2 else super().__getitem__(index)
 
     dataset = Reader(num_samples=3)
-    with pytest.raises(RuntimeError, match='StopIteration'):
+    with pytest.raises(RuntimeError, match='StopIteration for sample 2'):
         build_length_table(dataset, dataset.processor)
 
 
