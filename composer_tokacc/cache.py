@@ -39,8 +39,10 @@ def fingerprint(value: object, *, length: int = 32) -> str:
 
 def cache_folder(name: str) -> Path:
     """Returns the path of one of this package's folders in the user's cache folder. It may not exist."""
-    # Not `Path.home()`, which raises an error for a user without a home folder, as in some containers.
-    user_cache = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+    home = os.path.expanduser('~')
+    if home == '~':  # the user has no home folder, as in some containers
+        home = tempfile.gettempdir()
+    user_cache = os.environ.get('XDG_CACHE_HOME') or f'{home}/.cache'
     return Path(user_cache) / 'composer_tokacc' / name
 
 

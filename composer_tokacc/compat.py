@@ -281,6 +281,8 @@ def separate_iterator(loader: DataLoader) -> Iterator[None]:
 def keep_from_accelerate(loader: DataLoader) -> None:
     """Makes ``prepare`` of accelerate return the loader as it is. Otherwise it divides the batches of a rank again."""
     loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
+    # `join_uneven_inputs` of accelerate sets it. It has no effect, because all ranks have equally many batches.
+    loader.batch_sampler.even_batches = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 
 def storage_key(tensor: torch.Tensor) -> int:

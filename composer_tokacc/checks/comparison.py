@@ -261,6 +261,7 @@ class RowComparison(Generic[RulesT]):
         """
         failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
+            self.has_shown_trimming = False
             assemble = partial(cutter.assemble, self._facts, rules=candidate)
             try:
                 if candidate.packing:
@@ -276,6 +277,12 @@ class RowComparison(Generic[RulesT]):
             # No row was trimmed, for one of two reasons. Either trimming has failed, so that the candidate keeps the
             # padding. Then with_side_of() returns the candidate. Or no row has padding, so nothing was learnt about
             # trimming. Then with_side_of() puts the earlier policy back.
+            if self._facts.is_padded and failures and failures[-1].reason is not None:
+                log.warning(
+                    'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
+                    '%s',
+                    failures[-1].reason,
+                )
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
@@ -382,7 +389,7 @@ class RowComparison(Generic[RulesT]):
                 result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
-            except Exception as error:
+            except Exception as error:  # each model has its own, and a CutFailure keeps its text
                 # This error already says what is wrong. For packed rows it is only the reason not to pack them.
                 if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
                     raise

@@ -51,7 +51,7 @@ class BatchCounts(NamedTuple):
     real_tokens: int  # 0 in a microbatch whose tokens nobody has counted
     loss_tokens: int | torch.Tensor  # a tensor () if they were counted on the device
     positions: int
-    dummy_positions: float
+    dummy_positions: int = 0  # only of a microbatch
 
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
@@ -62,7 +62,12 @@ def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
 
 def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
-    counts = _counts_of(batch, rows_of(batch))
+    rows = rows_of(batch)
+    dummy_positions = 0
+    for row, row_positions in _unpacked(batch, rows):
+        if row.samples == 0:  # a dummy row or a repeated sample
+            dummy_positions += row_positions
+    counts = _counts_of(batch, rows)._replace(dummy_positions=dummy_positions)
     if is_counted(batch):
         return counts
     return counts._replace(loss_tokens=loss_mask(batch, rule).sum())
@@ -71,21 +76,11 @@ def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
 def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
     """Adds up the counts of the rows of a batch."""
     counts = summed(rows)
-    positions = num_positions(batch)
-    positions_of_row = positions / len(rows)  # all rows are equally wide
-    dummy_positions = 0.0
-    for row in rows:
-        if row.samples == 0:  # a dummy row or a repeated sample
-            dummy_positions += positions_of_row
-        elif any(document.samples == 0 for document in row.documents):
-            # A packed row has no padding, so all positions beyond its real tokens belong to dummy rows.
-            dummy_positions += positions_of_row - row.real_tokens
     return BatchCounts(
         samples=counts.samples,
         real_tokens=counts.real_tokens,
         loss_tokens=counts.loss_tokens,
-        positions=positions,
-        dummy_positions=dummy_positions,
+        positions=num_positions(batch),
     )
 
 

@@ -221,7 +221,7 @@ class TokenMonitor(Callback):
     def _step_counts(self) -> StepCounts:
         """Returns the counts of this rank in the step. Waits for the device."""
         positions = 0
-        dummy_positions = 0.0
+        dummy_positions = 0
         empty_microbatches = 0
         for counts in self._microbatches:
             positions += counts.positions

@@ -105,9 +105,9 @@ class ExchangingDataLoader(DataLoader):
         if kwargs.get('num_workers'):
             pack = to_bytes
         super().__init__(dataset, collate_fn=pack, **kwargs)
-        keep_from_accelerate(self)
         if self.batch_size is None:
             raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
+        keep_from_accelerate(self)
         self._collate = collate_fn
         self._pin = pin_memory and torch.cuda.is_available()
         self._image_token_ids = torch.tensor(list(image_token_ids))

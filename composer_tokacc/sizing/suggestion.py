@@ -60,12 +60,6 @@ class Capacity:
     width_multiple: int = 1
     """Widths are rounded up to a multiple of this."""
 
-    @property
-    def _widest(self) -> int:
-        """Width of the longest sample, rounded up as in a planned microbatch."""
-        longest = int(self.table.tokens.max())
-        return math.ceil(longest / self.width_multiple) * self.width_multiple
-
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape that takes most memory among all microbatches with this many positions.
 
@@ -83,7 +77,8 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        width = min(self._widest, tokens)
+        widest = _rounded_up(table.tokens.max(), self.width_multiple)
+        width = min(widest, tokens)
         return BatchShape(
             rows=tokens / width,  # an upper bound, so not always an integer
             width=width,
@@ -305,9 +300,14 @@ def _largest_size(
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
-    slot = options.slot_tokens or capacity._widest
+    slot = options.slot_tokens or _rounded_up(capacity.table.tokens.max(), capacity.width_multiple)
     slot = min(slot, fitting_tokens)  # so that a microbatch of one slot fits
     return min(fitting_tokens // slot, rows_per_rank), slot
+
+
+def _rounded_up(length: np.int64, multiple: int) -> int:
+    """Returns the width of a planned microbatch whose longest row has this length."""
+    return math.ceil(length / multiple) * multiple
 
 
 def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
@@ -317,17 +317,20 @@ def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
 
 
 def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
-    """Returns the shape of the microbatch that holds only this sample."""
+    """Returns the shape of the microbatch that holds only this sample.
+
+    Its width is rounded up, although a run does not round up beyond the token budget.
+    """
     table = capacity.table
-    tokens = int(table.tokens[sample])
+    width = _rounded_up(table.tokens[sample], capacity.width_multiple)
     image_tokens = int(table.image_tokens[sample])
     labels = None
     if capacity.memory.logits == 'labels' and table.loss_tokens is not None:
         # A model that does not shift labels also counts the first label, which the table leaves out.
-        labels = logit_positions(int(table.loss_tokens[sample]) + 1, tokens)
+        labels = logit_positions(int(table.loss_tokens[sample]) + 1, width)
     return BatchShape(
         rows=1,
-        width=tokens,
+        width=width,
         image_tokens=image_tokens,
         image_area=float(image_tokens**2),  # an upper bound, reached by a single image
         pixel_bytes=int(image_tokens * capacity.memory.pixel_bytes_per_image_token),

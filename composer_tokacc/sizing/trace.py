@@ -176,17 +176,19 @@ class TracedStep:
         def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
             end_by_gradient('blocks', embedded)
 
-        head = self.model.get_output_embeddings()
-        embedding = self.model.get_input_embeddings()
-        handles = [
+        head = output_embedding(self.model)
+        embedding = _input_embedding(self.model)
+        handles = []
+        if head is not None:
             # First, so that it gets the hidden states of all positions, and not only those at labels.
-            head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True),
-            head.register_forward_hook(after_head),
-            embedding.register_forward_hook(after_embedding),
-        ]
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True))
+            handles.append(head.register_forward_hook(after_head))
+        if embedding is not None:
+            handles.append(embedding.register_forward_hook(after_embedding))
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        for name in PHASES:  # 'embedding', and phases that no gradient has ended, as with a frozen embedding
+        # 'embedding', and phases that no gradient has ended, or that end at a module which the model does not name.
+        for name in PHASES:
             end_phase(name)
         for handle in handles:
             handle.remove()
@@ -485,19 +487,23 @@ def count_flops(
     )
 
 
+def _input_embedding(model: Any) -> nn.Module | None:
+    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()
+    return None
+
+
 def _flops_of_logits(model: Any) -> float:
     """Returns the operations of the output embedding for one position, forward and backward."""
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    embedding = None
-    with suppress(AttributeError, NotImplementedError):  # of a model that names no input embedding
-        embedding = model.get_input_embeddings()
     num_products = 1  # in the forward
     if weight.requires_grad:
         num_products += 1
     trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if getattr(embedding, 'weight', None) is not weight:
+    if getattr(_input_embedding(model), 'weight', None) is not weight:
         trained_before_head.discard(weight)
     if trained_before_head:
         num_products += 1  # for the gradient of the hidden states

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -250,6 +252,18 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     assert not caplog.text
 
 
+def test_stopped_iteration_is_named():
+    """A loader would take it for the end of the dataset."""
+
+    class Reader(DigitsDataset):
+        def __getitem__(self, index):
+            return next(iter(())) if index == 2 else super().__getitem__(index)
+
+    dataset = Reader(num_samples=3)
+    with pytest.raises(RuntimeError, match='StopIteration for sample 2'):
+        build_length_table(dataset, dataset.processor)
+
+
 def test_user_without_a_home(monkeypatch):
     """A container may run as a user that the system does not know."""
 
@@ -259,7 +273,7 @@ def test_user_without_a_home(monkeypatch):
     monkeypatch.setattr('pwd.getpwuid', unknown)
     for name in ('HOME', 'XDG_CACHE_HOME'):
         monkeypatch.delenv(name, raising=False)
-    assert cache_folder('lengths').parts[-2:] == ('composer_tokacc', 'lengths')
+    assert cache_folder('lengths') == Path(tempfile.gettempdir(), '.cache', 'composer_tokacc', 'lengths')
 
 
 def test_unwritable_folder_costs_a_warning(tmp_path, caplog):

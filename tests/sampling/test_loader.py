@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 
@@ -58,10 +59,15 @@ def test_planned_microbatches_are_collated_separately(num_workers):
     assert loader.batch_size == 4
 
 
-def test_accelerate_prepares_nothing():
+def test_accelerate_prepares_nothing(monkeypatch):
     accelerate = pytest.importorskip('accelerate')
     loader = build()
-    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.prepare(loader) is loader
+    monkeypatch.setattr(type(accelerator), 'multi_device', True)
+    monkeypatch.setattr('accelerate.accelerator.Join', lambda *_, **__: contextlib.nullcontext())
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        assert len(list(loader)) == len(loader)
 
 
 def test_widths_stay_within_the_budget():

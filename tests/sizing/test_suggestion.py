@@ -490,20 +490,21 @@ def test_loss_cap_allows_larger_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ('image_tokens', 'loss_tokens', 'cap'),
+    ('image_tokens', 'loss_tokens', 'width', 'options'),
     [
-        (4900, 0, {'max_image_tokens': 100}),
-        (0, 4900, {'max_loss_tokens': 100}),
-        (0, 0, {}),
+        (4900, 0, 5000, {'max_image_tokens': 100}),
+        (0, 4900, 5000, {'max_loss_tokens': 100}),
+        (0, 0, 5000, {}),
+        (4900, 0, 5056, {'max_image_tokens': 100, 'width_multiple': 64}),
     ],
 )
-def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, cap: dict[str, int]) -> None:
+def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, width: int, options: dict[str, int]) -> None:
     """A cap of a microbatch does not bound a sample that is over it."""
     sizes = sizes_of([100] * 7 + [5000], [20] * 7 + [image_tokens], [4] * 7 + [loss_tokens])
     memory = at_labels() if loss_tokens else memory_model()
-    alone = BatchShape(rows=1, width=5000, image_tokens=image_tokens)
+    alone = BatchShape(rows=1, width=width, image_tokens=image_tokens)
     needed_gib = memory.peak(alone) / GIB
-    arguments = {'memory': memory, 'slot_tokens': 100, **cap}
+    arguments = {'memory': memory, 'slot_tokens': 100, **options}
     enough = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib + 0.1) / SAFETY, **arguments)
     assert enough.too_large == []
     assert enough.max_tokens == 800
