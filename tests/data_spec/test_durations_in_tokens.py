@@ -68,10 +68,12 @@ def test_real_tokens_count(data):
     starts = accumulate(tokens_of_steps, initial=0)
     assert tokens_at_start == [start for start in starts if start < DURATION]
     # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
+    times_of_rates = [0, *tokens_at_start[:-1]]
     expected_rates = []
-    for tokens in [0, *tokens_at_start[:-1]]:
-        after_warmup = 1 - (tokens - WARMUP) / (DURATION - WARMUP)
-        expected_rates.append(min(tokens / WARMUP, after_warmup))
+    for tokens in times_of_rates:
+        rising = tokens / WARMUP
+        falling = (DURATION - tokens) / (DURATION - WARMUP)
+        expected_rates.append(min(rising, falling))
     assert rates == pytest.approx(expected_rates)
 
 
