@@ -145,8 +145,7 @@ def test_run_counts_patches_of_its_model(tmp_path):
     source = source_of(config)
     processor = source.build_processor()
     table = source.measure(source.build_dataset(processor), processor)
-    # The processor makes 4 tokens of an image of 8 x 8 pixels, one for each of its patches of 4 x 4. The model's patch is
-    # the whole image.
+    # The processor makes a token of each 4 x 4 pixels. The model's patch is as large as the image, 8 x 8 pixels.
     assert table.image_tokens.any()
     assert (table.image_tokens == 4 * table.vision_patches).all()
 
