@@ -90,12 +90,12 @@ def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
         batches = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
         batches_of_ranks = dist.all_gather_object(batches)
         # The samples that the sampler repeats for the last ranks are read, but neither exchanged nor computed.
-        known_samples: set[int] = set()
+        earlier_samples: set[int] = set()
         new_samples_of_steps = []
         for batches_of_step in zip(*batches_of_ranks, strict=True):
-            new_samples = set(chain.from_iterable(batches_of_step)) - known_samples
-            known_samples |= new_samples
-            new_samples_of_steps.append(sorted(new_samples))
+            samples_of_step = set(chain.from_iterable(batches_of_step))
+            new_samples_of_steps.append(sorted(samples_of_step - earlier_samples))
+            earlier_samples |= samples_of_step
         epochs.append({'read': new_samples_of_steps, 'steps': rows_of_steps(loader), 'length': len(loader)})
     return epochs
 
@@ -114,20 +114,19 @@ def first_names_amid_training() -> list[list[int]]:
 
     So it may be with a thread that reads ahead.
     """
-    begins_training = dist.get_global_rank() != 0
     loader = build(SamplesOfRank())
     dist.barrier()
     value = torch.ones(1)
-    work = None
-    if begins_training:
+    if dist.get_global_rank() == 0:
+        batch = next(iter(loader))
         work = torch.distributed.all_reduce(value, async_op=True)
-    batch = next(iter(loader))
-    names = [int(name) for name in batch['sample_ids']]
-    if work is None:
+    else:
         work = torch.distributed.all_reduce(value, async_op=True)
+        batch = next(iter(loader))
     assert work is not None
     work.wait()
     assert int(value) == dist.get_world_size()
+    names = [int(name) for name in batch['sample_ids']]
     return dist.all_gather_object(names)
 
 

@@ -22,8 +22,7 @@ STRATEGIES = ('FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD')
 def main() -> dict[str, Any]:
     """Returns the norm without FSDP, and what the monitor measures under each strategy."""
     torch.manual_seed(0)
-    inner = torch.nn.Linear(5, 3)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), inner)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
     rows = torch.randn(4, 7)
     # The frozen layer is larger than the trained one, so no shard of the second rank is trained.
     part_frozen = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 40))

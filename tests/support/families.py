@@ -142,7 +142,13 @@ class SampleEncoder:
         return dict(self.tokenizer(text=texts, text_pair=ended, return_token_type_ids=True, **options))
 
     def _text(self, sample: Sample) -> str:
-        texts = [piece if isinstance(piece, str) else self.family.texts[piece[0]] for piece in sample.pieces]
+        texts = []
+        for piece in sample.pieces:
+            if isinstance(piece, str):
+                texts.append(piece)
+            else:
+                modality, _ = piece
+                texts.append(self.family.texts[modality])
         return ' '.join(texts)
 
     def _media(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -150,9 +156,12 @@ class SampleEncoder:
         arguments: dict[str, Any] = {}
         for modality, argument in (('image', 'images'), ('video', 'videos'), ('audio', 'audio')):
             media = [sample.media(modality) for sample in samples]
-            if any(media):
-                is_nested = modality == 'image' and self.family.nested_images
-                arguments[argument] = media if is_nested else list(chain.from_iterable(media))
+            if not any(media):
+                continue
+            if modality == 'image' and self.family.nested_images:
+                arguments[argument] = media
+            else:
+                arguments[argument] = list(chain.from_iterable(media))
         if self.family.video_metadata and 'videos' in arguments:
             times = []
             for frames in arguments['videos']:
@@ -225,12 +234,14 @@ class _Drawing:
     def samples(self, plan: Plan) -> list[Sample]:
         """Returns a sample for each row of a plan."""
         samples = []
-        for pieces in plan:
-            drawn: list[Any] = []
-            for piece in pieces:
-                drawn.append(self._words(piece) if isinstance(piece, int) else (piece, self._media(piece)))
-            answer = drawn.pop()
-            samples.append(Sample(pieces=drawn, answer=answer))
+        for *question, num_answer_words in plan:
+            pieces: list[Any] = []
+            for piece in question:
+                if isinstance(piece, int):
+                    pieces.append(self._words(piece))
+                else:
+                    pieces.append((piece, self._media(piece)))
+            samples.append(Sample(pieces=pieces, answer=self._words(num_answer_words)))
         return samples
 
     def _words(self, count: int) -> str:
@@ -360,7 +371,9 @@ def _kinds_of(counts: Mapping[str, int]) -> str:
 
 def _template(texts: Mapping[str, str]) -> str:
     """Returns a chat template that writes the text of each medium."""
-    branches = ''.join(f"{{% elif part['type'] == '{modality}' %}}{text} " for modality, text in texts.items())
+    branches = ''
+    for modality, text in texts.items():
+        branches += f"{{% elif part['type'] == '{modality}' %}}{text} "
     return (
         "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
         f"{{{{ part['text'] }}}} {branches}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"
