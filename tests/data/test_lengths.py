@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,18 +46,6 @@ def computed_patches(model, batch):
         model(**tensors)
     hook.remove()
     return sum(counts)
-
-
-class CountingDigits(DigitsDataset):
-    """Counts the samples that are read."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.num_reads = 0
-
-    def __getitem__(self, index):
-        self.num_reads += 1
-        return super().__getitem__(index)
 
 
 def test_table_says_what_the_samples_say(monkeypatch):
@@ -169,17 +158,24 @@ def test_saved_table_is_readable_by_others(tmp_path):
 
 def test_second_run_reads_for_fingerprint_only(tmp_path):
     """A dataset without `fingerprint()` is recognized by 64 of its samples, which are read for that."""
-    dataset = CountingDigits(num_samples=200)
-    first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0)
-    assert dataset.num_reads == 200 + 64
-    dataset_again = CountingDigits(num_samples=200)
-    second = length_table(dataset_again, build_digits_processor(), folder=tmp_path, num_workers=0)
-    assert dataset_again.num_reads == 64
-    assert_same_table(second, first)
+    getitem = DigitsDataset.__getitem__
+    tables = []
+    for num_reads in (200 + 64, 64):
+        dataset = DigitsDataset(num_samples=200)
+        with mock.patch.object(DigitsDataset, '__getitem__', autospec=True, side_effect=getitem) as read:
+            tables.append(length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0))
+        assert read.call_count == num_reads
+    assert_same_table(*tables)
     assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
-    dataset_again.fingerprint = lambda: 'of the dataset'
-    assert table_name(dataset_again, dataset.processor) != table_name(dataset, dataset.processor)
-    assert dataset_again.num_reads == 64
+
+
+def test_fingerprint_of_a_dataset_reads_nothing():
+    dataset = DigitsDataset(num_samples=3)
+    name = table_name(dataset, dataset.processor)
+    dataset.fingerprint = lambda: 'of the dataset'
+    with mock.patch.object(DigitsDataset, '__getitem__') as read:
+        assert table_name(dataset, dataset.processor) != name
+    assert not read.called
 
 
 def test_name_changes_with_data_and_processor():

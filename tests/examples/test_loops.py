@@ -31,31 +31,21 @@ class Example:
     """A program of ``examples/``, how it is launched, and the model of ``ragged.py`` that it trains."""
 
     name: str
-    launcher: tuple[str, ...]
-    num_ranks_option: str
-    port_option: str
+    launcher: str
     model: str
 
     def command(self, *arguments, ranks, port):
         """Returns the command that starts it."""
-        launcher, *launcher_arguments = self.launcher
-        return [
-            str(Path(sys.executable).with_name(launcher)),
-            *launcher_arguments,
-            self.num_ranks_option,
-            str(ranks),
-            self.port_option,
-            port,
-            f'examples/{self.name}.py',
-            *arguments,
-        ]
+        program, *options = self.launcher.format(ranks=ranks, port=port).split()
+        path = Path(sys.executable).with_name(program)
+        return [str(path), *options, f'examples/{self.name}.py', *arguments]
 
 
-PLAIN_LOOP = Example('plain_loop', ('torchrun',), '--nproc-per-node', '--master-port', 'SmallModel')
-ACCELERATE_LOOP = Example(
-    'accelerate_loop', ('accelerate', 'launch', '--cpu'), '--num_processes', '--main_process_port', 'small_llama'
-)
-HF_TRAINER = Example('hf_trainer', ('torchrun',), '--nproc-per-node', '--master-port', 'small_llama')
+TORCHRUN = 'torchrun --nproc-per-node {ranks} --master-port {port}'
+ACCELERATE = 'accelerate launch --cpu --num_processes {ranks} --main_process_port {port}'
+PLAIN_LOOP = Example('plain_loop', TORCHRUN, 'SmallModel')
+ACCELERATE_LOOP = Example('accelerate_loop', ACCELERATE, 'small_llama')
+HF_TRAINER = Example('hf_trainer', TORCHRUN, 'small_llama')
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
-from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import (
     FAMILY_OF_NAME,
     IMAGE,
@@ -29,7 +28,6 @@ from tests.support.small_batches import (
     square_mask,
     text_batch,
 )
-from tests.support.text import whisper_model
 
 TEXT_LAYOUT = BatchLayout(family=TEXT)
 LLAVA_LAYOUT = BatchLayout(family=LLAVA)
@@ -360,7 +358,7 @@ def test_text_rows_lack_counts(count):
 
 
 def test_text_rows_lack_image_entries():
-    layout = BatchLayout.for_model(CASES['llava_onevision']().model)
+    layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
     with_image = text_batch(
         [3],
         pixel_values=torch.ones(1, 3, 3, 2, 2),
@@ -457,15 +455,19 @@ def test_shared_positions_must_agree(side, agreeing_start, other_start):
 @pytest.mark.parametrize('num_shared', [1, 2])
 def test_shared_positions_and_own_ones(num_shared):
     """If any batch has positions for each row, all rows get some."""
-    shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
-    own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
-    positions = TEXT_LAYOUT.concat([shared, own])['position_ids'].tolist()
+    with_shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
+    with_own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
+    positions = TEXT_LAYOUT.concat([with_shared, with_own])['position_ids'].tolist()
     assert positions[:num_shared] == [[0, 1, 2, 3]] * num_shared
     assert positions[num_shared:] == [[0, 1, 2, 0], [5, 6, 0, 0]]
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    shared = text_batch([4] * num_shared, attention_mask=mask[None, None])
-    own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
-    joined = TEXT_LAYOUT.concat([own, shared])
+
+
+@pytest.mark.parametrize('num_shared', [1, 2])
+def test_shared_masks_and_own_ones(num_shared):
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    with_shared = text_batch([4] * num_shared, attention_mask=mask)
+    with_own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
+    joined = TEXT_LAYOUT.concat([with_own, with_shared])
     assert joined['attention_mask'].shape == (2 + num_shared, 1, 4, 4)
 
 
@@ -617,36 +619,34 @@ def test_patches_without_grid_are_refused():
 # Rows without ids.
 
 
-@pytest.fixture(scope='module')
-def whisper():
-    return whisper_model().eval()
+WHISPER_BATCH = {
+    'input_features': torch.rand(3, 8, 16),
+    'labels': torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]]),
+    'sample_ids': ['a', 'b', 'c'],
+}
+for_each_whisper_layout = pytest.mark.parametrize(
+    'layout',
+    [BatchLayout.for_model(SimpleNamespace(model_type='whisper')), BatchLayout.infer(WHISPER_BATCH)],
+    ids=['of the model', 'inferred'],
+)
 
 
-@pytest.fixture
-def whisper_batch():
-    labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
-    return {'input_features': torch.rand(3, 8, 16), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
+@for_each_whisper_layout
+def test_rows_without_ids_keep_their_width(layout):
+    assert layout.num_rows(WHISPER_BATCH) == 3
+    assert layout.width(WHISPER_BATCH) == 4
+    assert describe(layout, WHISPER_BATCH).lengths == [4, 4, 4]
+    assert layout.media_per_row(WHISPER_BATCH) == [0, 0, 0]
+    assert padding_side(WHISPER_BATCH) == 'right'
+    assert layout.trim(WHISPER_BATCH).keys() == WHISPER_BATCH.keys()
 
 
-@pytest.fixture(params=['of the model', 'inferred'])
-def whisper_layout(request, whisper, whisper_batch):
-    return BatchLayout.infer(whisper_batch) if request.param == 'inferred' else BatchLayout.for_model(whisper)
-
-
-def test_rows_without_ids_keep_their_width(whisper_layout, whisper_batch):
-    assert whisper_layout.num_rows(whisper_batch) == 3
-    assert whisper_layout.width(whisper_batch) == 4
-    assert describe(whisper_layout, whisper_batch).lengths == [4, 4, 4]
-    assert whisper_layout.media_per_row(whisper_batch) == [0, 0, 0]
-    assert padding_side(whisper_batch) == 'right'
-    assert whisper_layout.trim(whisper_batch).keys() == whisper_batch.keys()
-
-
-def test_labels_without_ids_are_padded(whisper_layout, whisper_batch):
-    wide, narrow = whisper_layout.split(whisper_batch, [[2, 0], [1]])
+@for_each_whisper_layout
+def test_labels_without_ids_are_padded(layout):
+    wide, narrow = layout.split(WHISPER_BATCH, [[2, 0], [1]])
     narrow['labels'] = narrow['labels'][:, :2]
-    joined = whisper_layout.concat([narrow, wide])
-    assert joined['labels'].tolist() == whisper_batch['labels'][[1, 2, 0]].tolist()
+    joined = layout.concat([narrow, wide])
+    assert torch.equal(joined['labels'], WHISPER_BATCH['labels'][[1, 2, 0]])
 
 
 def test_batch_without_any_text():

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
+from tests.layout.test_families import assert_same_batch
 from tests.support.small_batches import text_batch
 
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
@@ -35,20 +36,11 @@ def pre_split(*microbatches):
     return PreSplitBatch(microbatches, max_tokens=20, indices=indices)
 
 
-def assert_same(batch, expected):
-    assert batch.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(batch[key], value), key
-        else:
-            assert batch[key] == value, key
-
-
 def assert_same_microbatches(batch, expected):
     assert batch.max_tokens == expected.max_tokens
     assert batch.indices == expected.indices
     for microbatch, expected_microbatch in zip(batch.microbatches, expected.microbatches, strict=True):
-        assert_same(microbatch, expected_microbatch)
+        assert_same_batch(microbatch, expected_microbatch)
 
 
 @for_each_side
@@ -56,8 +48,8 @@ def test_reads_as_one_batch(side):
     microbatches = [microbatch(lengths, side=side) for lengths in ([5, 5], [2, 3, 1], [4])]
     batch = pre_split(*microbatches)
     collated_at_once = microbatch([5, 5, 2, 3, 1, 4], side=side)
-    assert_same(dict(batch), collated_at_once)
-    assert_same(batch.joined(BatchLayout.infer(batch)), collated_at_once)
+    assert_same_batch(dict(batch), collated_at_once)
+    assert_same_batch(batch.joined(BatchLayout.infer(batch)), collated_at_once)
     assert list(batch) == list(collated_at_once)
     assert batch['labels'] is batch['labels'], 'joined once'
 

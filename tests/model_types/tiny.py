@@ -73,20 +73,22 @@ PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 ROPE = 'rope_scaling' if transformers.__version__.startswith('4.') else 'rope_parameters'
 _NUM_LAYERS = ('num_hidden_layers', 'num_layers', 'n_layer')
 _SPELLINGS = {
-    'pad': ('<pad>',),
     'bos': ('<s>',),
     'eos': ('</s>',),
-    'image': ('<image>', '<|image_pad|>', '<|image|>', '<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
-    'video': ('<video>', '<|video_pad|>', '<|VIDEO|>'),
+    'image': ('<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
+    'video': ('<|VIDEO|>',),
     'audio': ('<|AUDIO|>',),
-    'vision_start': ('<|vision_start|>', '<|vision_bos|>'),
-    'vision_end': ('<|vision_end|>', '<|vision_eos|>'),
+    'vision_start': ('<|vision_bos|>',),
+    'vision_end': ('<|vision_eos|>',),
     'audio_start': ('<|audio_bos|>',),
     'audio_end': ('<|audio_eos|>',),
-    'boi': ('<start_of_image>', '<|boi|>'),
-    'eoi': ('<end_of_image>', '<|eoi|>'),
+    'boi': ('<start_of_image>',),
+    'eoi': ('<end_of_image>',),
 }
-"""How tokenizers write the tokens that a config names, such as ``image_token_id``. Others are written ``<name>``."""
+"""How some tokenizers write the tokens that a config names, such as ``image_token_id``.
+
+Others write ``<image>``, ``<|image|>`` or ``<|image_pad|>``.
+"""
 PART_CLASSES = {'qwen2_5_omni_thinker': transformers.Qwen2_5OmniThinkerConfig}
 _SIZES_THAT_MAY_STAY = ('position_embedding_size', 'vocab_size')
 _OF_CHECKPOINTS = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
@@ -129,7 +131,7 @@ def _set_token_ids(config: PretrainedConfig, tokenizer: Any) -> None:
             part.vocab_size = len(tokenizer)
         for key in list(vars(part)):
             name = key.removesuffix('_id').removesuffix('_index').removesuffix('_token')
-            for token in _SPELLINGS.get(name, (f'<{name}>',)):
+            for token in (f'<{name}>', f'<|{name}|>', f'<|{name}_pad|>', *_SPELLINGS.get(name, ())):
                 if key.endswith(('_token_id', '_token_index')) and token in vocabulary:
                     setattr(part, key, vocabulary[token])
 

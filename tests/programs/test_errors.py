@@ -122,19 +122,13 @@ def test_a_long_value_loses_its_middle():
 
 
 @pytest.mark.parametrize(
-    ('local_rank', 'on_all_ranks', 'is_printed'),
-    [('0', True, True), ('1', True, False), ('1', False, True)],
+    ('local_rank', 'on_all_ranks', 'status', 'printed'),
+    [('0', True, 2, 'error: wrong\n'), ('1', True, 0, ''), ('1', False, 2, 'error: wrong\n')],
 )
-def test_one_rank_prints_error_of_all(local_rank, on_all_ranks, is_printed, monkeypatch, capsys):
+def test_one_rank_prints_error_of_all(local_rank, on_all_ranks, status, printed, monkeypatch, capsys):
     monkeypatch.setenv('LOCAL_RANK', local_rank)
-    status = refuse(ConfigError('', 'wrong'), on_all_ranks=on_all_ranks)
-    printed = capsys.readouterr().err
-    if is_printed:
-        assert status == 2
-        assert printed == 'error: wrong\n'
-    else:
-        assert status == 0
-        assert printed == ''
+    assert refuse(ConfigError('', 'wrong'), on_all_ranks=on_all_ranks) == status
+    assert capsys.readouterr().err == printed
 
 
 class _RefusedDataset(Dataset):

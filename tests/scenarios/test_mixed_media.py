@@ -24,18 +24,8 @@ PAIRS = [
     ['image', 'none+none'],
     ['image&video', 'image+video+none'],
 ]
-SOUNDS = [
-    ['audio+none', 'none+none'],
-    ['none+none', 'audio+audio'],
-    ['none', 'none+none'],
-    ['audio', 'audio+none'],
-]
-ALL_KINDS = [
-    ['audio+none', 'video'],
-    ['image&video&audio', 'none'],
-    ['none', 'audio'],
-    ['image+audio', 'video'],
-]
+SOUNDS = [['audio+none', 'none+none'], ['none+none', 'audio+audio'], ['none', 'none+none'], ['audio', 'audio+none']]
+ALL_KINDS = [['audio+none', 'video'], ['image&video&audio', 'none'], ['none', 'audio'], ['image+audio', 'video']]
 # For a processor that takes no row with both an image and a video.
 APART = [step for step in PAIRS if '&' not in ' '.join(step)]
 

@@ -86,35 +86,17 @@ CHECKPOINTS = {
         {'enable_moe_block': True, 'num_experts': 4, 'top_k_experts': 2, 'moe_intermediate_size': 32},
     ),
 }
-_MARKS = {'vision_start': '<|vision_start|>', 'vision_end': '<|vision_end|>', 'bos': '<s>', 'eos': '</s>'}
-
-
-def _special_token_id(tokenizer: Any, key: str) -> int | None:
-    """Returns the id of the token of a config's key, such as ``image_token_id``. None if there is no such token."""
-    name = key.removesuffix('_token_id')
-    if name == key:
-        return None
-    candidates = [f'<|{name}_pad|>', f'<|{name}|>', _MARKS.get(name, f'<{name}>')]
-    for token_id in tokenizer.convert_tokens_to_ids(candidates):
-        if token_id != tokenizer.unk_token_id:
-            return token_id
-    return None
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Writes model and processor. The config has the ids of the processor's special tokens."""
     checkpoint = CHECKPOINTS[name]
-    config = tiny_config(checkpoint.model_type)
     processor = checkpoint.make_processor()
+    config = tiny_config(checkpoint.model_type, tokenizer=processor.tokenizer)
     if checkpoint.model_type == 'gemma4':
         config.audio_config = None
     for key, value in checkpoint.text_settings.items():
         setattr(config.text_config, key, value)
-    for part in (config, config.text_config):
-        for key in list(vars(part)):
-            token_id = _special_token_id(processor.tokenizer, key)
-            if token_id is not None:
-                setattr(part, key, token_id)
     model_class = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     if isinstance(model_class, tuple):
         model_class = model_class[0]
