@@ -419,6 +419,10 @@ class MeanInList(torch.nn.Module):
         return states + sum(self.means)
 
 
+def faults_of_two_rows(model):
+    return faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+
+
 @pytest.mark.parametrize(
     ('make_layer', 'written'),
     [
@@ -435,7 +439,7 @@ class MeanInList(torch.nn.Module):
 def test_state_that_forwards_write(make_layer, written):
     """State counts if the next forward depends on it. A counter that nothing reads does no harm."""
     model = with_layers(torch.nn.Dropout(0.5), make_layer())
-    message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+    message = faults_of_two_rows(model)
     if written:
         assert re.search(f'A forward writes {written}.* and the next one depends on it', message)
     else:
@@ -450,7 +454,7 @@ def test_state_with_masked_logits(make_layer, mask):
     num_ids = model.lm_head.weight.shape[0]
     is_last_id = torch.arange(num_ids) == num_ids - 1
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.masked_fill(is_last_id, mask))
-    message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+    message = faults_of_two_rows(model)
     assert ('A forward writes' in message) == (make_layer is RunningMean)
 
 
@@ -470,5 +474,5 @@ def test_logits_beside_the_limit_of_masks(dtype):
 def test_repeated_forward_is_not_counted():
     statistic = Statistic()
     model = with_layers(torch.nn.Dropout(0.5), statistic)
-    assert faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)]))) == ''
+    assert faults_of_two_rows(model) == ''
     assert int(statistic.number) == statistic.calls == 2

@@ -14,10 +14,10 @@ from composer.core import Event
 from composer.optim import LinearWithWarmupScheduler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from tests.support.text import collate, one_layer_model, text_rows
+from tests.support.text import ONE_UNLABELLED, RAGGED, collate, one_layer_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader
 
-SHAPE = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
+SHAPE = RAGGED + ONE_UNLABELLED
 ROWS_PER_STEP = 3
 WARMUP = 40
 DURATION = 80

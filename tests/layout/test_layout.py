@@ -61,16 +61,8 @@ def test_config_beside_a_child_named_module():
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type='llava')
-    for wrapped in (model, torch.nn.DataParallel(model)):
-        assert BatchLayout.for_model(wrapped).config is model.config
-
-
-def test_config_of_an_averaged_model():
-    """A wrapper without a config holds the model as `module`."""
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(model_type='llava')
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    assert BatchLayout.for_model(averaged).family is LLAVA
+    for wrapped in (model, torch.nn.DataParallel(model), torch.optim.swa_utils.AveragedModel(model)):
+        assert BatchLayout.for_model(wrapped).config == model.config
 
 
 # The tokens of a row, without its padding.
@@ -295,14 +287,6 @@ def test_registered_entry_comes_before_shapes():
     assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
 
 
-def test_rows_in_another_dimension_are_refused():
-    """The message names the dimension: positions of rotary axes are (axes, rows, width)."""
-    positions = torch.zeros(2, 3, 4, dtype=torch.long)
-    batch = text_batch([4, 3], position_ids=positions)
-    with pytest.raises(ValueError, match='2 entries along dimension -2'):
-        TEXT_LAYOUT.select(batch, [0])
-
-
 def test_registered_entries_keep_readings():
     """A first batch shows that a tensor does not go along the text. In a later batch it is as wide as the text."""
     memory = torch.zeros(3, 8, 5)
@@ -313,12 +297,17 @@ def test_registered_entries_keep_readings():
 
 
 @pytest.mark.parametrize(
-    ('key', 'value'),
-    [('position_ids', torch.arange(5)), ('pixel_values', torch.tensor(1.0)), ('token_type_ids', torch.tensor(1))],
+    ('key', 'value', 'words'),
+    [
+        ('position_ids', torch.arange(5), 'one entry for each .*shape'),
+        ('position_ids', torch.zeros(3, 2, 5).long(), '3 entries along dimension -2'),  # (axes, rows, width)
+        ('pixel_values', torch.tensor(1.0), 'one entry for each .*shape'),
+        ('token_type_ids', torch.tensor(1), 'one entry for each .*shape'),
+    ],
 )
-def test_tensor_without_its_rows_is_refused(key, value):
+def test_tensor_without_its_rows_is_refused(key, value, words):
     batch = three_rows(**{key: value})
-    with pytest.raises(ValueError, match=rf"batch\['{key}'\].*one entry for each .*got: .*shape \("):
+    with pytest.raises(ValueError, match=rf"batch\['{key}'\].*{words}"):
         LLAVA_LAYOUT.select(batch, [1])
 
 
@@ -383,10 +372,16 @@ def test_concat_loses_no_plain_value():
     assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
 
 
+def joined_entry(key, first, second):
+    """Joins a sample of 3 tokens and one of 4 tokens, which have these values. Returns the entry of the batch."""
+    samples = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
+    return TEXT_LAYOUT.concat(samples)[key]
+
+
 def test_arrays_are_kept_by_row():
     boxes = np.arange(4)
-    joined = TEXT_LAYOUT.concat([text_batch([3], boxes=boxes), text_batch([4], boxes=boxes)])
-    assert [row.tolist() for row in joined['boxes']] == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    rows = joined_entry('boxes', boxes, boxes)
+    assert [row.tolist() for row in rows] == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize('is_list_first', [True, False])
@@ -402,17 +397,16 @@ def test_list_is_joined_with_plain_value(is_list_first):
 
 @pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
 def test_tensor_is_not_joined_with_other_types(values):
-    first, second = values
     with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):
-        TEXT_LAYOUT.concat([text_batch([3], scores=first), text_batch([4], scores=second)])
+        joined_entry('scores', *values)
 
 
 @pytest.mark.parametrize('key', ['loss_weights', 'scores'])
 @pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
 def test_joined_numbers_are_not_rounded(key, numbers):
-    first, second = (torch.tensor([number]) for number in numbers)
-    joined = TEXT_LAYOUT.concat([text_batch([3], **{key: first}), text_batch([4], **{key: second})])
-    assert joined[key].tolist() == list(numbers)
+    first, second = numbers
+    joined = joined_entry(key, torch.tensor([first]), torch.tensor([second]))
+    assert joined.tolist() == [first, second]
 
 
 def test_integer_weights_of_some_samples():
@@ -433,9 +427,8 @@ def test_integer_weights_of_some_samples():
     ],
 )
 def test_tensors_of_two_forms_are_refused(key, first, second):
-    batches = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
     with pytest.raises(ValueError, match=f'`{key}` .*same form.*{second.shape[-1]}'):
-        TEXT_LAYOUT.concat(batches)
+        joined_entry(key, first, second)
 
 
 @pytest.mark.parametrize(('side', 'agreeing_start', 'other_start'), [('right', 0, 10), ('left', 1, 0)])
