@@ -44,10 +44,6 @@ class Outputs:
     heads: torch.nn.ModuleDict
     has_changed: bool
 
-    @property
-    def has_loss(self) -> torch.Tensor:
-        return has_loss(self.labels)
-
     def next_token_loss(self, **options: Any) -> torch.Tensor:
         return next_token_loss(self.logits, self.labels, **options)
 
@@ -96,14 +92,15 @@ def rare_label_weighted(outputs):
 
 def rare_label_weighted_by_number(outputs):
     """Divides by the number of labels. `cross_entropy` itself divides by the sum of their weights."""
-    return outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum') / outputs.has_loss.sum()
+    total = outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum')
+    return total / has_loss(outputs.labels).sum()
 
 
 def focal(outputs):
     losses = outputs.next_token_loss(reduction='none')
     if outputs.has_changed:
         losses = (1 - (-losses).exp()).square() * losses
-    return losses.sum() / outputs.has_loss.sum()
+    return losses.sum() / has_loss(outputs.labels).sum()
 
 
 def label_smoothing(outputs):
@@ -218,43 +215,48 @@ def test_change_in_a_step_whose_rows_are_checked():
     """The check of the rows must not take the changed loss for the loss of the run."""
     first_changed = LOOK_AGAIN
     model = ChangingModel(label_smoothing, first_changed)
-    # At the end of a step, because the check of the next step comes before its BATCH_START.
+    # At the end of the step before, because at BATCH_START the check runs before callbacks.
     steps = gradients_of_steps(model, batches(first_changed), step_is_set_at=Event.BATCH_END)
     assert len(steps) == first_changed
 
 
-@pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
-def test_unweighted_term_is_refused_with_weights(token_weights):
-    def loss_of(outputs):
-        values = outputs.heads['value'](outputs.states).squeeze(-1)[:, :-1]
-        return outputs.next_token_loss() + 0.3 * values[outputs.has_loss].square().mean()
+def with_mean_of_values(loss, values, labels):
+    """Adds the mean square of the values (rows, width, 1) at the tokens of the loss."""
+    counted_values = values[:, :-1][has_loss(labels)]
+    return loss + 0.3 * counted_values.square().mean()
 
+
+def separate_heads():
+    def loss_of(outputs):
+        values = outputs.heads['value'](outputs.states)
+        return with_mean_of_values(outputs.next_token_loss(), values, outputs.labels)
+
+    return ChangingModel(loss_of)
+
+
+class CommonHead(ChangingModel):
+    """One layer makes logits and values, and `split` takes them apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
+
+    def forward(self, batch):
+        logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
+        labels = batch['labels']
+        loss = with_mean_of_values(next_token_loss(logits, labels), values, labels)
+        return {'loss': loss, 'logits': logits}
+
+
+@pytest.mark.parametrize(
+    ('make_model', 'token_weights'), [(separate_heads, 'sqrt'), (separate_heads, 'column'), (CommonHead, 'sqrt')]
+)
+def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
     batch = ragged_batch()
-    model = ChangingModel(loss_of)
+    model = make_model()
     assert measure(model, batch, 2).kind == 'exact'
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
     outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
-    assert outcome.kind == 'refused', outcome
-
-
-def test_unweighted_term_of_a_common_head():
-    """One layer makes logits and values, and `split` takes them apart."""
-
-    class CommonHead(ChangingModel):
-        def __init__(self):
-            super().__init__()
-            self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
-
-        def forward(self, batch):
-            logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
-            labels = batch['labels']
-            term = values[:, :-1][has_loss(labels)].square().mean()
-            return {'loss': next_token_loss(logits, labels) + 0.3 * term, 'logits': logits}
-
-    batch = ragged_batch()
-    model = CommonHead()
-    assert measure(model, batch, 2).kind == 'exact'
-    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights='sqrt')])
     assert outcome.kind == 'refused', outcome
 
 

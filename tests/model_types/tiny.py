@@ -27,7 +27,7 @@ PATCH = 4
 IMAGE = 16
 MEL = 16
 
-# By patterns of their names. The first pattern that fits decides.
+# By patterns of their names; the first that fits decides.
 SIZES: Mapping[str, int] = {
     r'pos_emb_.*': 8,
     r'patch_embed_hidden_size': 48,
@@ -85,10 +85,7 @@ _SPELLINGS = {
     'boi': ('<start_of_image>',),
     'eoi': ('<end_of_image>',),
 }
-"""How some tokenizers write the tokens that a config names, such as ``image_token_id``.
-
-Others write ``<image>``, ``<|image|>`` or ``<|image_pad|>``.
-"""
+"""How some tokenizers write what a config names. Others write ``<image>``, ``<|image|>`` or ``<|image_pad|>``."""
 PART_CLASSES = {'qwen2_5_omni_thinker': transformers.Qwen2_5OmniThinkerConfig}
 _SIZES_THAT_MAY_STAY = ('position_embedding_size', 'vocab_size')
 _OF_CHECKPOINTS = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')

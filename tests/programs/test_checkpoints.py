@@ -119,10 +119,7 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
     with lock_folder(tmp_path):
         pass
-
-
-def test_runs_without_a_folder_lock_nothing():
-    with lock_folder(None), lock_folder(None):
+    with lock_folder(None), lock_folder(None):  # runs without a folder
         pass
 
 

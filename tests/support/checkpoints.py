@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.model_types.tiny import PATCH, tiny_config, tiny_model
+from tests.model_types.tiny import PATCH, model_class_of, tiny_config, tiny_model
 from tests.support.family_processors import QWEN3_WORDS, QWEN_TOKENS, word_tokenizer
 
 __all__ = ['CHECKPOINTS', 'write_checkpoint']
@@ -75,11 +75,7 @@ def _gemma() -> Any:
 
 
 CHECKPOINTS = {
-    'qwen3_5_moe': Checkpoint(
-        'qwen3_5_moe',
-        _qwen,
-        {'output_router_logits': True, 'router_aux_loss_coef': 0.5},
-    ),
+    'qwen3_5_moe': Checkpoint('qwen3_5_moe', _qwen, {'output_router_logits': True, 'router_aux_loss_coef': 0.5}),
     'gemma4_moe': Checkpoint(
         'gemma4',
         _gemma,
@@ -97,10 +93,7 @@ def write_checkpoint(name: str, folder: Path) -> Path:
         config.audio_config = None
     for key, value in checkpoint.text_settings.items():
         setattr(config.text_config, key, value)
-    model_class = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
-    if isinstance(model_class, tuple):
-        model_class = model_class[0]
-    model: Any = tiny_model(config, model_class)
+    model: Any = tiny_model(config, model_class_of(config))
     model.generation_config.eos_token_id = processor.tokenizer.convert_tokens_to_ids('<|end|>')
     model.to(torch.float32).save_pretrained(folder)
     processor.save_pretrained(folder)
