@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The program `look` shows samples. What it prints is compared with their tokens."""
+"""The output of the program `look`, compared with the tokens of the samples."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_text_with_labels_is_marked():
         num_tokens = sample['input_ids'].shape[1]
         learned = [token for token in sample['labels'][0].tolist() if token != -100]
         assert f'{num_tokens} tokens, {len(learned)} of them learned' in text
-        marked = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))
-        assert marked.split() == processor.tokenizer.decode(learned).split()
+        learned_text = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))
+        assert learned_text.split() == processor.tokenizer.decode(learned).split()
         image_token_id = processor.tokenizer.convert_tokens_to_ids('<image>')
         num_placeholders = int((sample['input_ids'] == image_token_id).sum())
         # Several placeholders in a row are shown as `[<image> x 4]`.
@@ -107,8 +107,8 @@ def test_rare_modalities_are_shown(has_method):
     # If there is room for more: the shortest, the longest, and others between them.
     assert len(choose_samples(dataset, lengths, 12)) == 12
     four_images = SamplesWithMedia([('image',)] * 4, has_method=has_method)
-    both = ConcatDataset([four_images, dataset])
-    assert choose_samples(both, np.arange(4 + 60), 4) == [0, 4 + 17, 4 + 41, 4 + 59]
+    longer = ConcatDataset([four_images, dataset])
+    assert choose_samples(longer, np.arange(4 + 60), 4) == [0, 4 + 17, 4 + 41, 4 + 59]
 
 
 def test_one_sample_shows_most_modalities():

@@ -92,11 +92,11 @@ def test_plugin_loads_neither_torch_nor_composer():
 
 
 exact_step = pytest_plugin._exact_step
-"""What the fixture gives to a test."""
+"""The context manager that the fixture gives to a test."""
 
 
 def faults_of(model, step):
-    """Returns the message with which the fixture fails a test that makes the step; empty if the test passes."""
+    """Makes the step under the fixture. Returns the message of its failure, or an empty string if it passes."""
     try:
         with exact_step(model):
             step()
@@ -119,7 +119,7 @@ def losses(model):
 
 
 class Loop:
-    """What a loop may do in one step. Each loss is that of the next row, times its share."""
+    """The actions of a loop in one step. Each loss belongs to the next row and is multiplied by its share."""
 
     def __init__(self, model, learning_rate):
         self.weight = model.weight

@@ -221,7 +221,7 @@ def test_saved_table_without_labels_is_refused(tmp_path):
 
 
 def test_attributes_of_a_users_dataset(tmp_path):
-    """They may have the names of ours."""
+    """They may have the same names as the package's."""
     dataset = DigitsDataset(num_samples=3)
     expected = length_table(dataset, dataset.processor, folder=tmp_path)
     dataset.fingerprint = 'a text'

@@ -22,8 +22,6 @@ from tests.support.small_batches import additive, text_batch
 from tests.support.text import collate, one_layer_model, text_rows, whisper_model
 from tests.support.training import On, assert_exact, fit, hugging_face, loader, relative_error, train
 
-MEL_BINS = 8
-FRAMES = 16
 for_each_decoder_input = pytest.mark.parametrize('has_decoder_ids', [True, False])
 
 
@@ -45,7 +43,7 @@ def whisper_batch(seed: int):
     """Returns six rows of ``input_features`` and ``labels``, without ``input_ids``."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 13, (6,), generator=generator).tolist()
-    features = torch.randn(6, MEL_BINS, FRAMES, generator=generator)
+    features = torch.randn(6, 8, 16, generator=generator)  # (rows, mel bins, frames)
     return {'input_features': features, 'labels': padded_labels(lengths, max(lengths))}
 
 

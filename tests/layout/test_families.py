@@ -22,7 +22,6 @@ UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
 COUNT_TILES = ('idefics3', 'smolvlm')
 
 for_each_family = pytest.mark.parametrize('name', FAMILIES)
-for_each_uncounted = pytest.mark.parametrize('name', UNCOUNTED)
 
 
 @functools.cache
@@ -171,7 +170,7 @@ def test_slots_of_other_rows_are_refused():
 # Rows that carry no counts of their media.
 
 
-@for_each_uncounted
+@pytest.mark.parametrize('name', UNCOUNTED)
 def test_rows_of_twenty_random_batches(name):
     case = uncounted(name)
     layout = BatchLayout.for_model(case.model)

@@ -33,21 +33,10 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 1, **arguments}
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
-    command = [
-        Path(sys.executable).with_name('composer'),
-        '-n',
-        '2',
-        '-m',
-        'composer_tokacc.train',
-        path,
-        *TINY_DIGITS,
-        UNCHECKED,
-        'dataset.eval=null',
-        f'report.folder={folder}',
-        *overrides,
-    ]
+    launcher = str(Path(sys.executable).with_name('composer'))
+    settings = [*TINY_DIGITS, UNCHECKED, 'dataset.eval=null', f'report.folder={folder}', *overrides]
     process = subprocess.Popen(
-        list(map(str, command)),
+        [launcher, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
         cwd=ROOT,
         # Unbuffered, so that the launcher says at once that it waits.
         env={**environment(), 'PYTHONUNBUFFERED': '1'},

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the exchanging loader. Returns what each rank gets in each step, and errors."""
+"""Under the composer launcher: the exchanging loader. Returns the rows of each rank in each step, and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def build(dataset: Any, **options: Any) -> ExchangingDataLoader:
 
 
 def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
-    """Returns what ranks read and computed in two epochs of a map-style dataset with a DistributedSampler."""
+    """Returns the samples that ranks read and computed in two epochs, with a DistributedSampler."""
     dataset = LengthDataset(EPOCH)
     sampler = dist.get_sampler(dataset, shuffle=True, seed=3)
     loader = build(dataset, sampler=sampler, **options)

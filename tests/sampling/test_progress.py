@@ -127,8 +127,8 @@ def test_epoch_set_too_early(loop, unbroken):
     for epoch in range(NUM_EPOCHS):
         run.sampler.set_epoch(epoch)
         for batch in run.loader:
+            assert (epoch, run.samples(batch)) == unbroken[position]
             position += 1
-            assert (epoch, run.samples(batch)) == unbroken[position - 1]
             run.sampler.set_epoch(epoch + 1)
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
             if epoch + 1 < NUM_EPOCHS and position in places_to_look(loop):

@@ -111,8 +111,8 @@ class Shards(IterableDataset):
 
 def test_batch_size_of_stream_is_compared():
     records = [plan_record_of({}, DataLoader(Shards(size), batch_size=4), 0) for size in (4, 4, 2)]
-    first, same, other = records
-    assert first.checksum == same.checksum
+    first, second, other = records
+    assert first.checksum == second.checksum
     assert first.checksum != other.checksum
     assert '`batch_size` must be the same' in find_difference(records)
 

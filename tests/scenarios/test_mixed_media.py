@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Images, videos and text mixed in a global batch: whatever a rank has of them, no hang, and the exact gradient."""
+"""Images, videos and text mixed in a global batch: no rank hangs, and the gradient is exact."""
 
 from __future__ import annotations
 

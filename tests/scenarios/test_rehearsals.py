@@ -23,7 +23,7 @@ TINY = [setting for setting in TINY_DIGITS if not setting.startswith(('scheduler
 
 def arguments(folder: Path, steps: int) -> list[str]:
     config = yaml.safe_load(Path(DIGITS).read_text())
-    # Plain gradient descent: Adam makes much of the round-off of gradients that are nearly nothing.
+    # Plain gradient descent, because Adam amplifies the round-off of gradients near 0.
     config |= {'optimizer': {'name': 'sgd', 'lr': 0.1}, 'scheduler': {'name': 'constant'}}
     config['trainer'] |= {
         'max_duration': f'{steps}ba',
@@ -50,7 +50,7 @@ def weights_of(folder: Path) -> dict:
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
 
 
-# Of the session, as tests of other files lie between those of two and of four ranks.
+# Kept for the session, because tests of other files run between the tests of two and of four ranks.
 @pytest.fixture(scope='session')
 def one_rank(tmp_path_factory):
     """The folders of two steps and of four, by their number."""

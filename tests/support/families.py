@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -254,7 +254,7 @@ class _Drawing:
             return Image.frombytes('RGB', (width, height), self.rng.randbytes(3 * width * height))
         noise = np.random.default_rng(self.rng.randrange(1000))
         if modality == 'audio':
-            # A tone of its own, because all noise sounds the same to a small encoder.
+            # Another tone each time, because all noise sounds the same to a small encoder.
             seconds = np.arange(self.rng.randrange(2000, 9000)) / 16000
             tone = np.sin(2 * np.pi * self.rng.randrange(200, 7000) * seconds)
             return (tone + 0.1 * noise.standard_normal(len(tone))).astype(np.float32)
@@ -336,7 +336,8 @@ def _image_case(name: str) -> Case:
 def _media_case(name: str) -> Case:
     case = _new_case(name, _FAMILIES[name].plan)
     if name == 'internvl':  # counts tiles
-        case = replace(case, truth=[{'image': len(row.get('pixel_values', ()))} for row in case.rows])
+        for index, row in enumerate(case.rows):
+            case.truth[index] = {'image': len(row.get('pixel_values', ()))}
     if name == 'smolvlm_video':  # its processor takes no other template for videos
         from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
@@ -366,7 +367,8 @@ def _new_case(name: str, plan: Plan) -> Case:
 
 
 def _kinds_of(counts: Mapping[str, int]) -> str:
-    return '&'.join(modality for modality in ('image', 'video', 'audio') if counts.get(modality)) or 'none'
+    modalities = [modality for modality in ('image', 'video', 'audio') if counts.get(modality)]
+    return '&'.join(modalities) or 'none'
 
 
 def _template(texts: Mapping[str, str]) -> str:
