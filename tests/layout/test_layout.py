@@ -95,7 +95,7 @@ def test_width_multiple_stays_inside_batch(side):
     [
         pytest.param('input_ids', 1, 0, 3, id='a token with the id of pads'),
         pytest.param('input_ids', 5, 4, 3, id='a pad with the id of a token'),
-        pytest.param('attention_mask', 3, 1, 4, id='the first pad is attended, as when Qwen-7B is padded with its end'),
+        pytest.param('attention_mask', 3, 1, 4, id='an attended pad, as if pads are end tokens (Qwen-7B)'),
         pytest.param('labels', 4, 1, 5, id='a label just behind the tokens'),
         pytest.param('labels', 6, 1, 7, id='a label far behind the tokens'),
     ],
@@ -215,7 +215,7 @@ def test_registered_tensors_are_selected():
     )
     batch = three_rows(
         num_images=[1, 0, 2],
-        num_boxs=[0, 3, 1],  # `num_` and the unit and `s`
+        num_boxs=[0, 3, 1],  # `num_{unit}s`
         pixel_values=numbered(3, 3, 2, 2),
         ocr_boxes=numbered(4),
         image_tags=numbered(3),
