@@ -55,7 +55,8 @@ def test_loop(token_exact, weights):
 def test_one_token_counts_twice(token_exact):
     model = torch.nn.Embedding(9, 9)
     with token_exact(model):
-        losses = torch.nn.functional.cross_entropy(model(ROWS[0])[0, :-1], ROWS[0][0, 1:], reduction='none')
+        ids = ROWS[0]
+        losses = torch.nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction='none')
         (losses * torch.tensor([1, 1, 2, 1])).mean().backward()
 """
 
@@ -91,11 +92,11 @@ def test_plugin_loads_neither_torch_nor_composer():
 
 
 exact_step = pytest_plugin._exact_step
-"""What the fixture gives to a test."""
+"""The context manager that the fixture gives to a test."""
 
 
 def faults_of(model, step):
-    """Returns the message with which the fixture fails a test that makes the step; empty if the test passes."""
+    """Makes the step under the fixture. Returns the message of its failure, or an empty string if it passes."""
     try:
         with exact_step(model):
             step()
@@ -118,7 +119,7 @@ def losses(model):
 
 
 class Loop:
-    """What a loop may do in one step. Each loss is that of the next row, times its share."""
+    """The actions of a loop in one step. Each loss belongs to the next row and is multiplied by its share."""
 
     def __init__(self, model, learning_rate):
         self.weight = model.weight
@@ -236,7 +237,7 @@ FAULTS = {
 @pytest.mark.parametrize('learning_rate', [0.0, 0.1])
 @pytest.mark.parametrize('actions', [*RIGHT_LOOPS, *FAULTS])
 def test_whole_gradient_of_step(actions, learning_rate):
-    """Tokens weigh the same at the logits in all of these loops. In most of them the gradient is not their mean."""
+    """In most of these loops tokens weigh the same at the logits, but the gradient is not their mean."""
     model = torch.nn.Embedding(9, 9).double()  # the update is a difference of weights
     before = model.weight.detach().clone()
     [expected] = torch.autograd.grad(sum(losses(model)), [model.weight])
@@ -253,8 +254,9 @@ def test_whole_gradient_of_step(actions, learning_rate):
         update = before - model.weight.detach()
         if not update.any() and model.weight.grad is not None:
             update = model.weight.grad
-        # Clipping may change the length.
-        error = update / update.norm().clamp(min=1e-9) - expected / expected.norm()
+        # Directions, because clipping changes the length.
+        direction = update / update.norm().clamp(min=1e-9)
+        error = direction - expected / expected.norm()
         assert (error.norm() < 1e-6) == (actions in RIGHT_LOOPS)
 
 
@@ -417,6 +419,10 @@ class MeanInList(torch.nn.Module):
         return states + sum(self.means)
 
 
+def faults_of_two_rows(model):
+    return faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+
+
 @pytest.mark.parametrize(
     ('make_layer', 'written'),
     [
@@ -433,7 +439,7 @@ class MeanInList(torch.nn.Module):
 def test_state_that_forwards_write(make_layer, written):
     """State counts if the next forward depends on it. A counter that nothing reads does no harm."""
     model = with_layers(torch.nn.Dropout(0.5), make_layer())
-    message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+    message = faults_of_two_rows(model)
     if written:
         assert re.search(f'A forward writes {written}.* and the next one depends on it', message)
     else:
@@ -448,7 +454,7 @@ def test_state_with_masked_logits(make_layer, mask):
     num_ids = model.lm_head.weight.shape[0]
     is_last_id = torch.arange(num_ids) == num_ids - 1
     model.lm_head.register_forward_hook(lambda module, args, logits: logits.masked_fill(is_last_id, mask))
-    message = faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)])))
+    message = faults_of_two_rows(model)
     assert ('A forward writes' in message) == (make_layer is RunningMean)
 
 
@@ -468,5 +474,5 @@ def test_logits_beside_the_limit_of_masks(dtype):
 def test_repeated_forward_is_not_counted():
     statistic = Statistic()
     model = with_layers(torch.nn.Dropout(0.5), statistic)
-    assert faults_of(model, lambda: step_of_rows(model, text_rows([(5, 5), (2, 2)]))) == ''
+    assert faults_of_two_rows(model) == ''
     assert int(statistic.number) == statistic.calls == 2

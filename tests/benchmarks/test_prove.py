@@ -35,8 +35,8 @@ def test_program_prints_its_row(program):
     if output is None:
         pytest.skip('the trainer is not installed')
     trainer, _, weights, _, verdict = prove.row_of(output)
-    expected = read(prove.RESULTS_FILE)['programs'][program]
-    assert trainer == expected[0]
-    assert weights == expected[2]
-    assert verdict == expected[4]
+    saved_trainer, _, saved_weights, _, saved_verdict = read(prove.RESULTS_FILE)['programs'][program]
+    assert trainer == saved_trainer
+    assert weights == saved_weights
+    assert verdict == saved_verdict
     assert (verdict == 'exact') == (weights == '1.00 to 1.00')

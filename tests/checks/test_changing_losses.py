@@ -19,7 +19,7 @@ from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks.first_batch import LOOK_AGAIN
 from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
-from tests.matrix.native_models import NativeModel
+from tests.matrix.native_models import NativeModel, has_loss
 from tests.matrix.subjects import SUBJECTS
 from tests.matrix.test_losses import of_reference, over_rows, over_tokens
 from tests.matrix.test_losses import z_loss as squared_partition
@@ -43,11 +43,6 @@ class Outputs:
     labels: torch.Tensor
     heads: torch.nn.ModuleDict
     has_changed: bool
-
-    @property
-    def has_loss(self) -> torch.Tensor:
-        """Returns whether the next token has a label, bool of shape ``(rows, width - 1)``."""
-        return self.labels[:, 1:] != -100
 
     def next_token_loss(self, **options: Any) -> torch.Tensor:
         return next_token_loss(self.logits, self.labels, **options)
@@ -97,23 +92,30 @@ def rare_label_weighted(outputs):
 
 def rare_label_weighted_by_number(outputs):
     """Divides by the number of labels. `cross_entropy` itself divides by the sum of their weights."""
-    return outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum') / outputs.has_loss.sum()
+    total = outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum')
+    return total / has_loss(outputs.labels).sum()
 
 
 def focal(outputs):
     losses = outputs.next_token_loss(reduction='none')
     if outputs.has_changed:
         losses = (1 - (-losses).exp()).square() * losses
-    return losses.sum() / outputs.has_loss.sum()
+    return losses.sum() / has_loss(outputs.labels).sum()
 
 
 def label_smoothing(outputs):
-    return outputs.next_token_loss(label_smoothing=0.1 * outputs.has_changed)
+    if outputs.has_changed:
+        return outputs.next_token_loss(label_smoothing=0.1)
+    return outputs.next_token_loss()
 
 
-def with_later_term(outputs, weight, term, over):
-    values = term(outputs.logits, outputs.labels)
-    return outputs.next_token_loss() + weight * outputs.has_changed * over(values, outputs.labels)
+def with_later_term(outputs, weight, term, mean):
+    """Adds a term, which is a mean of values over tokens or over rows."""
+    loss = outputs.next_token_loss()
+    if outputs.has_changed:
+        values = term(outputs.logits, outputs.labels)
+        loss = loss + weight * mean(values, outputs.labels)
+    return loss
 
 
 def z_loss(outputs):
@@ -144,13 +146,15 @@ def value_head(outputs):
 
 
 QUICK_LOSSES = [rare_label_weighted_by_number, value_head]
-SLOW_LOSSES = [rare_label_weighted, focal, multi_token_prediction]
+LOSSES = [*QUICK_LOSSES, rare_label_weighted, focal, multi_token_prediction]
 # `tests/matrix/test_losses.py` has these from the first step on.
-SLOW_LATER_LOSSES = [label_smoothing, z_loss, z_loss_of_rows, distillation]
-CHANGES = [(loss, FIRST_CHANGED) for loss in QUICK_LOSSES]
-SLOW_CHANGES = [(loss, FIRST_CHANGED) for loss in SLOW_LOSSES + SLOW_LATER_LOSSES]
-SLOW_CHANGES += [(loss, 0) for loss in QUICK_LOSSES + SLOW_LOSSES]
-CHANGES += [pytest.param(*change, marks=pytest.mark.slow) for change in SLOW_CHANGES]
+LATER_LOSSES = [label_smoothing, z_loss, z_loss_of_rows, distillation]
+CHANGES = []
+for loss in LOSSES + LATER_LOSSES:
+    marks = () if loss in QUICK_LOSSES else pytest.mark.slow
+    CHANGES.append(pytest.param(loss, FIRST_CHANGED, marks=marks))
+for loss in LOSSES:
+    CHANGES.append(pytest.param(loss, 0, marks=pytest.mark.slow))
 
 
 def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
@@ -173,7 +177,14 @@ def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
     return all_batches
 
 
-def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] = (), **options: Any) -> list[Gradients]:
+def gradients_of_steps(
+    model: Any,
+    data: Any,
+    *,
+    step_is_set_at: Event = Event.BATCH_START,
+    callbacks: Iterable[Callback] = (),
+    **options: Any,
+) -> list[Gradients]:
     """Trains until the run ends or a step is refused. Any other error is raised."""
 
     def set_step(state):
@@ -181,7 +192,7 @@ def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] =
 
     recorder = GradientRecorder()
     try:
-        fit(model, *data, callbacks=[On(Event.BATCH_START, set_step), *callbacks], recorder=recorder, **options)
+        fit(model, *data, callbacks=[On(step_is_set_at, set_step), *callbacks], recorder=recorder, **options)
         assert len(recorder.steps) == len(data)
     except RefusalError:
         pass
@@ -204,46 +215,48 @@ def test_change_in_a_step_whose_rows_are_checked():
     """The check of the rows must not take the changed loss for the loss of the run."""
     first_changed = LOOK_AGAIN
     model = ChangingModel(label_smoothing, first_changed)
-
-    def set_step(state):  # before the check of the next step
-        model.step = int(state.timestamp.batch)
-
-    callbacks = [On(Event.BATCH_END, set_step)]
-    assert len(gradients_of_steps(model, batches(first_changed), callbacks=callbacks)) == first_changed
+    # At the end of the step before, because at BATCH_START the check runs before callbacks.
+    steps = gradients_of_steps(model, batches(first_changed), step_is_set_at=Event.BATCH_END)
+    assert len(steps) == first_changed
 
 
-@pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
-def test_unweighted_term_is_refused_with_weights(token_weights):
+def with_mean_of_values(loss, values, labels):
+    """Adds the mean square of the values (rows, width, 1) at the tokens of the loss."""
+    counted_values = values[:, :-1][has_loss(labels)]
+    return loss + 0.3 * counted_values.square().mean()
+
+
+def separate_heads():
     def loss_of(outputs):
-        values = outputs.heads['value'](outputs.states).squeeze(-1)[:, :-1]
-        return outputs.next_token_loss() + 0.3 * values[outputs.has_loss].square().mean()
+        values = outputs.heads['value'](outputs.states)
+        return with_mean_of_values(outputs.next_token_loss(), values, outputs.labels)
 
+    return ChangingModel(loss_of)
+
+
+class CommonHead(ChangingModel):
+    """One layer makes logits and values, and `split` takes them apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
+
+    def forward(self, batch):
+        logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
+        labels = batch['labels']
+        loss = with_mean_of_values(next_token_loss(logits, labels), values, labels)
+        return {'loss': loss, 'logits': logits}
+
+
+@pytest.mark.parametrize(
+    ('make_model', 'token_weights'), [(separate_heads, 'sqrt'), (separate_heads, 'column'), (CommonHead, 'sqrt')]
+)
+def test_unweighted_term_is_refused_with_weights(make_model, token_weights):
     batch = ragged_batch()
-    model = ChangingModel(loss_of)
+    model = make_model()
     assert measure(model, batch, 2).kind == 'exact'
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
     outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
-    assert outcome.kind == 'refused', outcome
-
-
-def test_unweighted_term_of_a_common_head():
-    """One layer makes logits and values, and `split` takes them apart."""
-
-    class CommonHead(ChangingModel):
-        def __init__(self):
-            super().__init__()
-            self.common_head = torch.nn.Linear(32, VOCABULARY + 1)
-
-        def forward(self, batch):
-            logits, values = self.common_head(self.states_of(batch)).split([VOCABULARY, 1], dim=-1)
-            has_loss = batch['labels'][:, 1:] != -100
-            term = values[:, :-1][has_loss].square().mean()
-            return {'loss': next_token_loss(logits, batch['labels']) + 0.3 * term, 'logits': logits}
-
-    batch = ragged_batch()
-    model = CommonHead()
-    assert measure(model, batch, 2).kind == 'exact'
-    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights='sqrt')])
     assert outcome.kind == 'refused', outcome
 
 
@@ -280,11 +293,11 @@ def test_head_of_a_teacher(order):
             for name in order:
                 outputs = getattr(self, name)(batch['input_ids'], batch['attention_mask'])
                 logits[name] = outputs.logits
-            has_loss = batch['labels'][:, 1:] != -100
-            student = logits['model'][:, :-1][has_loss].log_softmax(dim=-1)
-            teacher = logits['teacher'][:, :-1][has_loss].log_softmax(dim=-1)
+            labels = batch['labels']
+            student = logits['model'][:, :-1][has_loss(labels)].log_softmax(dim=-1)
+            teacher = logits['teacher'][:, :-1][has_loss(labels)].log_softmax(dim=-1)
             divergence = F.kl_div(student, teacher, log_target=True, reduction='batchmean')
-            loss = next_token_loss(logits['model'], batch['labels'])
+            loss = next_token_loss(logits['model'], labels)
             return {'loss': loss + 0.5 * divergence, 'logits': logits['model']}
 
     assert measure(Student(), ragged_batch(), 2).kind == 'exact'
@@ -328,7 +341,8 @@ def test_rows_coupled_later_are_refused(units):
                 return outputs['loss']
             return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean()}
 
-    assert len(gradients_of_steps(MixesRowsLater(), batches()[:20], loss_units=units)) == 16
+    steps = gradients_of_steps(MixesRowsLater(), batches()[:20], loss_units=units)
+    assert len(steps) == 16
 
 
 def test_unchecked_loss_may_change():

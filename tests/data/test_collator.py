@@ -11,6 +11,7 @@ import torch
 from composer_tokacc import count_tokens
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data.processor import train_tokenizer
+from tests.support.text import collate
 
 
 def sample(ids, labels):
@@ -34,28 +35,26 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_are_padded(side):
+@pytest.mark.parametrize(('side', 'labels_of_rows'), [('left', (2, 1, 1)), ('right', (2, 1, 0))])
+def test_rows_are_padded(side, labels_of_rows):
+    """Padding on the left moves the label of the last row away from column 0, so the model does predict it."""
     tokenizer = make_tokenizer(side)
     batch = VisionLanguageCollator(tokenizer)(ROWS)
-    fills = {'input_ids': tokenizer.pad_token_id, 'attention_mask': 0, 'labels': -100}
-    for key, fill in fills.items():
-        for padded, row in zip(batch[key].tolist(), ROWS, strict=True):
-            entries = row[key][0].tolist()
-            padding = [fill] * (5 - len(entries))
-            expected = padding + entries if side == 'left' else entries + padding
-            assert padded == expected, key
-    # Padding on the left moves the label of the last row away from column 0, so the model does predict it.
-    num_of_last_row = 1 if side == 'left' else 0
-    assert count_tokens(batch).loss_generating == (2, 1, num_of_last_row)
+    expected = collate(ROWS, side=side)
+    is_padding = expected['attention_mask'] == 0
+    expected['input_ids'][is_padding] = tokenizer.pad_token_id
+    for key, entries in expected.items():
+        assert torch.equal(batch[key], entries), key
+    assert count_tokens(batch).loss_generating == labels_of_rows
 
 
 def test_tokenizer_without_pad_token():
     tokenizer = make_tokenizer()
     tokenizer.pad_token = None
     batch = VisionLanguageCollator(tokenizer)(ROWS)
-    assert batch['input_ids'][2].tolist() == [13, *[tokenizer.eos_token_id] * 4]
-    assert batch['attention_mask'][2].tolist() == [1, 0, 0, 0, 0]
+    is_padding = batch['attention_mask'] == 0
+    assert is_padding.any()
+    assert (batch['input_ids'][is_padding] == tokenizer.eos_token_id).all()
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match='`tokenizer` must have a pad token'):
         VisionLanguageCollator(tokenizer)

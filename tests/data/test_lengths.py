@@ -9,6 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -47,18 +48,6 @@ def computed_patches(model, batch):
         model(**tensors)
     hook.remove()
     return sum(counts)
-
-
-class CountingDigits(DigitsDataset):
-    """Counts the samples that are read."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.num_reads = 0
-
-    def __getitem__(self, index):
-        self.num_reads += 1
-        return super().__getitem__(index)
 
 
 def test_table_says_what_the_samples_say(monkeypatch):
@@ -118,27 +107,27 @@ def test_margins_that_pixtral_crops():
     assert count_patches(batch, PATCH) == 8 * 4 + 2 * 6
 
 
-def test_patch_size_of_the_processor():
-    """LLaVA's processor declares a patch size of 4. For Idefics3's, which declares none, 14 is assumed."""
-    llava = FAMILIES['llava']()
-    declared = build_length_table(llava.rows, llava.encode.processor).vision_patches
-    larger = build_length_table(llava.rows, llava.encode.processor, patch_size=8).vision_patches
-    assert (declared == 4 * larger).all()
+@pytest.mark.parametrize(('name', 'default_size', 'factor'), [('llava', 4, 4), ('idefics3', 14, 1 / 4)])
+def test_patch_size_of_the_processor(name, default_size, factor):
+    """LLaVA's processor declares a patch size of 4. For Idefics3's, which declares none, 14 is assumed.
 
-    idefics3 = FAMILIES['idefics3']()
-    processor = idefics3.encode.processor
-    assert patch_size_of(processor) == 14
-    # Images of 16 x 16 pixels hold one square of 14.
-    assumed = build_length_table(idefics3.rows, processor).vision_patches
-    smaller = build_length_table(idefics3.rows, processor, patch_size=8).vision_patches
-    assert (smaller == 4 * assumed).all()
+    An image of 16 x 16 pixels has 4 patches of 8 x 8, 16 patches of 4 x 4, and one patch of 14 x 14.
+    """
+    case = FAMILIES[name]()
+    assert patch_size_of(case.processor) == default_size
+    by_default = build_length_table(case.rows, case.processor).vision_patches
+    of_size_8 = build_length_table(case.rows, case.processor, patch_size=8).vision_patches
+    assert of_size_8.any()
+    assert (by_default == factor * of_size_8).all()
 
 
-def test_forms_of_a_patch_size():
-    for declared in (16, {'height': 16, 'width': 16}, (16, 16)):
-        assert patch_size_of(SimpleNamespace(patch_size=declared), 8) == 16
-    for missing in (None, {}, ()):
-        assert patch_size_of(SimpleNamespace(patch_size=missing), 8) == 8
+@pytest.mark.parametrize(
+    ('declared', 'expected'),
+    [(16, 16), ({'height': 16, 'width': 16}, 16), ((16, 16), 16), (None, 8), ({}, 8), ((), 8)],
+)
+def test_forms_of_a_patch_size(declared, expected):
+    next_owner = 8
+    assert patch_size_of(SimpleNamespace(patch_size=declared), next_owner) == expected
 
 
 def test_run_counts_patches_of_its_model(tmp_path):
@@ -147,9 +136,15 @@ def test_run_counts_patches_of_its_model(tmp_path):
     source = source_of(config)
     processor = source.build_processor()
     table = source.measure(source.build_dataset(processor), processor)
-    # The model's patches are as large as an image of 8 x 8; the processor was told otherwise.
+    # The processor makes a token of each 4 x 4 pixels. The model's patch is as large as the image, 8 x 8 pixels.
     assert table.image_tokens.any()
-    assert (4 * table.vision_patches == table.image_tokens).all()
+    assert (table.image_tokens == 4 * table.vision_patches).all()
+
+
+def empty_table():
+    """Returns a table of three samples without a token."""
+    zeros = np.zeros(3, np.int32)
+    return LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros)
 
 
 def test_saved_table_is_readable_by_others(tmp_path):
@@ -163,25 +158,26 @@ def test_saved_table_is_readable_by_others(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def empty_table(**options):
-    """Returns a table of three samples without a token."""
-    zeros = np.zeros(3, np.int32)
-    return LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros, **options)
-
-
 def test_second_run_reads_for_fingerprint_only(tmp_path):
     """A dataset without `fingerprint()` is recognized by 64 of its samples, which are read for that."""
-    dataset = CountingDigits(num_samples=200)
-    first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0)
-    assert dataset.num_reads == 200 + 64
-    dataset_again = CountingDigits(num_samples=200)
-    second = length_table(dataset_again, build_digits_processor(), folder=tmp_path, num_workers=0)
-    assert dataset_again.num_reads == 64
-    assert_same_table(second, first)
+    getitem = DigitsDataset.__getitem__
+    tables = []
+    for num_reads in (200 + 64, 64):
+        dataset = DigitsDataset(num_samples=200)
+        with mock.patch.object(DigitsDataset, '__getitem__', autospec=True, side_effect=getitem) as read:
+            tables.append(length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0))
+        assert read.call_count == num_reads
+    assert_same_table(*tables)
     assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
-    dataset_again.fingerprint = lambda: 'of the dataset'
-    assert table_name(dataset_again, dataset.processor) != table_name(dataset, dataset.processor)
-    assert dataset_again.num_reads == 64
+
+
+def test_fingerprint_of_a_dataset_reads_nothing():
+    dataset = DigitsDataset(num_samples=3)
+    name = table_name(dataset, dataset.processor)
+    dataset.fingerprint = lambda: 'of the dataset'
+    with mock.patch.object(DigitsDataset, '__getitem__') as read:
+        assert table_name(dataset, dataset.processor) != name
+    assert not read.called
 
 
 def test_name_changes_with_data_and_processor():
@@ -210,14 +206,13 @@ def test_name_changes_with_data_and_processor():
 
 
 def test_older_versions_are_not_read(tmp_path, monkeypatch):
-    dataset = DigitsDataset(num_samples=8)
+    dataset = DigitsDataset(num_samples=3)
     with monkeypatch.context() as older:
         older.setattr(lengths, 'TABLE_VERSION', lengths.TABLE_VERSION - 1)
         older_file = tmp_path / f'{table_name(dataset, dataset.processor)}.npz'
-    np.savez(older_file, lengths=[1] * 8, image_tokens=[0] * 8, loss_tokens=[1] * 8)
+    empty_table().save(older_file)
     table = length_table(dataset, dataset.processor, folder=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert table.vision_patches.tolist() == table.image_tokens.tolist()
+    assert table.lengths.tolist() == lengths_of(dataset)
 
 
 def test_saved_table_without_labels_is_refused(tmp_path):
@@ -228,7 +223,7 @@ def test_saved_table_without_labels_is_refused(tmp_path):
 
 
 def test_attributes_of_a_users_dataset(tmp_path):
-    """They may have the names of ours."""
+    """They may have the same names as the package's."""
     dataset = DigitsDataset(num_samples=3)
     expected = length_table(dataset, dataset.processor, folder=tmp_path)
     dataset.fingerprint = 'a text'

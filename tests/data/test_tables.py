@@ -146,11 +146,11 @@ def test_bad_rows_are_named(tmp_path):
     ]
     table = datasets.Dataset.from_list(rows)
     path = to_parquet(table, tmp_path)
-    with pytest.raises(BadSampleError, match=r'sample "row 1" \(.*table\.parquet, row 1\): the number of images'):
+    with pytest.raises(BadSampleError, match=r'"row 1" .*table\.parquet, row 1.*number of images'):
         LlavaDataset(path, small())
     path = to_parquet(table.select([0]), tmp_path)
     dataset = LlavaDataset(path, small())
-    with pytest.raises(BadSampleError, match=r'sample "row 0" \(.*\): image file image\.bytes cannot be read'):
+    with pytest.raises(BadSampleError, match=r'"row 0" .*image\.bytes cannot be read'):
         dataset[0]
 
 
@@ -170,12 +170,11 @@ def test_brackets_in_a_path(tmp_path, monkeypatch, is_relative):
 def test_split_of_several_must_be_named(tmp_path):
     path = to_split(table_of_bytes(), tmp_path).removesuffix('#train')
     assert len(list(read_raw_records(f'{path}#test'))) == 1
-    message = r"`path` must name a split of .*table behind a #, one of \['train', 'test'\], got: (none|dev)"
-    for wrong_path in (path, f'{path}#dev'):
-        with pytest.raises(ValueError, match=message):
+    for wrong_path, value in ((path, 'none'), (f'{path}#dev', 'dev')):
+        with pytest.raises(ValueError, match=rf"`path` .*split of .*\['train', 'test'\], got: {value}"):
             list(read_raw_records(wrong_path))
     without_splits = to_parquet(table_of_bytes(), tmp_path)
-    with pytest.raises(ValueError, match='must not name a split, because the table has none'):
+    with pytest.raises(ValueError, match='must not name a split'):
         list(read_raw_records(f'{without_splits}#train'))
 
 
@@ -205,8 +204,7 @@ def test_path_of_a_hub(monkeypatch, path, arguments):
 def test_missing_package_datasets(tmp_path, monkeypatch):
     path = to_parquet(table_of_names(), tmp_path)
     monkeypatch.setattr(files_module.importlib.util, 'find_spec', lambda name: None)
-    message = r"`datasets` is not installed, got: .*table\.parquet\. pip install 'composer_tokacc\[datasets\]'"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'`datasets` .*table\.parquet.*pip install .*\[datasets\]'):
         list(read_raw_records(path))
 
 

@@ -14,10 +14,10 @@ from composer.core import Event
 from composer.optim import LinearWithWarmupScheduler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from tests.support.text import collate, one_layer_model, text_rows
+from tests.support.text import ONE_UNLABELLED, RAGGED, collate, one_layer_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader
 
-SHAPE = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
+SHAPE = RAGGED + ONE_UNLABELLED
 ROWS_PER_STEP = 3
 WARMUP = 40
 DURATION = 80
@@ -68,10 +68,12 @@ def test_real_tokens_count(data):
     starts = accumulate(tokens_of_steps, initial=0)
     assert tokens_at_start == [start for start in starts if start < DURATION]
     # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
+    times_of_rates = [0, *tokens_at_start[:-1]]
     expected_rates = []
-    for tokens in [0, *tokens_at_start[:-1]]:
-        after_warmup = 1 - (tokens - WARMUP) / (DURATION - WARMUP)
-        expected_rates.append(min(tokens / WARMUP, after_warmup))
+    for tokens in times_of_rates:
+        rising = tokens / WARMUP
+        falling = (DURATION - tokens) / (DURATION - WARMUP)
+        expected_rates.append(min(rising, falling))
     assert rates == pytest.approx(expected_rates)
 
 

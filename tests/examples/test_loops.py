@@ -31,31 +31,21 @@ class Example:
     """A program of ``examples/``, how it is launched, and the model of ``ragged.py`` that it trains."""
 
     name: str
-    launcher: tuple[str, ...]
-    num_ranks_option: str
-    port_option: str
+    launcher: str
     model: str
 
     def command(self, *arguments, ranks, port):
         """Returns the command that starts it."""
-        launcher, *launcher_arguments = self.launcher
-        return [
-            str(Path(sys.executable).with_name(launcher)),
-            *launcher_arguments,
-            self.num_ranks_option,
-            str(ranks),
-            self.port_option,
-            port,
-            f'examples/{self.name}.py',
-            *arguments,
-        ]
+        program, *options = self.launcher.format(ranks=ranks, port=port).split()
+        path = Path(sys.executable).with_name(program)
+        return [str(path), *options, f'examples/{self.name}.py', *arguments]
 
 
-PLAIN_LOOP = Example('plain_loop', ('torchrun',), '--nproc-per-node', '--master-port', 'SmallModel')
-ACCELERATE_LOOP = Example(
-    'accelerate_loop', ('accelerate', 'launch', '--cpu'), '--num_processes', '--main_process_port', 'small_llama'
-)
-HF_TRAINER = Example('hf_trainer', ('torchrun',), '--nproc-per-node', '--master-port', 'small_llama')
+TORCHRUN = 'torchrun --nproc-per-node {ranks} --master-port {port}'
+ACCELERATE = 'accelerate launch --cpu --num_processes {ranks} --main_process_port {port}'
+PLAIN_LOOP = Example('plain_loop', TORCHRUN, 'SmallModel')
+ACCELERATE_LOOP = Example('accelerate_loop', ACCELERATE, 'small_llama')
+HF_TRAINER = Example('hf_trainer', TORCHRUN, 'small_llama')
 
 
 @pytest.fixture
@@ -65,10 +55,6 @@ def ragged(monkeypatch):
     return import_module('ragged')
 
 
-def execute(command, env):
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
 def run(example, *arguments, ranks, tmp_path):
     """Runs an example in an environment without Composer, and returns its output."""
     (tmp_path / 'composer.py').write_text("raise ImportError('not here')")
@@ -76,7 +62,7 @@ def run(example, *arguments, ranks, tmp_path):
     env['PYTHONPATH'] = f'{tmp_path}{os.pathsep}{env["PYTHONPATH"]}'
     env['ACCELERATE_CONFIG_FILE'] = ''
     command = example.command(*arguments, ranks=ranks, port=env['MASTER_PORT'])
-    done = execute(command, env)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -132,16 +118,20 @@ def test_loop_ends_where_whole_batches_end(example, ragged, tmp_path):
     printed += run(example, str(checkpoint), ranks=1, tmp_path=tmp_path)
 
     weights = load_weights(example, checkpoint)
-    error = squared_distance(weights, expected, weights.keys())
-    change = squared_distance(expected, initial, weights.keys())
+    error = squared_distance(weights, expected)
+    change = squared_distance(expected, initial)
     assert (error / change) ** 0.5 < 1e-6, printed
     losses = [float(loss) for loss in re.findall(r"(?:over all tokens |'loss': ')([\d.]+)", printed)]
     tolerance = 1e-3 if example is HF_TRAINER else 1e-6  # Trainer prints four digits
     assert losses == pytest.approx(expected_losses, rel=tolerance)
 
 
-def squared_distance(weights, other_weights, names):
-    return sum(float((weights[name] - other_weights[name]).double().square().sum()) for name in names)
+def squared_distance(weights, other_weights):
+    total = 0.0
+    for name, weight in weights.items():
+        difference = weight - other_weights[name]
+        total += float(difference.double().square().sum())
+    return total
 
 
 def run_in_this_process(path, arguments, env):

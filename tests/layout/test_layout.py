@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
-from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import (
     FAMILY_OF_NAME,
     IMAGE,
@@ -31,7 +28,6 @@ from tests.support.small_batches import (
     square_mask,
     text_batch,
 )
-from tests.support.text import whisper_model
 
 TEXT_LAYOUT = BatchLayout(family=TEXT)
 LLAVA_LAYOUT = BatchLayout(family=LLAVA)
@@ -65,16 +61,8 @@ def test_config_beside_a_child_named_module():
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type='llava')
-    for wrapped in (model, torch.nn.DataParallel(model)):
-        assert BatchLayout.for_model(wrapped).config is model.config
-
-
-def test_config_of_an_averaged_model():
-    """A wrapper without a config holds the model as `module`."""
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(model_type='llava')
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    assert BatchLayout.for_model(averaged).family is LLAVA
+    for wrapped in (model, torch.nn.DataParallel(model), torch.optim.swa_utils.AveragedModel(model)):
+        assert BatchLayout.for_model(wrapped).config == model.config
 
 
 # The tokens of a row, without its padding.
@@ -102,49 +90,35 @@ def test_width_multiple_stays_inside_batch(side):
         assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
 
 
-@dataclass
-class Change:
-    """A value that a test writes into an entry of a batch."""
-
-    key: str
-    place: tuple[Any, Any]
-    value: int
-
-
 @pytest.mark.parametrize(
-    ('lengths', 'width', 'changes', 'expected'),
+    ('key', 'column', 'value', 'length'),
     [
-        pytest.param(
-            [3, 5],
-            7,
-            [Change('input_ids', (0, 1), 0), Change('input_ids', (slice(None), slice(5, 7)), 4)],
-            [3, 5],
-            id='a token with the id of pads and pads with the id of a token',
-        ),
-        pytest.param(
-            [3, 5],
-            7,
-            [Change('attention_mask', (0, 3), 1), Change('attention_mask', (1, 5), 1)],
-            [4, 6],
-            id='the first pad is attended, as in trainings of Qwen-7B that pad with the end token',
-        ),
-        pytest.param([3, 2], 8, [Change('labels', (0, 6), 1)], [7, 2], id='a label far behind the tokens'),
-        pytest.param([3, 2], 8, [Change('labels', (0, 4), 1)], [5, 2], id='a label just behind the tokens'),
-        pytest.param([0, 0], 4, [], [1, 1], id='an empty row keeps one position'),
+        pytest.param('input_ids', 1, 0, 3, id='a token with the id of pads'),
+        pytest.param('input_ids', 5, 4, 3, id='a pad with the id of a token'),
+        pytest.param('attention_mask', 3, 1, 4, id='an attended pad, as if pads are end tokens (Qwen-7B)'),
+        pytest.param('labels', 4, 1, 5, id='a label just behind the tokens'),
+        pytest.param('labels', 6, 1, 7, id='a label far behind the tokens'),
     ],
 )
 @for_each_side
-def test_lengths_of_unusual_padding(lengths, width, changes, expected, side):
-    batch = text_batch(lengths, width=width)
-    for change in changes:
-        batch[change.key][change.place] = change.value
+def test_lengths_of_unusual_padding(key, column, value, length, side):
+    """The first row has 3 tokens. One value of it is unusual."""
+    batch = text_batch([3, 2], width=8)
+    batch[key][0, column] = value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
-    assert describe(TEXT_LAYOUT, batch).lengths == expected
+    assert describe(TEXT_LAYOUT, batch).lengths == [length, 2]
     trimmed = TEXT_LAYOUT.trim(batch)
-    assert trimmed['input_ids'].shape == (2, max(expected))
+    assert trimmed['input_ids'].shape == (2, length)
     assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
     assert (trimmed['labels'] != -100).sum() == (batch['labels'] != -100).sum()
+
+
+@for_each_side
+def test_empty_rows_keep_one_position(side):
+    batch = text_batch([0, 0], side=side, width=4)
+    assert describe(TEXT_LAYOUT, batch).lengths == [1, 1]
+    assert TEXT_LAYOUT.trim(batch)['input_ids'].shape == (2, 1)
 
 
 def test_batch_without_mask_is_never_trimmed():
@@ -233,12 +207,15 @@ def test_values_without_rows_are_refused(value):
 
 
 def test_registered_tensors_are_selected():
-    entries = {'ocr_boxes': Entry(unit='box'), 'image_tags': Entry(unit='image'), 'class_weights': Entry(unit='shared')}
-    entries['image_tags_side_by_side'] = Entry(unit='image', row_dim=1)
-    layout = LLAVA_LAYOUT.with_entries(**entries)
+    layout = LLAVA_LAYOUT.with_entries(
+        ocr_boxes=Entry(unit='box'),
+        image_tags=Entry(unit='image'),
+        image_tags_side_by_side=Entry(unit='image', row_dim=1),
+        class_weights=Entry(unit='shared'),
+    )
     batch = three_rows(
         num_images=[1, 0, 2],
-        num_boxs=[0, 3, 1],
+        num_boxs=[0, 3, 1],  # `num_{unit}s`
         pixel_values=numbered(3, 3, 2, 2),
         ocr_boxes=numbered(4),
         image_tags=numbered(3),
@@ -268,25 +245,25 @@ def test_image_numbers_without_rows_of_text():
     """LLaVA-OneVision's processor counts the images only of rows that have some."""
     layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
 
-    def batch_of(lengths, images, **entries):
-        return text_batch(lengths, num_images=images, pixel_values=numbered(sum(images), 1, 3, 2, 2), **entries)
+    def processed(lengths, images):
+        batch = text_batch(lengths, num_images=images)
+        counts = [count for count in images if count > 0]
+        if counts:
+            batch['batch_num_images'] = torch.tensor(counts)
+            batch['pixel_values'] = numbered(sum(counts), 1, 3, 2, 2)
+        return batch
 
-    counts = torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r'batch_num_images.*concat'):
-        layout.select(batch_of([3, 2, 4], [1, 0, 2], batch_num_images=counts), [1])
-    samples = [
-        batch_of([3], [1], batch_num_images=counts[:1]),
-        text_batch([2], num_images=[0]),
-        batch_of([4], [2], batch_num_images=counts[1:]),
-    ]
-    part = layout.select(layout.concat(samples), [2, 1])
+        layout.select(processed([3, 2, 4], [1, 0, 2]), [1])
+    joined = layout.concat([processed([3], [1]), processed([2], [0]), processed([4], [2])])
+    part = layout.select(joined, [2, 1])
     assert part['batch_num_images'].tolist() == [2, 0]
     assert numbers_of(part['pixel_values']) == [0, 1]
 
 
 @pytest.mark.parametrize('numbers', [[1, 1], torch.tensor([1, 1]), torch.tensor(2)], ids=str)
 def test_image_numbers_of_other_rows(numbers):
-    """The placeholders tell which image belongs to which row, but nothing tells the rows of the numbers."""
+    """Placeholders tell the row of each image, but nothing tells to which rows the numbers belong."""
     batch = drawn_batch('ii1', '12', 'ii3', pixel_values=numbered(2, 3, 2, 2), num_images=numbers)
     layout = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
     with pytest.raises(ValueError, match=r'num_images.* got: '):
@@ -310,29 +287,27 @@ def test_registered_entry_comes_before_shapes():
     assert TEXT_LAYOUT.entry_of(batch, 'attention_mask') == shared_mask
 
 
-def test_rows_in_another_dimension_are_refused():
-    """The message names the dimension: positions of rotary axes are (axes, rows, width)."""
-    positions = torch.zeros(2, 3, 4, dtype=torch.long)
-    batch = text_batch([4, 3], position_ids=positions)
-    with pytest.raises(ValueError, match='2 entries along dimension -2'):
-        TEXT_LAYOUT.select(batch, [0])
-
-
 def test_registered_entries_keep_readings():
-    """Another entry changes nothing of what earlier batches of the fit have shown."""
+    """A first batch shows that a tensor does not go along the text. In a later batch it is as wide as the text."""
     memory = torch.zeros(3, 8, 5)
-    decided = TEXT_LAYOUT.with_readings(TEXT_LAYOUT.readings_of(text_batch([12, 2, 3], memory=memory)))
-    layout = decided.with_entries(tags=Entry())
-    assert layout.entry_of(text_batch([8, 2, 3], memory=memory), 'memory').seq_dims == ()
+    first = text_batch([12, 2, 3], memory=memory)
+    later = text_batch([8, 2, 3], memory=memory)
+    layout = TEXT_LAYOUT.with_readings(TEXT_LAYOUT.readings_of(first)).with_entries(tags=Entry())
+    assert layout.entry_of(later, 'memory').seq_dims == ()
 
 
 @pytest.mark.parametrize(
-    ('key', 'value'),
-    [('position_ids', torch.arange(5)), ('pixel_values', torch.tensor(1.0)), ('token_type_ids', torch.tensor(1))],
+    ('key', 'value', 'words'),
+    [
+        ('position_ids', torch.arange(5), 'one entry for each .*shape'),
+        ('position_ids', torch.zeros(3, 2, 5).long(), '3 entries along dimension -2'),  # (axes, rows, width)
+        ('pixel_values', torch.tensor(1.0), 'one entry for each .*shape'),
+        ('token_type_ids', torch.tensor(1), 'one entry for each .*shape'),
+    ],
 )
-def test_tensor_without_its_rows_is_refused(key, value):
+def test_tensor_without_its_rows_is_refused(key, value, words):
     batch = three_rows(**{key: value})
-    with pytest.raises(ValueError, match=rf"batch\['{key}'\].*one entry for each .*got: .*shape \("):
+    with pytest.raises(ValueError, match=rf"batch\['{key}'\].*{words}"):
         LLAVA_LAYOUT.select(batch, [1])
 
 
@@ -372,7 +347,7 @@ def test_text_rows_lack_counts(count):
 
 
 def test_text_rows_lack_image_entries():
-    layout = BatchLayout.for_model(CASES['llava_onevision']().model)
+    layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
     with_image = text_batch(
         [3],
         pixel_values=torch.ones(1, 3, 3, 2, 2),
@@ -397,43 +372,45 @@ def test_concat_loses_no_plain_value():
     assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
 
 
+def joined_entry(key, first, second):
+    """Joins a sample of 3 tokens and one of 4 tokens, which have these values. Returns the entry of the batch."""
+    samples = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
+    return TEXT_LAYOUT.concat(samples)[key]
+
+
 def test_arrays_are_kept_by_row():
     boxes = np.arange(4)
-    joined = TEXT_LAYOUT.concat([text_batch([3], boxes=boxes), text_batch([4], boxes=boxes)])
-    assert [row.tolist() for row in joined['boxes']] == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    rows = joined_entry('boxes', boxes, boxes)
+    assert [row.tolist() for row in rows] == [[0, 1, 2, 3]] * 2
 
 
-@pytest.mark.parametrize('is_list_first', [True, False])
-def test_list_is_joined_with_plain_value(is_list_first):
+def test_list_is_joined_with_plain_value():
     """Samples of one source share its name, so a batch of them has a string, and another batch a list."""
-    batches = [text_batch([3, 4], source=['ai2d', 'chartqa']), text_batch([2, 1], source='ocr')]
-    expected = ['ai2d', 'chartqa', 'ocr', 'ocr']
-    if not is_list_first:
-        batches.reverse()
-        expected = ['ocr', 'ocr', 'ai2d', 'chartqa']
-    assert TEXT_LAYOUT.concat(batches)['source'] == expected
+    two_sources = text_batch([3, 4], source=['ai2d', 'chartqa'])
+    one_source = text_batch([2, 1], source='ocr')
+    assert TEXT_LAYOUT.concat([two_sources, one_source])['source'] == ['ai2d', 'chartqa', 'ocr', 'ocr']
+    assert TEXT_LAYOUT.concat([one_source, two_sources])['source'] == ['ocr', 'ocr', 'ai2d', 'chartqa']
 
 
 @pytest.mark.parametrize('values', [(torch.ones(1), [1.0]), ([1.0], torch.ones(1)), (1.0, torch.ones(1))])
 def test_tensor_is_not_joined_with_other_types(values):
-    first, second = values
     with pytest.raises(ValueError, match=r'`scores` must be a tensor .* and a (list|float)'):
-        TEXT_LAYOUT.concat([text_batch([3], scores=first), text_batch([4], scores=second)])
+        joined_entry('scores', *values)
 
 
 @pytest.mark.parametrize('key', ['loss_weights', 'scores'])
 @pytest.mark.parametrize('numbers', [(2, 0.5), (0.5, 2)], ids=['int first', 'float first'])
 def test_joined_numbers_are_not_rounded(key, numbers):
-    first, second = (torch.tensor([number]) for number in numbers)
-    joined = TEXT_LAYOUT.concat([text_batch([3], **{key: first}), text_batch([4], **{key: second})])
-    assert joined[key].tolist() == list(numbers)
+    first, second = numbers
+    joined = joined_entry(key, torch.tensor([first]), torch.tensor([second]))
+    assert joined.tolist() == [first, second]
 
 
 def test_integer_weights_of_some_samples():
     with_weight = text_batch([3], loss_weights=torch.tensor([2]))
-    weights = TEXT_LAYOUT.concat([with_weight, text_batch([4])])['loss_weights']
-    assert weights[0] == 2
-    assert weights[1].isnan()
+    weight, no_weight = TEXT_LAYOUT.concat([with_weight, text_batch([4])])['loss_weights']
+    assert weight == 2
+    assert no_weight.isnan()
 
 
 @pytest.mark.parametrize(
@@ -447,43 +424,41 @@ def test_integer_weights_of_some_samples():
     ],
 )
 def test_tensors_of_two_forms_are_refused(key, first, second):
-    batches = [text_batch([3], **{key: first}), text_batch([4], **{key: second})]
     with pytest.raises(ValueError, match=f'`{key}` .*same form.*{second.shape[-1]}'):
-        TEXT_LAYOUT.concat(batches)
+        joined_entry(key, first, second)
 
 
-def test_shared_positions_must_agree():
-    wide = text_batch([4, 2], position_ids=torch.arange(4)[None])
-    narrow = text_batch([3], position_ids=torch.arange(3)[None])
-    assert TEXT_LAYOUT.concat([narrow, wide])['position_ids'].tolist() == [[0, 1, 2, 3]]
-    from_ten = text_batch([3], position_ids=torch.arange(10, 13)[None])
+@pytest.mark.parametrize(('side', 'agreeing_start', 'other_start'), [('right', 0, 10), ('left', 1, 0)])
+def test_shared_positions_must_agree(side, agreeing_start, other_start):
+    """New padding on the left moves the tokens of the narrow batch by one position."""
+
+    def joined_positions(start):
+        narrow = text_batch([3], position_ids=torch.arange(start, start + 3)[None])
+        wide = text_batch([4, 2], side=side, position_ids=torch.arange(4)[None])
+        return TEXT_LAYOUT.concat([narrow, wide], padding_side=side)['position_ids']
+
+    assert joined_positions(agreeing_start).tolist() == [[0, 1, 2, 3]]
     with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
-        TEXT_LAYOUT.concat([from_ten, wide])
+        joined_positions(other_start)
 
 
 @pytest.mark.parametrize('num_shared', [1, 2])
 def test_shared_positions_and_own_ones(num_shared):
     """If any batch has positions for each row, all rows get some."""
-    shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
-    own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
-    joined = TEXT_LAYOUT.concat([shared, own])
-    assert joined['position_ids'].tolist() == [[0, 1, 2, 3]] * num_shared + [[0, 1, 2, 0], [5, 6, 0, 0]]
-    mask = torch.ones(4, 4, dtype=torch.bool).tril()
-    shared = text_batch([4] * num_shared, attention_mask=mask[None, None])
-    own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
-    joined = TEXT_LAYOUT.concat([own, shared])
+    with_shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
+    with_own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
+    positions = TEXT_LAYOUT.concat([with_shared, with_own])['position_ids'].tolist()
+    assert positions[:num_shared] == [[0, 1, 2, 3]] * num_shared
+    assert positions[num_shared:] == [[0, 1, 2, 0], [5, 6, 0, 0]]
+
+
+@pytest.mark.parametrize('num_shared', [1, 2])
+def test_shared_masks_and_own_ones(num_shared):
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    with_shared = text_batch([4] * num_shared, attention_mask=mask)
+    with_own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
+    joined = TEXT_LAYOUT.concat([with_own, with_shared])
     assert joined['attention_mask'].shape == (2 + num_shared, 1, 4, 4)
-
-
-def test_shared_positions_of_left_padding():
-    """New padding on the left would move the tokens of the narrow batch to other positions."""
-    wide = text_batch([4, 2], side='left', position_ids=torch.arange(4)[None])
-    narrow = text_batch([3], position_ids=torch.arange(3)[None])
-    with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
-        TEXT_LAYOUT.concat([narrow, wide], padding_side='left')
-    from_one = text_batch([3], position_ids=torch.arange(1, 4)[None])
-    joined = TEXT_LAYOUT.concat([from_one, wide], padding_side='left')
-    assert joined['position_ids'].tolist() == [[0, 1, 2, 3]]
 
 
 # Media.
@@ -523,22 +498,27 @@ def test_placeholders_tell_the_images(rows, entries, expected):
     assert images_of(*rows, count=sum(expected), **entries) == expected
 
 
-@pytest.mark.parametrize('carried', [{}, {'num_images': [1, 1]}], ids=['nothing carried', 'wrong numbers carried'])
-def test_unequal_images_are_refused(carried):
-    with pytest.raises(ValueError, match=r'of 3 whole images, got: \[3, 2\] by row.*Carry `num_images`'):
-        images_of('iii1', 'ii12', count=3, **carried)
+UNEQUAL = ['iii1', 'ii12']
 
 
-def test_row_cut_inside_an_image():
-    with pytest.raises(ValueError, match=r'got: \[2, 6\] by row, where the images fill \[4, 4\].*Carry `num_images`'):
-        images_of('ii1111', 'iiiiii', count=2)
-
-
-def test_image_without_placeholders():
-    """It could belong to either row."""
-    sizes = torch.tensor([[2, 2], [2, 1], [2, 2]])
-    with pytest.raises(ValueError, match=r'whole images.*Carry `num_images`'):
-        images_of('i1', 'i1', count=3, image_sizes=sizes)
+@pytest.mark.parametrize(
+    ('rows', 'count', 'entries', 'words'),
+    [
+        pytest.param(UNEQUAL, 3, {}, r'3 whole images, got: \[3, 2\] by row', id='images of unequal size'),
+        pytest.param(UNEQUAL, 3, {'num_images': [1, 1]}, r'3 whole images, got: \[3, 2\]', id='wrong numbers carried'),
+        pytest.param(['ii1111', 'iiiiii'], 2, {}, r'got: \[2, 6\] by row.*\[4, 4\]', id='a row cut inside an image'),
+        pytest.param(
+            ['i1', 'i1'],
+            3,
+            {'image_sizes': torch.tensor([[2, 2], [2, 1], [2, 2]])},
+            'whole images',
+            id='an image without placeholders could belong to either row',
+        ),
+    ],
+)
+def test_ambiguous_images_are_refused(rows, count, entries, words):
+    with pytest.raises(ValueError, match=f'{words}.*Carry `num_images`'):
+        images_of(*rows, count=count, **entries)
 
 
 def test_one_row_has_all_the_images():
@@ -546,60 +526,43 @@ def test_one_row_has_all_the_images():
     assert LLAVA_LAYOUT.images_per_row(batch) == [3]
 
 
-def test_empty_slot_before_image_is_kept():
-    """Idefics3 has a slot for each image of a row. A mask tells which slots are empty.
-
-    The last of three slots is cut off. The model views rows and slots as one dimension, which needs a copy.
-    """
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
-    mask = torch.zeros(2, 3, 2, 2, dtype=torch.long)
-    mask[0, 1] = 1
-    mask[1, 0] = 1
-    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
-    assert layout.images_per_row(batch) == [2, 1]
-    assert layout.select(batch, [0])['pixel_attention_mask'].shape == (1, 2, 2, 2)
-    in_other_order = layout.select(batch, [1, 0])
-    slots = in_other_order['pixel_values'].view(4, 3, 2, 2)
-    expected_slots = batch['pixel_values'][[1, 0], :2].reshape(4, 3, 2, 2)
-    assert torch.equal(slots, expected_slots)
+SLOT_LAYOUT = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+"""Idefics3 has a slot for each image of a row."""
 
 
-def test_mask_of_whole_images():
-    """Granite Docling has one value for each slot, and not one for each pixel."""
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
-    mask = torch.tensor([[0, 1, 0], [1, 0, 0]])
-    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
-    assert layout.images_per_row(batch) == [2, 1]
-    second = layout.select(batch, [1])
-    assert second['pixel_attention_mask'].tolist() == [[1]]
-    assert torch.equal(second['pixel_values'], batch['pixel_values'][1:, :1])
-
-
-def test_slots_without_a_mask():
-    """Empty slots hold only zeros."""
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
-    pixels = torch.rand(2, 3, 3, 2, 2)
-    pixels[0, 2] = 0.0
-    pixels[1, 1:] = 0.0
-    batch = text_batch([3, 2], pixel_values=pixels)
-    assert layout.images_per_row(batch) == [2, 1]
-    second = layout.select(batch, [1])
-    assert torch.equal(second['pixel_values'], pixels[1:, :1])
+@pytest.mark.parametrize('form', ['mask of pixels', 'mask of images, as in Granite Docling', 'empty slots are zeros'])
+def test_empty_slot_before_image_is_kept(form):
+    """Empty slots after the last image are cut off."""
+    is_image = torch.tensor([[0, 1, 0], [1, 0, 0]])  # (rows, slots)
+    is_pixel = is_image[:, :, None, None].expand(2, 3, 4, 4)
+    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 4, 4))
+    if form == 'mask of pixels':
+        batch['pixel_attention_mask'] = is_pixel
+    elif form == 'empty slots are zeros':
+        batch['pixel_values'] *= is_pixel[:, :, None]
+    else:
+        batch['pixel_attention_mask'] = is_image
+    assert SLOT_LAYOUT.images_per_row(batch) == [2, 1]
+    for rows, num_slots in (([0], 2), ([1], 1), ([1, 0], 2)):
+        part = SLOT_LAYOUT.select(batch, rows)
+        for key in batch.keys() & {'pixel_values', 'pixel_attention_mask'}:
+            assert torch.equal(part[key], batch[key][rows, :num_slots])
+        assert part['pixel_values'].is_contiguous(), 'the model views rows and slots as one dimension'
 
 
 def test_mask_of_slots_stays_boolean():
     """A batch without images is joined with one whose mask of pixels is boolean."""
-    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     with_image = text_batch([3], pixel_values=torch.rand(1, 1, 3, 2, 2), pixel_attention_mask=mask)
     with_image['tile_fine_mask'] = torch.tensor([True])  # of the rows
-    joined = layout.concat([with_image, text_batch([2])])
+    joined = SLOT_LAYOUT.concat([with_image, text_batch([2])])
     assert joined['pixel_attention_mask'].dtype == torch.bool
     assert joined['tile_fine_mask'].tolist() == [True, False]
-    assert layout.images_per_row(joined) == [1, 0]
+    assert SLOT_LAYOUT.images_per_row(joined) == [1, 0]
 
 
 def test_videos_go_with_their_rows():
+    """The images have 4 and 8 patches, the videos 8, 4 and 12: the products of their time, height and width."""
     batch = three_rows(
         num_images=[1, 0, 1],
         num_videos=[0, 2, 1],
@@ -611,14 +574,16 @@ def test_videos_go_with_their_rows():
     )
     assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
     part = QWEN_LAYOUT.select(batch, [2, 1])
-    assert numbers_of(part['pixel_values']) == list(range(4, 12))
-    assert numbers_of(part['pixel_values_videos']) == [*range(12, 24), *range(12)]
+    second_image = list(range(4, 12))
+    first_videos, last_video = list(range(12)), list(range(12, 24))
+    assert numbers_of(part['pixel_values']) == second_image
+    assert numbers_of(part['pixel_values_videos']) == last_video + first_videos
     assert part['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
     without_image = QWEN_LAYOUT.select(batch, [1])
     assert 'pixel_values' not in without_image
     assert 'image_grid_thw' not in without_image
     batch['num_videos'] = [0, 1, 1]
-    with pytest.raises(ValueError, match=r'which of 3 videos .* `num_videos`=\[0, 1, 1\]. Carry `num_videos`'):
+    with pytest.raises(ValueError, match=r'3 videos .*`num_videos`=\[0, 1, 1\].*Carry `num_videos`'):
         QWEN_LAYOUT.select(batch, [1])
 
 
@@ -644,36 +609,34 @@ def test_patches_without_grid_are_refused():
 # Rows without ids.
 
 
-@pytest.fixture(scope='module')
-def whisper():
-    return whisper_model().eval()
+WHISPER_BATCH = {
+    'input_features': torch.rand(3, 8, 16),
+    'labels': torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]]),
+    'sample_ids': ['a', 'b', 'c'],
+}
+for_each_whisper_layout = pytest.mark.parametrize(
+    'layout',
+    [BatchLayout.for_model(SimpleNamespace(model_type='whisper')), BatchLayout.infer(WHISPER_BATCH)],
+    ids=['of the model', 'inferred'],
+)
 
 
-@pytest.fixture
-def whisper_batch():
-    labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
-    return {'input_features': torch.rand(3, 8, 16), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
+@for_each_whisper_layout
+def test_rows_without_ids_keep_their_width(layout):
+    assert layout.num_rows(WHISPER_BATCH) == 3
+    assert layout.width(WHISPER_BATCH) == 4
+    assert describe(layout, WHISPER_BATCH).lengths == [4, 4, 4]
+    assert layout.media_per_row(WHISPER_BATCH) == [0, 0, 0]
+    assert padding_side(WHISPER_BATCH) == 'right'
+    assert layout.trim(WHISPER_BATCH).keys() == WHISPER_BATCH.keys()
 
 
-@pytest.fixture(params=['of the model', 'inferred'])
-def whisper_layout(request, whisper, whisper_batch):
-    return BatchLayout.infer(whisper_batch) if request.param == 'inferred' else BatchLayout.for_model(whisper)
-
-
-def test_rows_without_ids_keep_their_width(whisper_layout, whisper_batch):
-    assert whisper_layout.num_rows(whisper_batch) == 3
-    assert whisper_layout.width(whisper_batch) == 4
-    assert describe(whisper_layout, whisper_batch).lengths == [4, 4, 4]
-    assert whisper_layout.media_per_row(whisper_batch) == [0, 0, 0]
-    assert padding_side(whisper_batch) == 'right'
-    assert whisper_layout.trim(whisper_batch).keys() == whisper_batch.keys()
-
-
-def test_labels_without_ids_are_padded(whisper_layout, whisper_batch):
-    wide, narrow = whisper_layout.split(whisper_batch, [[2, 0], [1]])
+@for_each_whisper_layout
+def test_labels_without_ids_are_padded(layout):
+    wide, narrow = layout.split(WHISPER_BATCH, [[2, 0], [1]])
     narrow['labels'] = narrow['labels'][:, :2]
-    joined = whisper_layout.concat([narrow, wide])
-    assert joined['labels'].tolist() == whisper_batch['labels'][[1, 2, 0]].tolist()
+    joined = layout.concat([narrow, wide])
+    assert torch.equal(joined['labels'], WHISPER_BATCH['labels'][[1, 2, 0]])
 
 
 def test_batch_without_any_text():

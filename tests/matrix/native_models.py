@@ -55,23 +55,28 @@ class NativeModel(ComposerModel):
         return outputs['loss']
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        return outputs if outputs is not None else self(batch)
+        return self(batch) if outputs is None else outputs
 
 
 class Terms(ComposerModel):
-    """A Llama whose loss is a function of the losses of its tokens: ``of(losses, counts, training)``."""
+    """A Llama whose loss is a function of the losses of its tokens.
 
-    def __init__(self, of: Callable[..., Any]) -> None:
+    Args:
+        loss_of: ``loss_of(losses, counted, training)``, with the results of :func:`losses_of_tokens` and
+            :func:`has_loss`, and whether the model is in training mode.
+    """
+
+    def __init__(self, loss_of: Callable[..., Any]) -> None:
         super().__init__()
         self.model = LLAMA.model('large').model
-        self.of = of
+        self.loss_of = loss_of
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
         return self.model(batch['input_ids'], batch['attention_mask']).logits
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         labels = batch['labels']
-        return self.of(losses_of_tokens(outputs, labels), has_loss(labels), self.training)
+        return self.loss_of(losses_of_tokens(outputs, labels), has_loss(labels), self.training)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs
@@ -88,17 +93,19 @@ def losses_of_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
     return losses.view(len(labels), -1)
 
 
-def by_token(losses, counted, *_):
-    return losses.sum() / counted.sum().clamp(min=1)
+def by_token(losses, counted, training=True):
+    count = counted.sum().clamp(min=1)
+    return losses.sum() / count
 
 
-def by_row(losses, counted, *_):
+def by_row(losses, counted, training=True):
     sums = losses.sum(dim=1)
     counts = counted.sum(dim=1).clamp(min=1)
-    return (sums / counts).mean()
+    means = sums / counts
+    return means.mean()
 
 
-def squares(losses, counted, *_):
+def squares(losses, counted, training=True):
     return by_token(losses.square(), counted)
 
 
@@ -112,7 +119,8 @@ def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Divides by the number of all positions, also padding."""
-    return next_token_loss(logits, labels, reduction='sum') / labels.numel()
+    total = next_token_loss(logits, labels, reduction='sum')
+    return total / labels.numel()
 
 
 def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -127,8 +135,8 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Averages two terms over the same tokens."""
     predictions = logits[:, :-1][has_loss(labels)]
-    z_loss = predictions.logsumexp(dim=-1).square().mean()
-    return causal(logits, labels) + Z_WEIGHT * z_loss
+    z_losses = predictions.logsumexp(dim=-1).square()
+    return causal(logits, labels) + Z_WEIGHT * z_losses.mean()
 
 
 def fused(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,17 @@ from tests.support.weights import column, weighted_gradients
 
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
 UNSHIFTED = ('bert', 't5')
+MICROBATCH_SIZE = 2
 
 
 def weighted(token_weights, **options):
-    """Returns the options of ``measure`` for token weights, and the reference for them."""
+    """Returns the options of ``measure`` for token weights, and the reference for them.
+
+    Takes the options of :func:`tests.support.weights.weighted_losses`.
+    """
     return {
-        'algorithms': [TokenAccumulation(token_weights=token_weights, **options)],
-        'reference': partial(weighted_gradients, token_weights=token_weights),
+        'algorithms': [TokenAccumulation(token_weights=token_weights)],
+        'reference': partial(weighted_gradients, token_weights=token_weights, **options),
     }
 
 
@@ -54,53 +57,43 @@ def test_weighted_families_are_exact_or_refused(family, token_weights, side, pac
     subject = SUBJECTS[family]
     batch = subject.batch(1, side=side)
     weighted_batch = {**batch, 'loss_weights': column(batch)}
-    shift = 0 if family in UNSHIFTED else 1
-    options = weighted(token_weights)
-    options['reference'] = partial(options['reference'], shift=shift)
-    outcome = measure(subject.model('large'), weighted_batch, 2, packing=packing, **options)
+    options = weighted(token_weights, shift=0 if family in UNSHIFTED else 1)
+    outcome = measure(subject.model('large'), weighted_batch, MICROBATCH_SIZE, packing=packing, **options)
     if outcome.kind == 'exact':
         return
     # Only a packed batch may be refused, and only if it is refused without weights too.
     assert packing, outcome
     assert outcome.kind == 'refused', outcome
-    assert measure(subject.model('large'), batch, 2, packing=True).kind == 'refused'
+    assert measure(subject.model('large'), batch, MICROBATCH_SIZE, packing=True).kind == 'refused'
 
 
-CHECKED_LOSSES = [(loss, 'always', True) for loss in LOSSES]
-CHECKED_LOSSES += [('causal', 'eval', True), ('fused', 'never', True)]
-UNCHECKED_LOSSES = [
-    ('causal', 'always', False),
-    ('unshifted', 'always', False),
-    ('per row', 'always', False),
-    ('label smoothing', 'always', False),
-    ('fused', 'never', False),
-]
+def weighted_batch_of_text():
+    batch = collate(text_rows(SHAPE))
+    return {**batch, 'loss_weights': column(batch)}
 
 
-@pytest.mark.parametrize(('loss', 'logits', 'check_loss'), CHECKED_LOSSES + UNCHECKED_LOSSES)
+# How the reference computes losses of tokens that are not plain shifted cross-entropies.
+REFERENCE_OPTIONS = {
+    'unshifted': {'shift': 0},
+    'label smoothing': {'label_smoothing': SMOOTHING},
+    'z-loss': {'z_weight': Z_WEIGHT},
+}
+CASES = [(loss, 'always', True) for loss in LOSSES]
+CASES += [(loss, 'always', False) for loss in ('causal', 'unshifted', 'per row', 'label smoothing')]
+CASES += [('causal', 'eval', True), ('fused', 'never', True), ('fused', 'never', False)]
+
+
+@pytest.mark.parametrize(('loss', 'logits', 'check_loss'), CASES)
 def test_loss_is_exact_or_refused(loss, logits, check_loss):
     """Weights are applied to losses that the package computes from the logits, so it needs them in training."""
+    algorithm_options = {}
+    if not check_loss:
+        rule = 'unshifted' if loss == 'unshifted' else 'causal'
+        algorithm_options = {'check_loss': False, 'loss_tokens': rule}
+    algorithm = TokenAccumulation(token_weights='column', **algorithm_options)
+    reference = partial(weighted_gradients, token_weights='column', **REFERENCE_OPTIONS.get(loss, {}))
     model = NativeModel(loss, logits=logits)
-    batch = collate(text_rows(SHAPE))
-    batch['loss_weights'] = column(batch)
-    rule = 'unshifted' if loss == 'unshifted' else 'causal'
-    if check_loss:
-        options = weighted('column')
-    else:
-        options = weighted('column', check_loss=False, loss_tokens=rule)
-    reference = partial(
-        options.pop('reference'),
-        shift=0 if rule == 'unshifted' else 1,
-        label_smoothing=SMOOTHING if loss == 'label smoothing' else 0.0,
-        z_weight=Z_WEIGHT if loss == 'z-loss' else 0.0,
-    )
-
-    def reference_with_logits(model: Any, batch: Any) -> Any:
-        model = copy.deepcopy(model)
-        model.logits = 'always'
-        return reference(model, batch)
-
-    outcome = measure(model, batch, 2, reference=reference_with_logits, **options)
+    outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, algorithms=[algorithm], reference=reference)
     is_exact = loss in MEANS_OVER_TOKENS and logits == 'always'
     assert outcome.kind == ('exact' if is_exact else 'refused'), outcome
 
@@ -147,10 +140,8 @@ class Copying(NativeModel):
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
 def test_copied_logits_are_weighted(token_weights, caplog):
     model = Copying('causal')
-    batch = collate(text_rows(SHAPE))
-    batch['loss_weights'] = column(batch)
     with caplog.at_level('INFO', logger='composer_tokacc'):
-        outcome = measure(model, batch, 2, **weighted(token_weights))
+        outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, **weighted(token_weights))
     assert outcome.kind == 'exact', outcome
     assert 'not measured in training' not in caplog.text
 
@@ -159,8 +150,6 @@ def test_copied_logits_are_weighted(token_weights, caplog):
 def test_ways_to_write_token_means(token_mean):
     """The loss may use all positions, some of them, pieces of them, or the same one twice."""
     model = NativeModel(token_mean)
-    batch = collate(text_rows(SHAPE))
-    assert measure(model, batch, 2).kind == 'exact'
-    weighted_batch = {**batch, 'loss_weights': column(batch)}
-    outcome = measure(model, weighted_batch, 2, **weighted('column'))
+    assert measure(model, collate(text_rows(SHAPE)), MICROBATCH_SIZE).kind == 'exact'
+    outcome = measure(model, weighted_batch_of_text(), MICROBATCH_SIZE, **weighted('column'))
     assert outcome.kind == 'exact', outcome

@@ -32,9 +32,12 @@ def processor_name(model_type: str, modality: str) -> str | None:
     if modality == 'image' and settings.proteins:
         return 'none, made here'
     names = _CLASS_NAMES[modality].get(settings.like or model_type) or {}
-    if isinstance(names, tuple):  # (slow, fast) up to transformers 4
-        return names[1] or names[0]
-    return names if isinstance(names, str) else names.get('torchvision') or names.get('pil')
+    if isinstance(names, tuple):  # up to transformers 4
+        slow_name, fast_name = names
+        return fast_name or slow_name
+    if isinstance(names, str):
+        return names
+    return names.get('torchvision') or names.get('pil')
 
 
 def small_processor(model_type: str, modality: str, config: Any = None, **settings: Any) -> Any:
@@ -65,15 +68,20 @@ def small_processor(model_type: str, modality: str, config: Any = None, **settin
 
 def _small_sounds(name: str, config: Any) -> dict[str, int]:
     settings = {}
-    numbers_of_bins = [MEL] if config is None else []
-    for part in ('audio_config', 'encoder_config'):
-        audio_config = getattr(config, part, None)
-        numbers_of_bins += [getattr(audio_config, key, 0) for key in ('num_mel_bins', 'feature_size')]
-    if MEL in numbers_of_bins:
+    if config is None or _has_small_number_of_bins(config):
         settings['feature_size'] = MEL
     if 'Whisper' in name:
         settings['chunk_length'] = 1
     return settings
+
+
+def _has_small_number_of_bins(config: Any) -> bool:
+    for part in ('audio_config', 'encoder_config'):
+        audio_config = getattr(config, part, None)
+        for key in ('num_mel_bins', 'feature_size'):
+            if getattr(audio_config, key, 0) == MEL:
+                return True
+    return False
 
 
 _SIZE_KEYS = ('size', 'crop_size', 'max_image_size', 'image_size', 'high_res_size', 'tile_size_dict')
@@ -94,8 +102,10 @@ _SMALL = {
 def _small(key: str, value: Any) -> Any:
     """Returns a setting of an image processor for small images; None: the setting stays."""
     if key in _SIZE_KEYS and isinstance(value, dict):
-        is_area = max(size or 0 for size in value.values()) > 3000
-        sizes = {'shortest_edge': 64 if is_area else IMAGE, 'longest_edge': 512 if is_area else 2 * IMAGE}
+        sizes = {'shortest_edge': IMAGE, 'longest_edge': 2 * IMAGE}
+        largest = max(size or 0 for size in value.values())
+        if largest > 3000:  # numbers of pixels in place of edges
+            sizes = {'shortest_edge': _SMALL['min_pixels'], 'longest_edge': _SMALL['max_pixels']}
         return {name: sizes.get(name, IMAGE) for name in value}
     if key == 'patch_size' and isinstance(value, dict):
         return dict.fromkeys(value, PATCH)

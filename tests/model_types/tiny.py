@@ -18,10 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.model_types.exceptions import CONFIGS
 
-VOCABULARY, FIRST_MARK = 160, 100
+VOCABULARY = 160
+FIRST_MARK = 100
 """Ids of words are 4 to 99; those that the config names follow."""
-HIDDEN, HEAD, PATCH, IMAGE, MEL = 32, 16, 4, 16, 16
+HIDDEN = 32
+HEAD = 16
+PATCH = 4
+IMAGE = 16
+MEL = 16
 
+# By patterns of their names; the first that fits decides.
 SIZES: Mapping[str, int] = {
     r'pos_emb_.*': 8,
     r'patch_embed_hidden_size': 48,
@@ -67,20 +73,19 @@ PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 ROPE = 'rope_scaling' if transformers.__version__.startswith('4.') else 'rope_parameters'
 _NUM_LAYERS = ('num_hidden_layers', 'num_layers', 'n_layer')
 _SPELLINGS = {
-    'pad': ('<pad>',),
     'bos': ('<s>',),
     'eos': ('</s>',),
-    'image': ('<image>', '<|image_pad|>', '<|image|>', '<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
-    'video': ('<video>', '<|video_pad|>', '<|VIDEO|>'),
+    'image': ('<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
+    'video': ('<|VIDEO|>',),
     'audio': ('<|AUDIO|>',),
-    'vision_start': ('<|vision_start|>', '<|vision_bos|>'),
-    'vision_end': ('<|vision_end|>', '<|vision_eos|>'),
+    'vision_start': ('<|vision_bos|>',),
+    'vision_end': ('<|vision_eos|>',),
     'audio_start': ('<|audio_bos|>',),
     'audio_end': ('<|audio_eos|>',),
-    'boi': ('<start_of_image>', '<|boi|>'),
-    'eoi': ('<end_of_image>', '<|eoi|>'),
+    'boi': ('<start_of_image>',),
+    'eoi': ('<end_of_image>',),
 }
-"""How tokenizers write the tokens that a config names, such as ``image_token_id``. Others are written ``<name>``."""
+"""How some tokenizers write what a config names. Others write ``<image>``, ``<|image|>`` or ``<|image_pad|>``."""
 PART_CLASSES = {'qwen2_5_omni_thinker': transformers.Qwen2_5OmniThinkerConfig}
 _SIZES_THAT_MAY_STAY = ('position_embedding_size', 'vocab_size')
 _OF_CHECKPOINTS = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
@@ -123,7 +128,7 @@ def _set_token_ids(config: PretrainedConfig, tokenizer: Any) -> None:
             part.vocab_size = len(tokenizer)
         for key in list(vars(part)):
             name = key.removesuffix('_id').removesuffix('_index').removesuffix('_token')
-            for token in _SPELLINGS.get(name, (f'<{name}>',)):
+            for token in (f'<{name}>', f'<|{name}|>', f'<|{name}_pad|>', *_SPELLINGS.get(name, ())):
                 if key.endswith(('_token_id', '_token_index')) and token in vocabulary:
                     setattr(part, key, vocabulary[token])
 
@@ -161,14 +166,18 @@ def _shrink(values: dict[Any, Any], ids: dict[int, int]) -> None:
     values.pop('per_layer_config', None)
     layer_lists = _layer_lists(values)
     # One layer of each kind, and at least two.
-    num_layers = max([2, *(len(set(kinds)) for kinds in layer_lists.values() if isinstance(kinds[0], str))])
+    num_layers = 2
+    for kinds in layer_lists.values():
+        if isinstance(kinds[0], str):
+            num_layers = max(num_layers, len(set(kinds)))
     for name, value in values.items():
         if isinstance(value, dict):
             if name not in ('id2label', 'label2id'):
                 _shrink(value, ids)
         elif name in layer_lists:
-            kinds = list(dict.fromkeys(value))
-            values[name] = (kinds + kinds[-1:] * num_layers)[:num_layers]
+            each_once = list(dict.fromkeys(value))
+            num_missing = num_layers - len(each_once)
+            values[name] = each_once[:num_layers] + each_once[-1:] * num_missing
         elif isinstance(value, (list, tuple)):
             values[name] = _small_list(name, value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -196,7 +205,8 @@ def _small_list(name: str, value: Any) -> Any:
     if name == 'patch_size':
         return [PATCH] * len(value)
     if name == 'mrope_section':  # half of a head, for time, height and width
-        return [HEAD // 2 - 2 * (HEAD // 6), HEAD // 6, HEAD // 6]
+        height = width = HEAD // 6
+        return [HEAD // 2 - height - width, height, width]
     return value
 
 

@@ -94,12 +94,9 @@ def test_router_loss_has_no_token_weights(tmp_path, monkeypatch):
     assert verify.main([*settings(tmp_path, 'qwen3_5_moe', weighted), '--rows', '2']) == 0
 
 
-EXPERTS_OF_GEMMA = CHECKPOINTS['gemma4_moe'][2]
-
-
 @pytest.mark.parametrize(
     ('model_type', 'text_settings', 'runs_per_video'),  # runs of placeholders: one a frame in Gemma
-    [('qwen3_5', {}, 2), ('gemma4', EXPERTS_OF_GEMMA, 4)],
+    [('qwen3_5', {}, 2), ('gemma4', CHECKPOINTS['gemma4_moe'].text_settings, 4)],
     ids=['qwen3_5', 'gemma4_moe'],
 )
 def test_two_ranks_are_sharded_or_packed(model_type, text_settings, runs_per_video, tmp_path):

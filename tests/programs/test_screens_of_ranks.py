@@ -33,21 +33,10 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 1, **arguments}
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
-    command = [
-        Path(sys.executable).with_name('composer'),
-        '-n',
-        '2',
-        '-m',
-        'composer_tokacc.train',
-        path,
-        *TINY_DIGITS,
-        UNCHECKED,
-        'dataset.eval=null',
-        f'report.folder={folder}',
-        *overrides,
-    ]
+    launcher = str(Path(sys.executable).with_name('composer'))
+    settings = [*TINY_DIGITS, UNCHECKED, 'dataset.eval=null', f'report.folder={folder}', *overrides]
     process = subprocess.Popen(
-        list(map(str, command)),
+        [launcher, '-n', '2', '-m', 'composer_tokacc.train', str(path), *settings],
         cwd=ROOT,
         # Unbuffered, so that the launcher says at once that it waits.
         env={**environment(), 'PYTHONUNBUFFERED': '1'},
@@ -78,7 +67,7 @@ def errors(lines: list[str]) -> list[str]:
 def test_bad_sample_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=True)
     assert status in (2, ENDED_BY_LAUNCHER)
-    assert not any('Traceback' in line for line in lines)
+    assert 'Traceback' not in '\n'.join(lines)
     assert errors(lines) == ['error: sample "s7" cannot be read']
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the exchanging loader. Returns what each rank gets in each step, and errors."""
+"""Under the composer launcher: the exchanging loader. Returns the rows of each rank in each step, and errors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def build(dataset: Any, **options: Any) -> ExchangingDataLoader:
 
 
 def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
-    """Returns what ranks read and computed in two epochs of a map-style dataset with a DistributedSampler."""
+    """Returns the samples that ranks read and computed in two epochs, with a DistributedSampler."""
     dataset = LengthDataset(EPOCH)
     sampler = dist.get_sampler(dataset, shuffle=True, seed=3)
     loader = build(dataset, sampler=sampler, **options)
@@ -90,12 +90,12 @@ def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
         batches = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
         batches_of_ranks = dist.all_gather_object(batches)
         # The samples that the sampler repeats for the last ranks are read, but neither exchanged nor computed.
-        known_samples: set[int] = set()
+        earlier_samples: set[int] = set()
         new_samples_of_steps = []
         for batches_of_step in zip(*batches_of_ranks, strict=True):
-            new_samples = set(chain.from_iterable(batches_of_step)) - known_samples
-            known_samples |= new_samples
-            new_samples_of_steps.append(sorted(new_samples))
+            samples_of_step = set(chain.from_iterable(batches_of_step))
+            new_samples_of_steps.append(sorted(samples_of_step - earlier_samples))
+            earlier_samples |= samples_of_step
         epochs.append({'read': new_samples_of_steps, 'steps': rows_of_steps(loader), 'length': len(loader)})
     return epochs
 
@@ -114,20 +114,19 @@ def first_names_amid_training() -> list[list[int]]:
 
     So it may be with a thread that reads ahead.
     """
-    begins_training = dist.get_global_rank() != 0
     loader = build(SamplesOfRank())
     dist.barrier()
     value = torch.ones(1)
-    work = None
-    if begins_training:
+    if dist.get_global_rank() == 0:
+        batch = next(iter(loader))
         work = torch.distributed.all_reduce(value, async_op=True)
-    batch = next(iter(loader))
-    names = [int(name) for name in batch['sample_ids']]
-    if work is None:
+    else:
         work = torch.distributed.all_reduce(value, async_op=True)
+        batch = next(iter(loader))
     assert work is not None
     work.wait()
     assert int(value) == dist.get_world_size()
+    names = [int(name) for name in batch['sample_ids']]
     return dist.all_gather_object(names)
 
 

@@ -20,10 +20,9 @@ STRATEGIES = ('FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD')
 
 
 def main() -> dict[str, Any]:
-    """Returns the norm without FSDP, and what the monitor measures under each strategy."""
+    """Returns the norm without FSDP, and the monitor's norm under each strategy."""
     torch.manual_seed(0)
-    inner = torch.nn.Linear(5, 3)
-    model = torch.nn.Sequential(torch.nn.Linear(7, 5), inner)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
     rows = torch.randn(4, 7)
     # The frozen layer is larger than the trained one, so no shard of the second rank is trained.
     part_frozen = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 40))
@@ -46,7 +45,7 @@ def plain_norm(model: torch.nn.Module, rows: torch.Tensor) -> float:
 
 
 def sharded_norm(model: torch.nn.Sequential, rows: torch.Tensor, strategy: str) -> float:
-    """Returns the norm of the gradient. The second layer is a unit of its own inside of the outer unit."""
+    """Returns the norm of the gradient. The second layer is a separate unit inside the outer one."""
     options: dict[str, Any] = {
         'sharding_strategy': ShardingStrategy[strategy],
         'use_orig_params': True,

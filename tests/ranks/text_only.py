@@ -26,7 +26,7 @@ from tests.support.training import each_run, fit, rank_share, relative_error, sa
 
 
 class AddedRows(Callback):
-    """Records how many rows of each microbatch of each step are no samples."""
+    """Records how many rows were added to each microbatch of each step."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -49,7 +49,7 @@ def run(
     equal_counts: bool | str = 'auto',
     **options: Any,
 ) -> dict[str, Any]:
-    """Runs a Trainer. Returns errors, a hash of the last parameters, and the rows that are no samples.
+    """Runs a Trainer. Returns errors, a hash of the last parameters, and the numbers of added rows.
 
     Args:
         family: Name of a subject.

@@ -108,17 +108,16 @@ def test_other_epoch_than_the_saved_one(unbroken):
 def test_looks_in_mid_epoch(stays_open, loop, unbroken):
     """Looks after steps, or one look that began before the run and goes on."""
     run = Run(loop)
-    look = iter(run.loader)
+    open_look = iter(run.loader)
     if stays_open:
-        next(look)
-    for position, step in enumerate(run.steps(), start=1):
-        assert step == unbroken[position - 1]
+        next(open_look)
+    for position, (step, expected) in enumerate(zip(run.steps(), unbroken, strict=True), start=1):
+        assert step == expected
         if not stays_open and position in places_to_look(loop):
             run.look()
         state = run.loader.state_dict()
         assert steps_after('sampler', state) == unbroken[position:]
         assert state == run.loader.state_dict()
-    assert position == len(unbroken)
 
 
 @pytest.mark.parametrize('loop', ['sampler', 'loader', 'persistent workers'])
@@ -128,8 +127,8 @@ def test_epoch_set_too_early(loop, unbroken):
     for epoch in range(NUM_EPOCHS):
         run.sampler.set_epoch(epoch)
         for batch in run.loader:
+            assert (epoch, run.samples(batch)) == unbroken[position]
             position += 1
-            assert (epoch, run.samples(batch)) == unbroken[position - 1]
             run.sampler.set_epoch(epoch + 1)
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
             if epoch + 1 < NUM_EPOCHS and position in places_to_look(loop):
@@ -140,13 +139,15 @@ def test_epoch_set_too_early(loop, unbroken):
 @pytest.mark.parametrize('loop', LOOPS)
 def test_epoch_that_is_left_early(loop, unbroken):
     run = Run(loop)
-    for position, _ in enumerate(run.steps(), start=1):
-        if position == 6:
-            break
+    in_second_epoch = BATCHES + 2
+    steps = run.steps()
+    for _ in range(in_second_epoch):
+        next(steps)
+    steps.close()
     run.look()
-    assert steps_after(loop, run.loader.state_dict()) == unbroken[6:]
+    assert steps_after(loop, run.loader.state_dict()) == unbroken[in_second_epoch:]
     run.sampler.set_epoch(2)
-    assert steps_after(loop, run.loader.state_dict()) == unbroken[8:]
+    assert steps_after(loop, run.loader.state_dict()) == unbroken[2 * BATCHES :]
 
 
 @pytest.mark.parametrize('loop', LOOPS)

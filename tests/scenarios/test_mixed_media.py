@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Images, videos and text mixed in a global batch: whatever a rank has of them, no hang, and the exact gradient."""
+"""Images, videos and text mixed in a global batch: no rank hangs, and the gradient is exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.support.families import MEDIA, SLOT_MEDIA
 from tests.support.launch import launch_json
 
 SCRIPT = 'tests/ranks/mixed_media.py'
-# What each of two ranks has, step by step: images alone, videos alone, both, none; and nobody has any.
+# The rows of each of two ranks, step by step: `+` separates rows, `&` the media of one row. In the fourth step nobody
+# has media.
 PAIRS = [
     ['image+none', 'video+video'],
     ['none+none', 'image&video+image'],
@@ -25,8 +26,8 @@ PAIRS = [
 ]
 SOUNDS = [['audio+none', 'none+none'], ['none+none', 'audio+audio'], ['none', 'none+none'], ['audio', 'audio+none']]
 ALL_KINDS = [['audio+none', 'video'], ['image&video&audio', 'none'], ['none', 'audio'], ['image+audio', 'video']]
-# Its processor takes no image beside a video.
-APART = [step for step in PAIRS if not any('&' in kinds for kinds in step)]
+# For a processor that takes no row with both an image and a video.
+APART = [step for step in PAIRS if '&' not in ' '.join(step)]
 
 
 def allowed(round_off):
@@ -62,7 +63,7 @@ def test_two_ranks_of_ddp():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('ranks', [4])
+@pytest.mark.parametrize('ranks', [4])  # tests/conftest.py sorts by this parameter
 def test_four_ranks_each_with_something_else(ranks):
     kinds = ['image+none', 'video', 'none+none', 'image&video+video']
     # The second step brings the first padding, which is looked at between the gradients and the optimizer.

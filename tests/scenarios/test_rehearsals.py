@@ -23,7 +23,7 @@ TINY = [setting for setting in TINY_DIGITS if not setting.startswith(('scheduler
 
 def arguments(folder: Path, steps: int) -> list[str]:
     config = yaml.safe_load(Path(DIGITS).read_text())
-    # Plain gradient descent: Adam makes much of the round-off of gradients that are nearly nothing.
+    # Plain gradient descent, because Adam amplifies the round-off of gradients near 0.
     config |= {'optimizer': {'name': 'sgd', 'lr': 0.1}, 'scheduler': {'name': 'constant'}}
     config['trainer'] |= {
         'max_duration': f'{steps}ba',
@@ -50,7 +50,7 @@ def weights_of(folder: Path) -> dict:
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']['model']
 
 
-# Of the session, as tests of other files lie between those of two and of four ranks.
+# Kept for the session, because tests of other files run between the tests of two and of four ranks.
 @pytest.fixture(scope='session')
 def one_rank(tmp_path_factory):
     """The folders of two steps and of four, by their number."""
@@ -87,13 +87,13 @@ def test_two_nodes_train_as_one_rank(one_rank, tmp_path):
     torch.testing.assert_close(weights_of(tmp_path), weights_of(one_rank[4]), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize('ranks', [2, 4])
-def test_fsdp2_trains_as_one_rank(ranks, one_rank, two_sharded_ranks):
-    """Of eight samples a step some ranks have text alone; the checkpoint is in parts."""
+@pytest.mark.parametrize(('ranks', 'steps'), [(2, 2), (4, 4)])
+def test_fsdp2_trains_as_one_rank(ranks, steps, one_rank, two_sharded_ranks):
+    """Two ranks make two steps. Four ranks resume from their checkpoint. Some ranks have only text in a step."""
     folder, result = two_sharded_ranks
     if ranks == 4:
-        result = train_sharded(folder, steps=4, ranks=4)
+        result = train_sharded(folder, steps=steps, ranks=ranks)
         assert result['first_step'] == 2
-    expected = result_of(one_rank[ranks])  # after as many steps as ranks
+    expected = result_of(one_rank[steps])
     assert result['loss']['last'] == pytest.approx(expected['loss']['last'], rel=1e-5)
     assert eval_loss_of(result) == pytest.approx(eval_loss_of(expected), rel=1e-5)

@@ -19,7 +19,7 @@ import importlib.util
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -142,7 +142,13 @@ class SampleEncoder:
         return dict(self.tokenizer(text=texts, text_pair=ended, return_token_type_ids=True, **options))
 
     def _text(self, sample: Sample) -> str:
-        texts = [piece if isinstance(piece, str) else self.family.texts[piece[0]] for piece in sample.pieces]
+        texts = []
+        for piece in sample.pieces:
+            if isinstance(piece, str):
+                texts.append(piece)
+            else:
+                modality, _ = piece
+                texts.append(self.family.texts[modality])
         return ' '.join(texts)
 
     def _media(self, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -150,9 +156,12 @@ class SampleEncoder:
         arguments: dict[str, Any] = {}
         for modality, argument in (('image', 'images'), ('video', 'videos'), ('audio', 'audio')):
             media = [sample.media(modality) for sample in samples]
-            if any(media):
-                is_nested = modality == 'image' and self.family.nested_images
-                arguments[argument] = media if is_nested else list(chain.from_iterable(media))
+            if not any(media):
+                continue
+            if modality == 'image' and self.family.nested_images:
+                arguments[argument] = media
+            else:
+                arguments[argument] = list(chain.from_iterable(media))
         if self.family.video_metadata and 'videos' in arguments:
             times = []
             for frames in arguments['videos']:
@@ -225,12 +234,14 @@ class _Drawing:
     def samples(self, plan: Plan) -> list[Sample]:
         """Returns a sample for each row of a plan."""
         samples = []
-        for pieces in plan:
-            drawn: list[Any] = []
-            for piece in pieces:
-                drawn.append(self._words(piece) if isinstance(piece, int) else (piece, self._media(piece)))
-            answer = drawn.pop()
-            samples.append(Sample(pieces=drawn, answer=answer))
+        for *question, num_answer_words in plan:
+            pieces: list[Any] = []
+            for piece in question:
+                if isinstance(piece, int):
+                    pieces.append(self._words(piece))
+                else:
+                    pieces.append((piece, self._media(piece)))
+            samples.append(Sample(pieces=pieces, answer=self._words(num_answer_words)))
         return samples
 
     def _words(self, count: int) -> str:
@@ -243,7 +254,7 @@ class _Drawing:
             return Image.frombytes('RGB', (width, height), self.rng.randbytes(3 * width * height))
         noise = np.random.default_rng(self.rng.randrange(1000))
         if modality == 'audio':
-            # A tone of its own, because all noise sounds the same to a small encoder.
+            # Another tone each time, because all noise sounds the same to a small encoder.
             seconds = np.arange(self.rng.randrange(2000, 9000)) / 16000
             tone = np.sin(2 * np.pi * self.rng.randrange(200, 7000) * seconds)
             return (tone + 0.1 * noise.standard_normal(len(tone))).astype(np.float32)
@@ -325,7 +336,8 @@ def _image_case(name: str) -> Case:
 def _media_case(name: str) -> Case:
     case = _new_case(name, _FAMILIES[name].plan)
     if name == 'internvl':  # counts tiles
-        case = replace(case, truth=[{'image': len(row.get('pixel_values', ()))} for row in case.rows])
+        for index, row in enumerate(case.rows):
+            case.truth[index] = {'image': len(row.get('pixel_values', ()))}
     if name == 'smolvlm_video':  # its processor takes no other template for videos
         from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
@@ -355,12 +367,15 @@ def _new_case(name: str, plan: Plan) -> Case:
 
 
 def _kinds_of(counts: Mapping[str, int]) -> str:
-    return '&'.join(modality for modality in ('image', 'video', 'audio') if counts.get(modality)) or 'none'
+    modalities = [modality for modality in ('image', 'video', 'audio') if counts.get(modality)]
+    return '&'.join(modalities) or 'none'
 
 
 def _template(texts: Mapping[str, str]) -> str:
     """Returns a chat template that writes the text of each medium."""
-    branches = ''.join(f"{{% elif part['type'] == '{modality}' %}}{text} " for modality, text in texts.items())
+    branches = ''
+    for modality, text in texts.items():
+        branches += f"{{% elif part['type'] == '{modality}' %}}{text} "
     return (
         "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
         f"{{{{ part['text'] }}}} {branches}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"

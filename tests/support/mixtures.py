@@ -17,7 +17,7 @@ COEFFICIENT = 0.5
 
 
 def mixture_of_experts(model_type: str = 'mixtral', **settings: Any) -> Any:
-    """Returns a model of text in training mode. The settings are those of its config."""
+    """Returns a text model in training mode. Takes settings of its config."""
     config = tiny_config(model_type)
     config.update({'output_router_logits': True, 'router_aux_loss_coef': COEFFICIENT, **settings})
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
