@@ -144,7 +144,8 @@ def test_what_the_algorithm_costs():
 
 def test_token_weights():
     rows = results('token_weights')['rows']
-    assert table_of_weights(rows) in (ROOT / 'docs' / 'token_weights.md').read_text(), 'python -m benchmarks.token_weights --report'
+    page = (ROOT / 'docs' / 'token_weights.md').read_text()
+    assert table_of_weights(rows) in page, 'python -m benchmarks.token_weights --report'
     spreads = [row['spread'] for row in rows if row['host'] == 'ours']
     assert max(spreads) < 1 + 1e-5
     rows_of_one_rank = [row for row in rows if row['subject'] == 'mixture' and row['ranks'] == 1]
@@ -228,7 +229,8 @@ def test_logits_on_a_gpu(title, name):
 
 
 def test_formats_are_those_of_the_tests():
-    assert (ROOT / 'docs' / 'formats.md').read_text() == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
+    page = (ROOT / 'docs' / 'formats.md').read_text()
+    assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
 
 
 def test_families_of_the_matrix_are_counted():

@@ -249,6 +249,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     'numbers of images in a tensor': (step_with(num_images=torch.zeros(3, dtype=torch.long)), WORKS),
     'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
     'device_tflops that are a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
+    'sources of a monitor that are a word': (lambda: TokenMonitor(sources='files'), '`sources`'),
     'a dataloader that is a number': (lambda: token_data_spec(3), 'dataloader'),
     'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
     'the algorithm twice': (step(batch(), num_algorithms=2), 'once'),
