@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import socket
@@ -42,7 +43,7 @@ def test_killed_loader_process_is_named():
     fault = fault_of_machine(caught.value)
     del samples, caught  # and torch's memory of the process
     signal.signal(signal.SIGCHLD, handler)
-    assert fault.startswith('the processes that read samples ended during the run, got: ')
+    assert 'processes that read samples' in fault
     assert 'lower `loader.num_workers`' in fault
 
 
@@ -64,35 +65,40 @@ def test_errors_of_datasets_are_no_fault(num_workers):
 
 
 def test_open_files_up_to_the_limit():
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, limits[1]), limits[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     allow_open_files()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_full_disk_is_recognised():
+def caused_by(cause):
     error = RuntimeError('PytorchStreamWriter failed')
-    error.__cause__ = OSError(errno.ENOSPC, 'No space left on device')
-    assert 'No space left on device' in fault_of_machine(error)
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(
-    'error',
+    ('error', 'fault'),
     [
-        RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
-        OSError(errno.EMFILE, 'Too many open files'),
-        OSError(errno.ENOMEM, 'Cannot allocate memory'),
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-        RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),
-        RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'),
-        RuntimeError('Application timeout caused pair closure'),  # in a backward of DDP no frame is torch.distributed's
+        (caused_by(OSError(errno.ENOSPC, 'No space left on device')), 'the disk .* No space left on device'),
+        (RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'), 'the disk'),
+        (OSError(errno.EMFILE, 'Too many open files'), 'the limit of open files'),
+        (OSError(errno.ENOMEM, 'Cannot allocate memory'), 'enough memory'),
+        (OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 'file system'),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            'enough memory',
+        ),
+        (MemoryError(), 'enough memory'),
+        (RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'), 'processes that read samples'),
+        (RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'), 'another rank'),
+        # In a backward of DDP no frame is torch.distributed's.
+        (RuntimeError('Application timeout caused pair closure'), 'another rank'),
     ],
 )
-def test_faults_of_the_machine(error):
-    assert fault_of_machine(error)
+def test_faults_of_the_machine(error, fault):
+    assert re.search(fault, fault_of_machine(error))
 
 
 @pytest.mark.parametrize(
@@ -116,11 +122,11 @@ def test_error_in_a_handler_is_no_fault():
 
 
 def test_error_that_causes_itself():
+    """A user's code may raise an error from itself, or two errors from each other."""
     error = ValueError('a bug')
     error.__cause__ = error
     assert fault_of_machine(error) == ''
-    error.__cause__ = RuntimeError('another one')
-    error.__cause__.__cause__ = error
+    error.__cause__ = caused_by(error)
     assert fault_of_machine(error) == ''
 
 

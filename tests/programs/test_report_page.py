@@ -46,8 +46,11 @@ class Page(HTMLParser):
             if name in ('src', 'href'):
                 self.fetched.append(value)
             if name == 'points' and tag == 'polyline':
-                points = [point.split(',') for point in value.split()]
-                self.lines.append([(float(x), float(y)) for x, y in points])
+                line = []
+                for point in value.split():
+                    x, y = point.split(',')
+                    line.append((float(x), float(y)))
+                self.lines.append(line)
 
     def handle_data(self, data):
         if self.open_tags and self.open_tags[-1] == 'figcaption':
@@ -132,12 +135,15 @@ def test_single_value_has_a_mark(tmp_path):
     assert Page(path.read_text()).num_marks == 1
 
 
+def state_at(step):
+    return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
+
+
 def test_attributes_of_a_users_dataset_are_not_ours():
     """A dataset of the user may have attributes with the names of LlavaDataset's."""
     dataset = SimpleNamespace(skipped=['a'], fitted=True, datasets=None)
     parts = SimpleNamespace(train_dataset=dataset, eval_dataset=None)
-    state = SimpleNamespace(run_name='run', timestamp=Timestamp())
-    result = summarize(state, {}, parts, first_step=0, seconds=1.0)
+    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
     assert result['skipped'] == []
     assert result['fitted'] == []
 
@@ -150,49 +156,41 @@ def name_of_file(run: FinishedRun, file: Path) -> list[tuple[str, str]]:
 def test_report_gets_a_path(tmp_path):
     report = {'folder': str(tmp_path), 'name': f'{__name__}.name_of_file', 'file': 'folder/notes.txt'}
     parts = SimpleNamespace(train_dataset=None, eval_dataset=None, model=None, processor=None)
-    state = SimpleNamespace(run_name='run', timestamp=Timestamp())
-    result = summarize(state, {}, parts, first_step=0, seconds=1.0)
+    result = summarize(state_at(0), {}, parts, first_step=0, seconds=1.0)
     summary = write_report(TrainConfig(report=report), parts, result, {}, InMemoryLogger(), [])
     assert ['file', 'notes.txt'] in [line.split() for line in summary.splitlines()]
 
 
-def state_at(step):
-    return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
-
-
-def write_lines(folder, losses, *, first_step):
-    """Logs one loss a step, as a run does that begins before the first step."""
+def log_steps(folder, metrics_of_steps, *, first_step=1):
+    """Logs the metrics of some steps, as a run that begins with the first of them."""
     lines = JsonLines(str(folder))
     lines.run_event(Event.FIT_START, state_at(first_step - 1), None)
-    for step, loss in enumerate(losses, start=first_step):
-        lines.log_metrics({'loss': loss, 'bad': float('nan')})
+    for step, metrics in enumerate(metrics_of_steps, start=first_step):
+        lines.log_metrics(metrics)
         lines.run_event(Event.BATCH_END, state_at(step), None)
-    lines.close(state_at(first_step + len(losses) - 1), None)
+    lines.close(state_at(first_step + len(metrics_of_steps) - 1), None)
 
 
 def test_resumed_run_replaces_later_lines(tmp_path):
-    write_lines(tmp_path, [1, 2, 3], first_step=1)
+    log_steps(tmp_path, [{'loss': 1}, {'loss': 2}, {'loss': 3}])
     with (tmp_path / 'metrics.jsonl').open('a') as file:
         file.write('{"step": 4, "lo')  # of a killed process
-    write_lines(tmp_path, [30], first_step=3)
+    log_steps(tmp_path, [{'loss': 30}], first_step=3)
     assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
 
 
-def test_only_numbers_are_written(tmp_path):
+@pytest.mark.parametrize(
+    'metrics',
+    [
+        {'phase': 'warm-up', 'nothing': None, 'bad': float('nan')},
+        {'vector': torch.ones(1), 'complex': torch.tensor(1j)},
+        {'rows': [[1, 2], [3]], 'large': 10**400},
+        {'step': 70.5},  # the name of our own entry
+    ],
+)
+def test_only_numbers_are_written(metrics, tmp_path):
     """Composer lets a callback of the user log anything."""
-    lines = JsonLines(str(tmp_path))
-    lines.run_event(Event.FIT_START, state_at(0), None)
-    lines.log_metrics({'loss': torch.tensor(1.5), 'phase': 'warm-up', 'nothing': None, 'vector': torch.ones(1)})
-    lines.log_metrics({'rows': [[1, 2], [3]], 'large': 10**400, 'complex': torch.tensor(1j)})
-    lines.run_event(Event.BATCH_END, state_at(1), None)
-    assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
-
-
-def test_metric_named_step(tmp_path):
-    lines = JsonLines(str(tmp_path))
-    lines.run_event(Event.FIT_START, state_at(0), None)
-    lines.log_metrics({'loss': 1.5, 'step': 70.5})
-    lines.run_event(Event.BATCH_END, state_at(1), None)
+    log_steps(tmp_path, [{'loss': torch.tensor(1.5), **metrics}])
     assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
 
 
@@ -211,7 +209,7 @@ def test_full_disk_is_reported_once(tmp_path):
     lines.log_metrics({'loss': 1})
     with pytest.raises(OSError, match='No space left'):
         lines.run_event(Event.BATCH_END, state_at(1), None)
-    lines.close(state_at(1), None)  # Composer calls it at exit
+    lines.close(state_at(1), None)  # as Composer does at exit
 
 
 def test_report_folder_that_is_a_file(tmp_path):
