@@ -82,12 +82,12 @@ def forget(packages):
             del sys.modules[module]
 
 
-def rooms_of_names(names):
-    """Returns the rooms that these names of the package load."""
+def loaded_rooms(module, names=()):
+    """Returns the rooms that these names of a module of the package load."""
     forget({'composer_tokacc'})
-    package = import_module('composer_tokacc')
+    imported = import_module(module)
     for name in names:
-        getattr(package, name)
+        getattr(imported, name)
     return rooms(set(sys.modules))
 
 
@@ -102,20 +102,13 @@ def rooms_of_names(names):
     ids=['sampler', 'algorithm', 'sizing', 'plugin'],
 )
 def test_names_load_no_unneeded_room(names, unneeded):
-    loaded_rooms = in_fork(rooms_of_names, names)
-    assert loaded_rooms - {'lazy'}
-    assert not loaded_rooms & unneeded
-
-
-def rooms_of_module(name):
-    """Returns the rooms that an import of this module loads."""
-    forget({'composer_tokacc'})
-    import_module(name)
-    return rooms(set(sys.modules))
+    needed = in_fork(loaded_rooms, 'composer_tokacc', names)
+    assert needed - {'lazy'}
+    assert not needed & unneeded
 
 
 def test_model_structure_needs_no_other_room():
-    assert in_fork(rooms_of_module, 'composer_tokacc.model_structure') == {'lazy', 'model_structure'}
+    assert in_fork(loaded_rooms, 'composer_tokacc.model_structure') == {'lazy', 'model_structure'}
 
 
 NEEDED_BY_TORCH = (

@@ -174,10 +174,6 @@ def encoded(*turns: Any, **options: Any) -> Callable[[], Any]:
     return lambda: ConversationEncoder(small(), **options)(list(turns))
 
 
-def loading_state(owner: Any, state: Any) -> Callable[[], Any]:
-    return lambda: owner.load_state_dict(state)
-
-
 QUESTION = {'role': 'user', 'content': 'A?'}
 FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     # name: (function, expected)
@@ -195,7 +191,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
     'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),
     'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),
     'a set in a batch': (step_with(extra={1, 2}), "`batch['extra']`"),
-    'a state of another class': (loading_state(TokenAccumulation(), {'x': 1}), 'num_empty_steps'),
+    'a state of another class': (lambda: TokenAccumulation().load_state_dict({'x': 1}), 'num_empty_steps'),
     'a mask of NaN': (step_with_mask(lambda mask: mask * float('nan')), 'attention_mask'),
     'an inverted mask': (step_with_mask(lambda mask: 1 - mask), 'must be 1 where tokens are'),
     'a mask that hides all': (step_with_mask(lambda mask: mask * 0), 'no token in row 0'),
