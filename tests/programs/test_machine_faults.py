@@ -15,26 +15,21 @@ import socket
 import pytest
 import torch
 from torch.distributed import TCPStore
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.process import allow_open_files
 
 
-class Fatal(Dataset):
-    """The process that reads sample 3 is killed."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.zeros(1)
+def collate_or_die(samples):
+    """Kills the process that reads sample 3."""
+    if 3 in samples:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.tensor(samples)
 
 
 def test_killed_loader_process_is_named():
-    samples = iter(DataLoader(Fatal(), num_workers=1))
+    samples = iter(DataLoader(range(8), num_workers=1, collate_fn=collate_or_die))
     # Torch's handler raises wherever this process happens to be, perhaps in pytest.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A connection that was reset, an early end, or torch's own words: the moment decides.
@@ -47,20 +42,14 @@ def test_killed_loader_process_is_named():
     assert 'lower `loader.num_workers`' in fault
 
 
-class Truncated(Dataset):
-    """A dataset that reads a damaged archive."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        raise EOFError('Compressed file ended before the end-of-stream marker was reached')
+def read_damaged_archive(samples):
+    raise EOFError('Compressed file ended before the end-of-stream marker was reached')
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
-def test_errors_of_datasets_are_no_fault(num_workers):
+def test_errors_of_samples_are_no_fault(num_workers):
     with pytest.raises(EOFError) as caught:
-        list(DataLoader(Truncated(), num_workers=num_workers))
+        list(DataLoader(range(1), num_workers=num_workers, collate_fn=read_damaged_archive))
     assert fault_of_machine(caught.value) == ''
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer.core import Callback, Event, Timestamp
+from composer.core import Event, Timestamp
 from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenMonitor
@@ -38,25 +38,15 @@ def lines_of(page):
     return lines
 
 
-class Attached(Callback):
-    """Adds a destination to the logger, after the Trainer was built."""
-
-    def __init__(self, destination):
-        self.destination = destination
-
-    def fit_start(self, state, logger):
-        logger.destinations = (*logger.destinations, self.destination)
-
-
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp('run')
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
-    lines = JsonLines(str(folder))
     _, memory, trainer = train(
         text_model(),
         loader(*[batch] * 5),
-        callbacks=[TokenMonitor(), lines, Attached(lines)],
+        callbacks=[TokenMonitor()],
+        loggers=[JsonLines(str(folder))],
         max_duration='5ba',
         microbatch_size=3,
     )
