@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, CutOptions, cut_rows
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, fill, split_largest
 from tests.planning.reference import Samples, partitions, samples_under_caps
 
@@ -156,4 +156,6 @@ def test_width_multiple_counts_against_the_cap():
 
 
 def test_rounding_makes_no_row_oversize():
-    assert cut_rows([9], CutOptions(max_tokens=10, width_multiple=8)) == [[0]]
+    """A row that is longer than the limit keeps its length."""
+    widths = padded_widths(np.array([3, 9, 12]), multiple=8, limit=10)
+    assert widths.tolist() == [8, 10, 12]
