@@ -49,7 +49,8 @@ def _place_in_run(item) -> tuple[bool, int, bool]:
     num_ranks = 0
     if needs_ranks and hasattr(item, 'callspec'):
         num_ranks = item.callspec.params.get('ranks', 0)
-    return not needs_ranks, num_ranks, 'tests.matrix' in item.module.__name__
+    is_of_matrix = 'tests.matrix' in item.module.__name__
+    return not needs_ranks, num_ranks, is_of_matrix
 
 
 @functools.cache

@@ -82,12 +82,12 @@ def forget(packages):
             del sys.modules[module]
 
 
-def rooms_of_names(names):
-    """Returns the rooms that these names of the package load."""
+def loaded_rooms(module, names=()):
+    """Returns the rooms that these names of a module of the package load."""
     forget({'composer_tokacc'})
-    package = import_module('composer_tokacc')
+    imported = import_module(module)
     for name in names:
-        getattr(package, name)
+        getattr(imported, name)
     return rooms(set(sys.modules))
 
 
@@ -102,20 +102,13 @@ def rooms_of_names(names):
     ids=['sampler', 'algorithm', 'sizing', 'plugin'],
 )
 def test_names_load_no_unneeded_room(names, unneeded):
-    loaded_rooms = in_fork(rooms_of_names, names)
-    assert loaded_rooms - {'lazy'}
-    assert not loaded_rooms & unneeded
-
-
-def rooms_of_module(name):
-    """Returns the rooms that an import of this module loads."""
-    forget({'composer_tokacc'})
-    import_module(name)
-    return rooms(set(sys.modules))
+    needed = in_fork(loaded_rooms, 'composer_tokacc', names)
+    assert needed - {'lazy'}
+    assert not needed & unneeded
 
 
 def test_model_structure_needs_no_other_room():
-    assert in_fork(rooms_of_module, 'composer_tokacc.model_structure') == {'lazy', 'model_structure'}
+    assert in_fork(loaded_rooms, 'composer_tokacc.model_structure') == {'lazy', 'model_structure'}
 
 
 NEEDED_BY_TORCH = (
@@ -193,7 +186,7 @@ ORDER = (
     'data_spec',
     'algorithm',
     'monitor',
-    # The application: what a run needs in addition to the plugin.
+    # The application
     'step_watch',
     'isolation',
     'invariance',
@@ -212,50 +205,43 @@ ORDER = (
 """Rooms from the bottom to the top. Each may import those before it."""
 
 
-def imported_rooms(path):
-    """Yields the rooms that a module imports, also within functions and only for a type checker."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.'):
-            yield (node.module or '').split('.')[1]
-
-
-@pytest.mark.parametrize('room', ORDER)
-def test_rooms_import_downwards(room):
-    folder = ROOT / 'composer_tokacc' / room
-    paths = folder.glob('*.py') if folder.is_dir() else [folder.with_suffix('.py')]
-    allowed = set(ORDER[: ORDER.index(room) + 1])
-    for path in paths:
-        assert set(imported_rooms(path)) <= allowed, path
-
-
-def test_order_names_every_room():
-    for path in (ROOT / 'composer_tokacc').iterdir():
-        is_room = path.suffix == '.py' or path.is_dir()
-        if is_room and path.stem not in ('__init__', '__pycache__'):
-            assert path.stem in ORDER
-
-
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix('').parts
     return '.'.join(parts).removesuffix('.__init__')
 
 
-def imported_modules(path, modules):
-    """Returns which of the modules a file imports from, also within functions and only for a type checker."""
+MODULES = {module_name(path): path for path in (ROOT / 'composer_tokacc').rglob('*.py')}
+
+
+def imported_modules(path):
+    """Returns our modules that a file imports from, also within functions and only for a type checker."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 # A name may itself be a module of the package that it is imported from.
                 full_name = f'{node.module}.{alias.name}'
-                imported.add(full_name if full_name in modules else node.module)
-    return imported & modules
+                imported.add(full_name if full_name in MODULES else node.module)
+    return imported & MODULES.keys()
+
+
+@pytest.mark.parametrize('room', ORDER)
+def test_rooms_import_downwards(room):
+    allowed = set(ORDER[: ORDER.index(room) + 1])
+    for module, path in MODULES.items():
+        if rooms({module}) == {room}:
+            assert rooms(imported_modules(path)) <= allowed, path
+
+
+def test_order_names_every_room():
+    assert rooms(set(MODULES)) == set(ORDER)
 
 
 def test_imports_have_no_circle():
-    path_of = {module_name(path): path for path in (ROOT / 'composer_tokacc').rglob('*.py')}
-    del path_of['composer_tokacc']  # its `__init__` names everything
-    imports = {module: imported_modules(path, path_of.keys()) - {module} for module, path in path_of.items()}
+    imports = {}
+    for module, path in MODULES.items():
+        if module != 'composer_tokacc':  # its `__init__` names everything
+            imports[module] = imported_modules(path) - {module}
     TopologicalSorter(imports).prepare()  # raises CycleError
 
 

@@ -81,7 +81,13 @@ def row_for_rule():
 @pytest.mark.parametrize('with_logits', [True, False])
 @pytest.mark.parametrize(
     ('loss', 'rule'),
-    [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted'), (smoothed, 'causal')],
+    [
+        (causal, 'causal'),
+        (attended, 'causal_attended'),
+        (unshifted, 'unshifted'),
+        (smoothed, 'causal'),
+        (with_squares(1), 'causal'),
+    ],
 )
 def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
@@ -131,10 +137,6 @@ def test_rule_without_a_gradient_at_each_label():
     assert find_loss_rule(probe, row_for_rule(), loss_tokens='causal') == 'causal'
     with pytest.raises(RuntimeError, match='no rule explains'):
         find_loss_rule(probe, row_for_rule(), loss_tokens='unshifted')
-
-
-def test_little_gradient_elsewhere():
-    assert find_loss_rule(probe_of(with_squares(1)), row_for_rule()) == 'causal'
 
 
 def test_nearest_gradient_decides():
@@ -249,24 +251,39 @@ def test_kernel_of_half_precision_only(error_class):
     assert find_loss_rule(probe_in_bfloat16(before), row_for_rule()) == 'causal'
 
 
+def compare_rows(probe, batch):
+    layout = BatchLayout.infer(batch)
+    return RowComparison(probe, layout, on_device=lambda rows: rows, rule='causal', rows=batch, check_loss=True)
+
+
 def test_later_kernel_of_half_precision_only():
-    """Such as that of a vision encoder, if the first rows have no image."""
+    """The kernel of a vision encoder does not run if the first rows have no image."""
     batch = ragged_batch()
-    probe = probe_in_bfloat16(lambda ids: half_precision_only(ids) if len(ids) == len(batch['labels']) else None)
+
+    def before(ids):
+        if len(ids) == len(batch['labels']):
+            half_precision_only(ids)
+
+    probe = probe_in_bfloat16(before)
     probe.run(text_row(12, 6))
-    comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
+    comparison = compare_rows(probe, batch)
     assert comparison.reference.gradient_eps == torch.finfo(torch.bfloat16).eps
 
 
 def test_half_precision_only_in_unknown_rows():
     """A later batch has the first image, and no layout tells its rows apart."""
     batch = text_row(12, 6)
-    is_later = []
-    probe = probe_in_bfloat16(lambda ids: half_precision_only(ids) if is_later else None)
+    is_later = False
+
+    def before(ids):
+        if is_later:
+            half_precision_only(ids)
+
+    probe = probe_in_bfloat16(before)
     options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
     check = FirstBatchCheck(probe, None, lambda rows: rows, **options)
     check.prove(batch)
-    is_later.append(True)
+    is_later = True
     assert check.is_due(LOOK_AGAIN, has_new_rows=False)
     check.prove(batch)
     assert probe.run(batch).gradient_eps == torch.finfo(torch.bfloat16).eps
@@ -285,7 +302,7 @@ def test_out_of_memory_without_varied_weights():
 
     probe = probe_in_bfloat16(fill_memory)
     probe.run(text_row(12, 6))
-    comparison = RowComparison(probe, BatchLayout.infer(batch), lambda rows: rows, 'causal', batch, True)
+    comparison = compare_rows(probe, batch)
     with pytest.raises(torch.OutOfMemoryError):
         comparison.check_single_rows()
     assert len(references) == 2
@@ -309,58 +326,68 @@ def test_logits_that_are_written_in_float32():
     assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize('num_before', [0, 1])
-def test_out_of_memory_in_float32(num_before):
-    """The first forward is made again in the trainer's precision, which takes less memory. Later ones raise at once."""
-    forwards = []
+def probe_out_of_memory(precisions, *, num_that_fit):
+    """Returns a probe that notes the precision of each forward. In float32 only the first forwards fit into memory."""
 
     def fill_memory(ids):
-        forwards.append(torch.is_autocast_enabled('cpu'))
-        if len(forwards) > num_before and not forwards[-1]:
+        precision = 'bfloat16' if torch.is_autocast_enabled('cpu') else 'float32'
+        precisions.append(precision)
+        if precision == 'float32' and len(precisions) > num_that_fit:
             raise torch.OutOfMemoryError('CUDA out of memory')
 
-    probe = probe_in_bfloat16(fill_memory)
-    if num_before == 0:
-        probe.run(text_row(12, 6))
-        assert forwards[:2] == [False, True]
-    else:
-        with pytest.raises(torch.OutOfMemoryError):
-            probe.run(text_row(12, 6))
-        assert forwards == [False, False]
+    return probe_in_bfloat16(fill_memory)
+
+
+def test_first_forward_out_of_memory():
+    """It is made again in the trainer's precision, which takes less memory."""
+    precisions = []
+    probe_out_of_memory(precisions, num_that_fit=0).run(text_row(12, 6))
+    assert precisions[:2] == ['float32', 'bfloat16']
+
+
+def test_later_forward_out_of_memory():
+    """It raises at once, because its result would be compared with the first one."""
+    precisions = []
+    with pytest.raises(torch.OutOfMemoryError):
+        probe_out_of_memory(precisions, num_that_fit=1).run(text_row(12, 6))
+    assert precisions == ['float32', 'float32']
 
 
 @pytest.mark.parametrize('fails_here', [False, True])
 def test_ranks_agree_on_precision(fails_here):
     """Only the rank of the fuller GPU runs out of memory. With unequal tolerances, ranks would wait for each other."""
+    # Whether float32 has failed, whether a second forward has the same loss, and the states that a forward changes.
+    of_other_rank = [True, True, []]
     gathered = []
 
     def gather(value):
+        value_of_other_rank = of_other_rank[len(gathered)]
         gathered.append(value)
-        return [value, True] if isinstance(value, bool) else [value]  # the other rank has failed, or agrees
+        return [value, value_of_other_rank]
 
     probe = probe_in_bfloat16(half_precision_only if fails_here else lambda ids: None, gather=gather)
     assert probe.run(text_row(12, 6)).gradient_eps == torch.finfo(torch.bfloat16).eps
-    assert gathered == [fails_here, True, []]  # whether float32 failed, whether the loss is random, states
+    assert gathered == [fails_here, True, []]
 
 
 @torch.library.custom_op('tests_of_probe::bias_dropout_add', mutates_args=())
-def bias_dropout_add(values: torch.Tensor, bias: float) -> torch.Tensor:
-    """Stands for a fused kernel, without the dropout."""
-    return values + bias
+def bias_dropout_add(biases: torch.Tensor, factor: float) -> torch.Tensor:
+    """Stands for a fused kernel, which does more than a dropout."""
+    return biases * factor
 
 
 def test_kernel_with_dropout_in_its_name():
+    """Only torch's own dropout is switched off. Without the kernel the loss would be another one."""
     model = one_layer_model()
     row = row_for_rule()
 
-    def forward(batch):
-        logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
-        biases = torch.linspace(0, 1, logits.shape[-1])
-        return {'logits': logits + bias_dropout_add(torch.zeros(len(biases)), 1.0) * biases}
+    def loss(logits, batch):
+        biases = bias_dropout_add(torch.linspace(0, 1, logits.shape[-1]), 3.0)
+        return causal(logits + biases, batch)
 
-    probe = Probe(forward, lambda outputs, batch: causal(outputs['logits'], batch), model)
-    expected = causal(forward(row)['logits'], row)
-    assert probe.run(row, varies_weights=False).losses['tokens'] == pytest.approx(expected.item())
+    expected = loss(model(row['input_ids']).logits, row)
+    losses = probe_of(loss, model=model).run(row, varies_weights=False).losses
+    assert losses['tokens'] == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ SMOLVLM = (
 
 
 @cache
-def _trained() -> str:
+def _tokenizer_json() -> str:
     return train_tokenizer(TEXTS, vocab_size=512).backend_tokenizer.to_str()
 
 
@@ -74,7 +74,7 @@ def tokenizer(*special: str, class_name: str = '', **role_tokens: Any) -> Any:
     if class_name and transformers.__version__.startswith('4.'):
         tokenizer_class = getattr(transformers, class_name)
     options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **role_tokens}
-    wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **options)
+    wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_tokenizer_json()), **options)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
     return wrapped
 

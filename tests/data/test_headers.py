@@ -264,11 +264,12 @@ def test_skip_reads_all_samples(jpegs, by_headers):
 
 @pytest.mark.slow
 def test_ranks_share_the_work(path):
-    first, second = launch_json('tests/ranks/scan_headers.py', str(path), '12', ranks=2)
+    num_checked = 12
+    first, second = launch_json('tests/ranks/scan_headers.py', str(path), str(num_checked), ranks=2)
     expected = truth(open_dataset(path, PROCESSORS['llava_next']()))
     columns = {name: getattr(expected, name).tolist() for name in lengths.TABLE_COLUMNS}
     assert first['columns'] == columns
     assert second['columns'] == columns
-    assert len(first['reads']) + len(second['reads']) == 12
+    assert len(first['reads']) + len(second['reads']) == num_checked
     for rank, result in enumerate((first, second)):
         assert {index % 2 for index in result['reads']} == {rank}

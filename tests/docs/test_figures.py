@@ -22,7 +22,7 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, beginning: str) -> list[str]:
-    """Returns the cells of the only table row that begins so, without the first one."""
+    """Returns the cells of the only table row that begins so, without the first cell."""
     lines = (ROOT / page).read_text().splitlines()
     rows = [line for line in lines if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
@@ -34,6 +34,11 @@ def row_of(page: str, beginning: str) -> list[str]:
 def text_of(page: str) -> str:
     """Returns a page without its line breaks."""
     return ' '.join((ROOT / page).read_text().split())
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Returns a share as the pages write it, for example ``12 %``."""
+    return f'{100 * share:.{digits}f} %'
 
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
@@ -69,8 +74,8 @@ def against_stock(cells: dict[str, Any], rival: str, figure: str = 'tokens_per_s
 
 def speed_and_padding(cells: dict[str, Any], rival: str, figure: str = 'tokens_per_second') -> str:
     """Returns a cell of the table, for example ``1.7 (12 %)``."""
-    padded = f'{cells[rival]["padded_share"]:.0%}'.replace('%', ' %')
-    return f'{against_stock(cells, rival, figure):.1f} ({padded})'
+    padding = percent(cells[rival]['padded_share'])
+    return f'{against_stock(cells, rival, figure):.1f} ({padding})'
 
 
 @pytest.mark.parametrize('title', ['LLaVA', 'Llama'])
@@ -134,7 +139,7 @@ def test_lengths_from_headers(family):
 def test_what_the_algorithm_costs():
     share = results('overhead')['shares']['with_all_reduce']
     for page in ('docs/benchmarks.md', 'docs/limits.md', 'composer_tokacc/algorithm/README.md'):
-        assert f'{share:.1%}'.replace('%', ' %') + ' of a step' in (ROOT / page).read_text()
+        assert f'{percent(share, digits=1)} of a step' in text_of(page)
 
 
 def test_token_weights():
@@ -151,8 +156,7 @@ def test_token_weights():
 
 def test_speed_of_encoders():
     figures = results('encoders')
-    page = (ROOT / 'docs' / 'encoders.md').read_text()
-    assert table_of_encoders(figures) in page, 'python -m benchmarks.encoders'
+    assert table_of_encoders(figures) in (ROOT / 'docs' / 'encoders.md').read_text(), 'python -m benchmarks.encoders'
     assert figures['variation'] == pytest.approx(0.9, abs=0.05)
     packed = figures['methods'][-1]
     assert packed['method'] == 'three lines, packed'
@@ -171,7 +175,7 @@ def test_memory_of_logits():
 
 def test_exactness_on_a_gpu():
     exactness = results('gpu/exactness')['result']
-    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    page = text_of('docs/benchmarks.md')
     worst = {}
     for precision, errors in exactness['errors'].items():
         worst[precision] = max(error for case, error in errors.items() if not case.startswith('stock'))
@@ -182,7 +186,7 @@ def test_exactness_on_a_gpu():
 
 
 def test_memory_on_a_gpu():
-    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    page = text_of('docs/benchmarks.md')
     out_of_memory = results('gpu/out_of_memory')['result']
     assert out_of_memory['attempts'] == [32, 16, 8]
     assert f'to {out_of_memory["gradient_error"]:.1e}.' in page
@@ -205,7 +209,7 @@ def test_speed_on_a_gpu(beginning, method):
     assert row_of('docs/benchmarks.md', beginning) == [
         f'{figures["tokens_per_second"]:,.0f}',
         f'{figures["against_stock"]:.2f}',
-        f'{figures["padding"]:.0%}'.replace('%', ' %'),
+        percent(figures['padding']),
         ', '.join(f'{seconds:.1f}' for seconds in figures['first_pass_seconds']),
     ]
 
@@ -233,7 +237,7 @@ def test_families_of_the_matrix_are_counted():
     pytest.importorskip('transformers.models.auto.auto_mappings', reason='the page is of transformers 5')
     from tests.matrix.subjects import SUBJECTS
 
-    assert f'{len(SUBJECTS)} families and variants' in (ROOT / 'docs' / 'limits.md').read_text()
+    assert f'{len(SUBJECTS)} families and variants' in text_of('docs/limits.md')
 
 
 def machines_of(figures: Any) -> list[Any]:
@@ -255,7 +259,7 @@ def test_results_files_are_on_the_page():
     for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
         rows = [line for line in page.splitlines() if f'`{path.name}`' in line]
         assert rows, f'{path.name} is not in docs/benchmarks.md'
-        machines_on_page = rows[0].split(' | ')[2]
+        _, _, machines_on_page, *_ = rows[0].split(' | ')
         letters = []
         for machine in machines_of(json.loads(path.read_text())):
             letters.append('E' if machine['processor'].startswith('AMD') else 'X')

@@ -50,7 +50,10 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
 
 
 def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, side: str) -> torch.Tensor:
-    """Joins an entry of the text, padded to ``width``. The labels of a decoder are padded to the widest of them."""
+    """Joins an entry of the text, padded to ``width``, and to the most slots of any row.
+
+    The labels of a decoder are padded to the widest of them.
+    """
     fill = _FILLS.get(key, 0)
     values = []
     is_of_decoder = False
@@ -61,32 +64,21 @@ def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, 
     if is_of_decoder:
         return cat_padded(values, fill=fill)
     padded = [_pad(value, width, side, fill) for value in values]
-    return torch.cat(_fit_slots(padded))
+    return cat_padded(padded)
 
 
 def _zeros(row: Row, like: torch.Tensor) -> torch.Tensor:
     """Returns zeros for a row without images: (1, width of its text), or (1, width, 0, ...) if entries have slots."""
-    rest = (0, *like.shape[3:]) if like.dim() > 2 else ()
-    return like.new_zeros(1, row['input_ids'].shape[1], *rest)
+    shape = [1, row['input_ids'].shape[1]]
+    if like.dim() > 2:
+        shape += [0, *like.shape[3:]]
+    return like.new_zeros(shape)
 
 
 def _pad(value: torch.Tensor, width: int, side: str, fill: int) -> torch.Tensor:
     shape = (value.shape[0], width - value.shape[1], *value.shape[2:])
     pads = value.new_full(shape, fill)
     return torch.cat([pads, value] if side == 'left' else [value, pads], dim=1)
-
-
-def _fit_slots(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Pads dimension 2, the slots, to the most slots of any row. Values without this dimension stay."""
-    if values[0].dim() < 3:
-        return values
-    most_slots = max(value.shape[2] for value in values)
-    padded = []
-    for value in values:
-        num_missing = most_slots - value.shape[2]
-        pads = value.new_zeros(*value.shape[:2], num_missing, *value.shape[3:])
-        padded.append(torch.cat([value, pads], dim=2))
-    return padded
 
 
 def cat_padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from composer_tokacc import TokenAccumulation
-from tests.matrix.harness import kinds_of_steps, measure
+from tests.matrix.harness import measure
 from tests.matrix.native_models import (
     LLAMA,
     LOSSES,
@@ -31,26 +31,26 @@ from tests.matrix.native_models import (
     squares,
 )
 from tests.matrix.subjects import SUBJECTS, has_labels
-from tests.support.text import collate, text_rows
-from tests.support.training import COMPOSERS_FLAG, fit, loader
+from tests.support.text import ragged_batch
+from tests.support.training import COMPOSERS_FLAG, fit
 
 # One row without loss tokens, one whose label at position 0 only an unshifted loss counts.
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
 LABELLED = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 
 
-@pytest.fixture(scope='module')
-def batch():
-    return collate(text_rows(SHAPE))
+def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **options):
+    return measure(model, ragged_batch(rows, side=side), microbatch_size, **options)
 
 
-LOGITS_AND_SIZES = [('always', 'large', 1), ('eval', 'fresh', 2), ('never', 'large', 2)]
-
-
-@pytest.mark.parametrize(('logits', 'init', 'microbatch_size'), LOGITS_AND_SIZES)
+@pytest.mark.parametrize(
+    ('logits', 'init', 'microbatch_size'),
+    [('always', 'large', 1), ('eval', 'fresh', 2), ('never', 'large', 2)],
+)
 @pytest.mark.parametrize('loss', LOSSES)
-def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size, batch):
-    outcome = measure(NativeModel(loss, logits=logits, init=init), batch, microbatch_size)
+def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size):
+    model = NativeModel(loss, logits=logits, init=init)
+    outcome = outcome_of(model, rows=SHAPE, microbatch_size=microbatch_size)
     assert outcome.kind in ('exact', 'refused'), outcome
     if loss in ('causal', 'unshifted', 'fused'):
         assert outcome.kind == 'exact', outcome
@@ -60,10 +60,10 @@ def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size, batch):
 
 
 @pytest.mark.parametrize('loss', MEANS_OVER_TOKENS)
-def test_explicit_rule_of_token_means(loss, batch):
+def test_explicit_rule_of_token_means(loss):
     rule = 'unshifted' if loss == 'unshifted' else 'causal'
     algorithm = TokenAccumulation(loss_tokens=rule, check_loss=False)
-    outcome = measure(NativeModel(loss, logits='never'), batch, 2, algorithms=[algorithm])
+    outcome = outcome_of(NativeModel(loss, logits='never'), rows=SHAPE, algorithms=[algorithm])
     assert outcome.kind == 'exact', outcome
 
 
@@ -104,18 +104,18 @@ def variance_in_training(losses, counted, training):
     return by_token(losses, counted) + training * losses.mean(dim=1).var(unbiased=False)
 
 
-@pytest.mark.parametrize('of', [sum_in_training, mean_of_rows_in_training, variance_in_training])
-def test_other_loss_in_training_is_refused(of):
-    assert kinds_of_steps(Terms(of), [collate(text_rows(LABELLED))]) == ['refused']
+@pytest.mark.parametrize('loss', [sum_in_training, mean_of_rows_in_training, variance_in_training])
+def test_other_loss_in_training_is_refused(loss):
+    assert outcome_of(Terms(loss)).kind == 'refused'
 
 
 def test_dropout_hides_no_training_loss():
-    def of(losses, counted, training):
+    def loss(losses, counted, training):
         return mean_of_rows_in_training(F.dropout(losses, 0.0, training), counted, training)
 
-    model = Terms(of)
+    model = Terms(loss)
     model.model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.1), model.model.lm_head)
-    assert kinds_of_steps(model, [collate(text_rows(LABELLED))]) == ['refused']
+    assert outcome_of(model).kind == 'refused'
 
 
 def rows_in_tuple(*loss):
@@ -135,7 +135,7 @@ def squares_as_term(*loss):
 
 
 @pytest.mark.parametrize(
-    ('of', 'units'),
+    ('loss', 'units'),
     [
         (rows_in_tuple, None),
         (rows_in_total, None),
@@ -144,9 +144,9 @@ def squares_as_term(*loss):
         (squares_as_term, {'lm': 'tokens', 'other': 'samples'}),
     ],
 )
-def test_terms_of_another_unit_are_refused(of, units):
+def test_terms_of_another_unit_are_refused(loss, units):
     algorithm = TokenAccumulation(loss_units=units)
-    assert kinds_of_steps(Terms(of), [collate(text_rows(LABELLED))], algorithms=[algorithm]) == ['refused']
+    assert outcome_of(Terms(loss), algorithms=[algorithm]).kind == 'refused'
 
 
 # Small terms in a model's own loss: refused if they are over other positions than its loss tokens.
@@ -207,13 +207,9 @@ def with_term(term: str, over: Callable[..., torch.Tensor], weight: float) -> Ca
     return loss
 
 
-def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **options):
-    return measure(model, collate(text_rows(rows), side=side), microbatch_size, **options)
-
-
 def share_of_term(model, term, over, weight):
-    """Returns the gradient of the term by the logits over that of the plain loss."""
-    batch = collate(text_rows(LABELLED))
+    """Returns the size of the gradient of the term by the logits, divided by the size without the term."""
+    batch = ragged_batch(LABELLED)
     labels = batch['labels']
     logits = model.logits_of(batch).detach().requires_grad_()
     mean_of_term = over(TERMS[term](logits, labels), labels)
@@ -226,7 +222,7 @@ SMALL_WEIGHT = 1e-4
 
 
 @pytest.mark.parametrize('over', [over_all, over_padding, over_rows])
-@pytest.mark.parametrize(('term', 'init'), [*((term, 'fresh') for term in TERMS), ('entropy', 'large')])
+@pytest.mark.parametrize(('term', 'init'), [*product(TERMS, ['fresh']), ('entropy', 'large')])
 def test_small_term_elsewhere_is_refused(term, over, init):
     model = NativeModel(with_term(term, over, SMALL_WEIGHT), init=init)
     outcome = outcome_of(model)
@@ -307,8 +303,8 @@ def test_term_in_hugging_face_forward(options):
 def test_size_of_last_states_is_refused():
     """After a norm they have the same size in all rows, until the weights of the norm are trained."""
 
-    class Sized(NativeModel):
-        over: Any = staticmethod(over_all)
+    class WithSize(NativeModel):
+        over = None
 
         def forward(self, batch):
             states = self.states_of(batch)
@@ -316,7 +312,8 @@ def test_size_of_last_states_is_refused():
             size = self.over(states.square().mean(dim=-1), batch['labels'])
             return {'loss': causal(logits, batch['labels']) + 1e-3 * size, 'logits': logits}
 
-    model = Sized('causal', init='fresh')
+    model = WithSize('causal', init='fresh')
+    model.over = over_all
     assert outcome_of(model).kind == 'refused'
     model.over = over_tokens
     assert outcome_of(model).kind == 'exact'
@@ -358,24 +355,26 @@ def test_gradient_of_another_loss(loss, kind, options):
     assert outcome_of(model, **options).kind == kind
 
 
-@pytest.mark.parametrize(('over', 'kind'), [(over_all, 'refused'), (over_tokens, 'trained')])
-def test_random_term_in_training(over, kind):
-    """Dropout is left out, so that its gradients can be compared."""
+class RandomTerm(NativeModel):
+    """Has a dropout, and a term only in training."""
 
-    class Random(NativeModel):
-        def forward(self, batch):
-            logits = F.dropout(self.logits_of(batch), 0.1, self.training)
-            loss = causal(logits, batch['labels'])
-            if self.training:
-                loss = loss + 1e-3 * over(entropy(logits, batch['labels']), batch['labels'])
-            return {'loss': loss, 'logits': logits}
+    def __init__(self, over):
+        super().__init__('causal')
+        self.over = over
 
-    data = loader(collate(text_rows(LABELLED)))
-    if kind == 'trained':
-        assert fit(Random('causal'), data).gradients
-    else:
-        with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
-            fit(Random('causal'), data)
+    def forward(self, batch):
+        logits = F.dropout(self.logits_of(batch), 0.1, self.training)
+        loss = causal(logits, batch['labels'])
+        if self.training:
+            loss = loss + 1e-3 * self.over(entropy(logits, batch['labels']), batch['labels'])
+        return {'loss': loss, 'logits': logits}
+
+
+def test_random_term_in_training():
+    batch = ragged_batch(LABELLED)
+    assert fit(RandomTerm(over_tokens), batch).gradients
+    with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
+        fit(RandomTerm(over_all), batch)
 
 
 @pytest.mark.parametrize('place', ['forward', 'loss'])
@@ -388,14 +387,16 @@ def test_model_pops_labels_from_batch(place):
             return outputs
 
         def loss(self, outputs, batch):
-            return outputs['loss'] if 'loss' in outputs else causal(outputs['logits'], batch.pop('labels'))
+            if place == 'forward':
+                return outputs['loss']
+            return causal(outputs['logits'], batch.pop('labels'))
 
     assert outcome_of(Popping('causal')).kind == 'exact'
 
 
 @pytest.mark.parametrize('over', ['columns', 'tokens of each row'])
 def test_term_of_samples_keeps_padding(over):
-    class Two(NativeModel):
+    class TwoTerms(NativeModel):
         def loss(self, outputs, batch):
             values = entropy(outputs['logits'], None)
             mask = batch['attention_mask']
@@ -405,7 +406,7 @@ def test_term_of_samples_keeps_padding(over):
             return {'lm': causal(outputs['logits'], batch['labels']), 'entropy': 1e-3 * means_of_rows.mean()}
 
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'entropy': 'samples'})
-    outcome = outcome_of(Two('causal', init='fresh'), algorithms=[algorithm])
+    outcome = outcome_of(TwoTerms('causal', init='fresh'), algorithms=[algorithm])
     assert outcome.kind == 'exact', outcome
 
 

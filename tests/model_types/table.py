@@ -21,7 +21,7 @@ import torch
 from benchmarks.record import fill_page
 
 PAGE = Path(__file__).parents[2] / 'docs' / 'families.md'
-KEPT = Path(__file__).parent / 'results.json'
+RESULTS_FILE = Path(__file__).parent / 'results.json'
 ORDER = ('wrong', 'crashed', 'exact', 'refused', 'not tried', 'not built')
 HEAD = '| type | padded right | padded left | packed | logits |\n|---|---|---|---|---|'
 TEXT_TITLES = {
@@ -35,7 +35,7 @@ Results = dict[str, dict[str, dict[str, str]]]
 
 def results() -> Results:
     """Returns the kept outcomes, by kind, type and modality."""
-    return json.loads(KEPT.read_text())
+    return json.loads(RESULTS_FILE.read_text())
 
 
 def try_types(kind: str, types: list[str]) -> None:
@@ -43,7 +43,7 @@ def try_types(kind: str, types: list[str]) -> None:
     from tests.model_types.trial import CLASSES, tried
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     for model_type in types or sorted(CLASSES[kind]):
         signal.alarm(150)
         try:
@@ -55,23 +55,25 @@ def try_types(kind: str, types: list[str]) -> None:
             release = torch.__version__.partition('+')[0]
             outcomes = {name: f'{outcome} (torch {release})' for name, outcome in outcomes.items()}
         print(model_type, outcomes, flush=True)
-        kept: Results = results() if KEPT.exists() else {}
-        kept.setdefault(kind, {})[model_type] = outcomes
-        unfinished = KEPT.with_suffix('.new')
-        unfinished.write_text(_json(kept))
-        unfinished.replace(KEPT)
+        all_results = results()
+        all_results.setdefault(kind, {})[model_type] = outcomes
+        unfinished = RESULTS_FILE.with_suffix('.new')
+        unfinished.write_text(_json(all_results))
+        unfinished.replace(RESULTS_FILE)
 
 
-def _json(kept: Results) -> str:
+def _json(all_results: Results) -> str:
     """Returns JSON with a line for each type."""
     kinds = []
-    for kind, types in sorted(kept.items()):
+    for kind, types in sorted(all_results.items()):
         lines = [f'"{model_type}": {json.dumps(outcomes)}' for model_type, outcomes in sorted(types.items())]
-        kinds.append(f'"{kind}": {{\n' + ',\n'.join(lines) + '\n}')
-    return '{\n' + ',\n'.join(kinds) + '\n}\n'
+        lines_of_kind = ',\n'.join(lines)
+        kinds.append(f'"{kind}": {{\n{lines_of_kind}\n}}')
+    all_kinds = ',\n'.join(kinds)
+    return f'{{\n{all_kinds}\n}}\n'
 
 
-def _late(*_: Any) -> None:
+def _raise_timeout(*_: Any) -> None:
     raise TimeoutError
 
 

@@ -71,7 +71,7 @@ def test_loss_of_a_source(cut, side):
 
 @pytest.mark.parametrize('chunk', [7, 300])
 def test_losses_do_not_depend_on_chunks(chunk, monkeypatch):
-    """One row of logits at a time, or several."""
+    """The losses of one position at a time, or of several."""
     monkeypatch.setattr(logits, 'CHUNK', chunk)
     recorder = fit(text_model(), batch_of(), slot_tokens=14, callbacks=[TokenMonitor()])
     for source in TOKENS:
@@ -120,8 +120,9 @@ def test_source_that_comes_late():
     first_unnamed = batch_of(sources=[None, *['a'] * 6])
     all_late = batch_of(sources=['late'] * 7)
     recorder = fit_unplanned(all_of_a, first_unnamed, all_late)
-    assert field(recorder, 'tokens') == [28, 26, 0]
-    assert field(recorder, 'tokens', 'late') == [28]
+    tokens_of_first_row = 2
+    assert field(recorder, 'tokens') == [NUM_TOKENS, NUM_TOKENS - tokens_of_first_row, 0]
+    assert field(recorder, 'tokens', 'late') == [NUM_TOKENS]
     assert len(field(recorder, 'loss')) == 2, 'no tokens have no mean'
 
 
@@ -135,18 +136,21 @@ def test_nothing_is_logged_without_a_source(source, monitor):
     assert not [name for name in recorder.memory.data if '/source/' in name]
 
 
-def test_sources_are_found_or_switched_off():
-    with pytest.raises(ValueError, match="`sources` must be 'auto' or False, got: 'files'"):
-        TokenMonitor(sources='files')
+NUM_TOO_MANY = MOST_SOURCES + 9
+
+
+def batch_of_too_many_sources():
+    """Returns a batch in which each row has a source by itself, and two labels."""
+    sources = [f'{row:03d}' for row in range(NUM_TOO_MANY)]
+    return batch_of([(4, 2)] * NUM_TOO_MANY, sources)
 
 
 def test_too_many_sources_are_counted_together(caplog):
-    num_rows = MOST_SOURCES + 9
-    sources = [f'{row:03d}' for row in range(num_rows)]
-    batch = batch_of([(4, 2)] * num_rows, sources)
+    batch = batch_of_too_many_sources()
     recorder = fit_unplanned(batch, batch)
     assert field(recorder, 'tokens', '000') == [2, 2]
-    assert field(recorder, 'tokens', OTHERS) == [18, 18]
+    num_together = NUM_TOO_MANY - MOST_SOURCES
+    assert field(recorder, 'tokens', OTHERS) == [2 * num_together] * 2
     assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
 
 
@@ -154,14 +158,13 @@ def test_source_may_be_named_others(caplog):
     """It does not end the list of names. If there are too many, the further ones count together with it."""
     all_of_others = batch_of(sources=[OTHERS] * 7)
     all_late = batch_of(sources=['late'] * 7)
-    num_rows = MOST_SOURCES + 9
-    too_many = batch_of([(4, 2)] * num_rows, [f'{row:03d}' for row in range(num_rows)])
-    recorder = fit_unplanned(all_of_others, all_late, too_many)
-    assert field(recorder, 'tokens', 'late') == [28, 0]
-    # 62 names are added to the two that are known.
-    assert field(recorder, 'tokens', '061') == [2]
-    assert 'token_monitor/source/062/tokens' not in recorder.memory.data
-    assert field(recorder, 'tokens', OTHERS) == [28, 0, 22]
+    recorder = fit_unplanned(all_of_others, all_late, batch_of_too_many_sources())
+    assert field(recorder, 'tokens', 'late') == [NUM_TOKENS, 0]
+    num_added = MOST_SOURCES - 2  # two names are known already
+    assert field(recorder, 'tokens', f'{num_added - 1:03d}') == [2]
+    assert f'token_monitor/source/{num_added:03d}/tokens' not in recorder.memory.data
+    num_together = NUM_TOO_MANY - num_added
+    assert field(recorder, 'tokens', OTHERS) == [NUM_TOKENS, 0, 2 * num_together]
     assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
 
 

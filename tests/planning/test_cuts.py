@@ -14,18 +14,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, CutOptions, cut_rows
-from composer_tokacc.planning.cuts import (
-    LeastPaddedCuts,
-    equal_cost_cut,
-    fill,
-    split_largest,
-)
+from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, fill, split_largest
 from tests.planning.reference import Samples, partitions, samples_under_caps
 
 
 def microbatches_of(rows, bounds) -> list[list[int]]:
-    """Samples of each microbatch. Each starts at a bound and ends before the next one."""
+    """Returns the samples of each microbatch. It starts at a bound and ends before the next one."""
     order = rows.order.tolist()
     return [order[start:end] for start, end in pairwise(bounds)]
 
@@ -73,11 +68,10 @@ def test_sorted_contiguous_cuts_beat_all_partitions():
 
 def test_filled_microbatches_are_the_fewest():
     rows = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14).sorted_rows()
-    fill_up_to = functools.partial(fill, rows.row_costs, rows.vision, rows.reach)
-    without_limit = fill_up_to(np.inf)
+    without_limit = fill(rows.row_costs, rows.vision, rows.reach, np.inf)
     assert microbatches_of(rows, without_limit) == [[0, 1], [2, 3], [4, 5, 6]]
     # A row of 7 is over this limit by itself. Two rows of 2 fit.
-    under_limit = fill_up_to(5.0)
+    under_limit = fill(rows.row_costs, rows.vision, rows.reach, 5.0)
     assert microbatches_of(rows, under_limit) == [[0], [1], [2], [3], [4, 5], [6]]
 
 
@@ -133,18 +127,17 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
 def test_largest_microbatch_is_split_first(lengths, count):
     lengths.sort(reverse=True)
     num_rows = len(lengths)
-    halves = [0, num_rows // 2, num_rows] if num_rows > 1 else [0, 1]
+    halves = sorted({0, num_rows // 2, num_rows})
     most_bounds = min(count, num_rows) + 1
     expected = list(halves)
     while len(expected) < most_bounds:
-        middles = {}
+        middles = {}  # of the first microbatch with each number of padded tokens
         for start, end in pairwise(expected):
             num_padded = (end - start) * lengths[start]
             if end - start > 1:
                 middles.setdefault(num_padded, (start + end) // 2)
         largest = max(middles)
-        expected.append(middles[largest])
-        expected.sort()
+        expected = sorted([*expected, middles[largest]])
     bounds = split_largest(np.array(lengths, dtype=float), np.array(halves), count)
     assert bounds.tolist() == expected
 
@@ -163,4 +156,6 @@ def test_width_multiple_counts_against_the_cap():
 
 
 def test_rounding_makes_no_row_oversize():
-    assert cut_rows([9], CutOptions(max_tokens=10, width_multiple=8)) == [[0]]
+    """A row that is longer than the limit keeps its length."""
+    widths = padded_widths(np.array([3, 9, 12]), multiple=8, limit=10)
+    assert widths.tolist() == [8, 10, 12]

@@ -50,13 +50,12 @@ from composer_tokacc.planning import CutOptions, cut_rows, cuts
 print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
 print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
-
-
-CUT_AND_CACHE = '[[0, 2], [1, 3, 4]] _ForgivingCache'
+CUT = '[[0, 2], [1, 3, 4]]'
+WITH_CACHE = f'{CUT} _ForgivingCache'
 
 
 def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
-    """Output of a script in a new process, which imports the package in `root`."""
+    """Returns what a script prints in a new process, which imports the package in `root`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
     environment = {**inherited, 'PYTHONPATH': str(root), **environment}
     command = [sys.executable, '-c', script]
@@ -77,12 +76,11 @@ def test_hash_seed_and_compilation_change_nothing():
 
 @pytest.fixture
 def installed(tmp_path) -> Path:
-    """A copy of the planner where nothing was compiled yet."""
-    shutil.copytree(
-        PACKAGE / 'planning', tmp_path / 'composer_tokacc' / 'planning', ignore=shutil.ignore_patterns('__pycache__')
-    )
-    shutil.copy(PACKAGE / 'refusals.py', tmp_path / 'composer_tokacc')
-    (tmp_path / 'composer_tokacc' / '__init__.py').touch()
+    """Returns the folder of a copy of the planner. Nothing was compiled there yet."""
+    package = tmp_path / 'composer_tokacc'
+    shutil.copytree(PACKAGE / 'planning', package / 'planning', ignore=shutil.ignore_patterns('__pycache__'))
+    shutil.copy(PACKAGE / 'refusals.py', package)
+    (package / '__init__.py').touch()
     return tmp_path
 
 
@@ -93,24 +91,24 @@ def test_no_folder_can_be_written(installed):
     blocked.touch()
     (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
     printed = run_script(ONE_CUT, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
-    assert printed == '[[0, 2], [1, 3, 4]] NullCache\n'
+    assert printed == f'{CUT} NullCache\n'
 
 
 @pytest.mark.slow
 def test_disk_is_full(installed):
     """Files can be made, but nothing can be written into them."""
     full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
-    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(CUT_AND_CACHE)
+    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(WITH_CACHE)
 
 
 @pytest.mark.slow
 def test_damaged_cache_is_compiled_again(installed):
-    assert run_script(ONE_CUT, installed).startswith(CUT_AND_CACHE)
+    assert run_script(ONE_CUT, installed).startswith(WITH_CACHE)
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
     assert [file.suffix for file in files] == ['.nbc', '.nbi']
     for file in files:
         file.write_bytes(b'damaged')
-        assert run_script(ONE_CUT, installed).startswith(CUT_AND_CACHE), file
+        assert run_script(ONE_CUT, installed).startswith(WITH_CACHE), file
 
 
 def test_numba_that_does_not_fit(monkeypatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import socket
@@ -14,26 +15,21 @@ import socket
 import pytest
 import torch
 from torch.distributed import TCPStore
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.process import allow_open_files
 
 
-class Fatal(Dataset):
-    """The process that reads sample 3 is killed."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        if index == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.zeros(1)
+def collate_or_die(samples):
+    """Kills the process that reads sample 3."""
+    if 3 in samples:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.tensor(samples)
 
 
 def test_killed_loader_process_is_named():
-    samples = iter(DataLoader(Fatal(), num_workers=1))
+    samples = iter(DataLoader(range(8), num_workers=1, collate_fn=collate_or_die))
     # Torch's handler raises wherever this process happens to be, perhaps in pytest.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A connection that was reset, an early end, or torch's own words: the moment decides.
@@ -42,57 +38,56 @@ def test_killed_loader_process_is_named():
     fault = fault_of_machine(caught.value)
     del samples, caught  # and torch's memory of the process
     signal.signal(signal.SIGCHLD, handler)
-    assert fault.startswith('the processes that read samples ended during the run, got: ')
+    assert 'processes that read samples' in fault
     assert 'lower `loader.num_workers`' in fault
 
 
-class Truncated(Dataset):
-    """A dataset that reads a damaged archive."""
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        raise EOFError('Compressed file ended before the end-of-stream marker was reached')
+def read_damaged_archive(samples):
+    raise EOFError('Compressed file ended before the end-of-stream marker was reached')
 
 
 @pytest.mark.parametrize('num_workers', [0, 1])
-def test_errors_of_datasets_are_no_fault(num_workers):
+def test_errors_of_samples_are_no_fault(num_workers):
     with pytest.raises(EOFError) as caught:
-        list(DataLoader(Truncated(), num_workers=num_workers))
+        list(DataLoader(range(1), num_workers=num_workers, collate_fn=read_damaged_archive))
     assert fault_of_machine(caught.value) == ''
 
 
 def test_open_files_up_to_the_limit():
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, limits[1]), limits[1]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     allow_open_files()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_full_disk_is_recognised():
+def caused_by(cause):
     error = RuntimeError('PytorchStreamWriter failed')
-    error.__cause__ = OSError(errno.ENOSPC, 'No space left on device')
-    assert 'No space left on device' in fault_of_machine(error)
+    error.__cause__ = cause
+    return error
 
 
 @pytest.mark.parametrize(
-    'error',
+    ('error', 'fault'),
     [
-        RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'),  # a full disk
-        OSError(errno.EMFILE, 'Too many open files'),
-        OSError(errno.ENOMEM, 'Cannot allocate memory'),
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory"),
-        MemoryError(),
-        RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'),
-        RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'),
-        RuntimeError('Application timeout caused pair closure'),  # in a backward of DDP no frame is torch.distributed's
+        (caused_by(OSError(errno.ENOSPC, 'No space left on device')), 'the disk .* No space left on device'),
+        (RuntimeError('[enforce fail at inline_container.cc:603] . unexpected pos 474 vs 473'), 'the disk'),
+        (OSError(errno.EMFILE, 'Too many open files'), 'the limit of open files'),
+        (OSError(errno.ENOMEM, 'Cannot allocate memory'), 'enough memory'),
+        (OSError(errno.ESTALE, os.strerror(errno.ESTALE)), 'file system'),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            'enough memory',
+        ),
+        (MemoryError(), 'enough memory'),
+        (RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'), 'processes that read samples'),
+        (RuntimeError('[/pytorch/gloo/transport/tcp/pair.cc:534] Connection closed by peer'), 'another rank'),
+        # In a backward of DDP no frame is torch.distributed's.
+        (RuntimeError('Application timeout caused pair closure'), 'another rank'),
     ],
 )
-def test_faults_of_the_machine(error):
-    assert fault_of_machine(error)
+def test_faults_of_the_machine(error, fault):
+    assert re.search(fault, fault_of_machine(error))
 
 
 @pytest.mark.parametrize(
@@ -116,11 +111,11 @@ def test_error_in_a_handler_is_no_fault():
 
 
 def test_error_that_causes_itself():
+    """A user's code may raise an error from itself, or two errors from each other."""
     error = ValueError('a bug')
     error.__cause__ = error
     assert fault_of_machine(error) == ''
-    error.__cause__ = RuntimeError('another one')
-    error.__cause__.__cause__ = error
+    error.__cause__ = caused_by(error)
     assert fault_of_machine(error) == ''
 
 

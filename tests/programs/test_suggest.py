@@ -22,7 +22,7 @@ from tests.sizing.test_suggestion import memory_model, sizes_of
 from tests.test_size import YAML
 
 
-def config_of(**options: Any) -> TrainConfig:
+def config_of(options: Mapping[str, Any]) -> TrainConfig:
     return load_config(YAML, [f'{key}={value}' for key, value in options.items()])
 
 
@@ -37,31 +37,27 @@ def test_too_large_samples_are_named(monkeypatch):
     """The report has more warnings: smaller microbatches would have less padding with such a `width_multiple`."""
     monkeypatch.setattr(suggest.dist, 'get_world_size', lambda: 4)
     monkeypatch.setattr(suggest, 'memory_of_run', lambda *arguments: memory_model())
-    config = config_of(
-        **{
-            'loader.global_batch_size': 128,
-            'microbatching.width_multiple': 64,
-            'microbatching.slot_tokens': 1000,
-        }
-    )
+    options = {
+        'loader.global_batch_size': 128,
+        'microbatching.width_multiple': 64,
+        'microbatching.slot_tokens': 1000,
+    }
     table = random_sizes(4001, variation=0.7, longest=20_000)
     with pytest.raises(ConfigError, match='1 samples do not fit even alone') as raised:
-        suggest._suggestion(config, [], None, table, 16.0)
+        suggest._suggestion(config_of(options), [], None, table, 16.0)
     assert 'sample 4000' in str(raised.value)
 
 
 @pytest.mark.parametrize('regroups_ranks', [True, False])
 def test_packing_is_compared_as_the_run_cuts(regroups_ranks):
     """Rows that are planned over the ranks have so little padding that packing costs more. Other rows are packed."""
-    config = config_of(
-        **{
-            'loader.global_batch_size': 64,
-            'loader.regroup_ranks': regroups_ranks,
-            'microbatching.packing': 'auto',
-        }
-    )
+    options = {
+        'loader.global_batch_size': 64,
+        'loader.regroup_ranks': regroups_ranks,
+        'microbatching.packing': 'auto',
+    }
     table = random_sizes(2000, variation=0.3, longest=150)
-    report = suggest.suggest_for_run(config, memory_model(), table, num_ranks=4, gib=8.0)
+    report = suggest.suggest_for_run(config_of(options), memory_model(), table, num_ranks=4, gib=8.0)
     assert report.packing is not regroups_ranks
 
 
@@ -77,14 +73,14 @@ FEW_LAYERS = {
 @functools.cache
 def traced_data() -> tuple[Any, Any, LengthTable]:
     """Returns the dataset of the traced runs, its processor, and the sizes of its samples."""
-    source = source_of(config_of(**FEW_LAYERS))
+    source = source_of(config_of(FEW_LAYERS))
     processor = source.build_processor()
     dataset = source.build_dataset(processor)
     return dataset, processor, source.measure(dataset, processor)
 
 
 def traced_memory(settings: Mapping[str, Any]) -> MemoryModel:
-    config = config_of(**{**FEW_LAYERS, **settings})
+    config = config_of({**FEW_LAYERS, **settings})
     return suggest.memory_of_run(config, *traced_data())
 
 
@@ -97,7 +93,7 @@ def calibrations(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize('precision', ['amp_bf16', 'AMP_BF16', 'amp_fp8'])
 def test_precision_of_a_trace(precision):
-    assert suggest._traced_precision(config_of(**{'trainer.precision': precision})) == 'amp_bf16'
+    assert suggest._traced_precision(config_of({'trainer.precision': precision})) == 'amp_bf16'
 
 
 @pytest.mark.slow
@@ -111,24 +107,27 @@ def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
     assert without_device.peak(SHAPE) > on_gpu.peak(SHAPE)
 
 
+NUM_RANKS = 4
+BYTES_OF_FLOAT32 = 4
+
+
 def sharded_memory(**settings: Any) -> dict[str, float]:
-    """Returns bytes by term on one of four ranks."""
-    # FSDP gathers one layer at a time, so there are two.
+    """Returns bytes by term on one of the ranks. FSDP gathers one layer at a time, so there are two."""
     options = {'trainer.precision': 'amp_bf16', 'model.config.text_config.num_hidden_layers': 2}
     for name, value in settings.items():
         options[f'trainer.parallelism_config.fsdp.{name}'] = value
-    return traced_memory(options).terms(SHAPE, num_ranks=4)
+    return traced_memory(options).terms(SHAPE, num_ranks=NUM_RANKS)
 
 
 @pytest.mark.slow
 def test_settings_of_fsdp_change_its_memory(monkeypatch, calibrations):
-    """Sizes are in weights of the model, which has float32 weights and computes in bfloat16."""
+    """The weights of the model are in float32. It computes in bfloat16."""
     full_shard = sharded_memory(sharding_strategy='FULL_SHARD')
-    num_weights = full_shard['parameters'] * 4 / 4
+    num_weights = full_shard['parameters'] * NUM_RANKS / BYTES_OF_FLOAT32
     assert 'autocast copies of weights' not in full_shard
 
     one_copy = sharded_memory(sharding_strategy='NO_SHARD')
-    assert one_copy['parameters'] == 4 * num_weights
+    assert one_copy['parameters'] == BYTES_OF_FLOAT32 * num_weights
 
     two_replicas = sharded_memory(sharding_strategy='HYBRID_SHARD', data_parallel_replicate_degree=2)
     for name in ('parameters', 'gradients', 'optimizer states'):
@@ -137,7 +136,7 @@ def test_settings_of_fsdp_change_its_memory(monkeypatch, calibrations):
 
     keeps_gathered = sharded_memory(sharding_strategy='SHARD_GRAD_OP')
     assert keeps_gathered['parameters'] == full_shard['parameters']
-    # All weights and the gradients of most are there at once.
+    # All weights are there at once, two bytes each, and the gradients of most.
     assert keeps_gathered['gathered by FSDP'] > 2 * num_weights
     assert keeps_gathered['gathered by FSDP'] > full_shard['gathered by FSDP']
 

@@ -35,7 +35,7 @@ def figures_of_ranks(report: Any) -> dict[str, list[Any]]:
 
 
 def fault_of_step(model: Any, batch: dict[str, Any], context: Any) -> str:
-    """Returns with which message the fixture `token_exact` fails a step of one microbatch; empty if it passes."""
+    """Returns the message with which the fixture `token_exact` fails a step of one microbatch; empty if it passes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
     try:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: rehearsals under DDP and FSDP2, memory simulated; what was seen."""
+"""Under the composer launcher: rehearsals under DDP and FSDP2, with simulated memory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,33 @@ BATCHES = 3
 
 
 def let_size_be_lowered(state: State) -> None:
-    """Sets what ``auto`` sets on a GPU."""
+    """Lets Composer lower the size, as with the size ``auto`` on a GPU."""
     state.auto_microbatching = True
 
 
 def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict[str, Any]:
-    """Some steps, and as many behind them in a second fit; every forward of more positions than the limit fails."""
+    """Trains some steps. Every forward of more positions than the limit fails. Without a limit a second fit goes on.
+
+    Returns losses and gradient norms of the steps, the number of rehearsed batches of each fit, the microbatch size of
+    each rank at the end, and the most positions of a forward on any rank: in the rehearsal, and in the run.
+    """
     dataset = LengthDataset(48, seed=3)
     loader = regrouping_loader(dataset, global_batch_size=16, max_tokens=SIZE * LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     torch.manual_seed(3)
     model = hugging_face(text_model(attention_dropout=0.2))
-    seen = []
     rehearsal = Rehearsal()
-    reports = []
+    positions_of_rehearsal = [0]
+    positions_of_run = []
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():  # rows of a check, which take about half of the memory of training
             return
-        is_rehearsed = rehearsal.report is not None or not rehearses
         positions = kwargs['input_ids'].numel()
-        seen.append((is_rehearsed, positions))
+        if rehearses and rehearsal.report is None:
+            positions_of_rehearsal.append(positions)
+        else:
+            positions_of_run.append(positions)
         if limit is not None and positions > limit:
             raise RuntimeError('CUDA out of memory. Tried to allocate')
 
@@ -65,18 +71,17 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
         seed=5,
         **(FSDP if fsdp else {}),
     )
-    reports.append(rehearsal.report)
+    reports = [rehearsal.report]
     if limit is None:
         trainer.fit(duration=f'{BATCHES}ba')
         reports.append(rehearsal.report)
-    late = [positions for is_late, positions in seen if is_late]
     return {
         'losses': logged(memory, 'loss/train/total'),
         'norms': logged(memory, 'token_monitor/gradient_norm'),
         'rehearsed': [report and report.num_batches for report in reports],
         'size': dist.all_gather_object(trainer.state.device_train_microbatch_size),
-        'largest': max(dist.all_gather_object(max(late))),
-        'early': max(dist.all_gather_object(max(positions for _, positions in seen))),
+        'largest': max(dist.all_gather_object(max(positions_of_run))),
+        'early': max(dist.all_gather_object(max(positions_of_rehearsal))),
     }
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import os
 import resource
+from itertools import chain
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.planning import CostModel
@@ -21,9 +23,9 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.sampler_steps import sample_numbers
 
 
-def build(num_samples=20, **kwargs):
-    options = {'batch_size': 8, 'collate_fn': collate_samples, 'max_tokens': 2 * LONGEST, **kwargs}
-    return ExchangingDataLoader(LengthDataset(num_samples), **options)
+def build(num_samples=20, dataset_class=LengthDataset, **options):
+    options = {'batch_size': 8, 'collate_fn': collate_samples, 'max_tokens': 2 * LONGEST, **options}
+    return ExchangingDataLoader(dataset_class(num_samples), **options)
 
 
 def test_one_rank_cuts_its_own_samples():
@@ -90,13 +92,16 @@ def test_workers_need_few_files():
 
 
 def test_stopped_iteration_ends_no_epoch():
-    class Reader(LengthDataset):
-        def __getitem__(self, index):
-            return next(iter(())) if index == 11 else super().__getitem__(index)
+    """A loader would take the error of a dataset for the end of the epoch, and leave out further samples."""
 
-    loader = ExchangingDataLoader(Reader(20), batch_size=8, collate_fn=collate_samples, max_tokens=2 * LONGEST)
+    class Stopping(LengthDataset):
+        def __getitem__(self, index):
+            if index == 11:
+                raise StopIteration
+            return super().__getitem__(index)
+
     with pytest.raises(RuntimeError, match='StopIteration'):
-        list(loader)
+        list(build(dataset_class=Stopping))
 
 
 def test_sampler_without_a_length():
@@ -108,16 +113,16 @@ def test_sampler_without_a_length():
 
 
 def test_samples_of_lists():
-    """As a dataset of Hugging Face gives them without `with_format('torch')`."""
+    """A dataset of Hugging Face gives them without `with_format('torch')`."""
     samples = [{'input_ids': [1] * length, 'labels': [1] * length} for length in (2, 5, 3, 4)]
 
     def collate(samples):
-        length = max(len(sample['input_ids']) for sample in samples)
-        rows = [sample['input_ids'] + [0] * (length - len(sample['input_ids'])) for sample in samples]
-        return {'input_ids': torch.tensor(rows)}
+        rows = [torch.tensor(sample['input_ids']) for sample in samples]
+        return {'input_ids': pad_sequence(rows, batch_first=True)}
 
     loader = ExchangingDataLoader(samples, batch_size=4, collate_fn=collate, max_tokens=20, max_loss_tokens=7)
     (batch,) = loader
+    # Every token is 1 and has a label.
     labels_of_microbatches = [int(microbatch['input_ids'].sum()) for microbatch in batch.microbatches]
     assert sum(labels_of_microbatches) == 14
     assert max(labels_of_microbatches) <= 7
@@ -143,9 +148,7 @@ def test_state_counts_samples_of_all_ranks():
         def load_state_dict(self, state):
             self.loaded = state
 
-    loader = ExchangingDataLoader(
-        Resumable(20), batch_size=8, collate_fn=collate_samples, max_tokens=2 * LONGEST, num_workers=1
-    )
+    loader = build(20, Resumable, num_workers=1)
     iterator = iter(loader)
     for num_samples in (8, 16, 20):
         next(iterator)
@@ -155,14 +158,13 @@ def test_state_counts_samples_of_all_ranks():
     assert build().state_dict() is None
 
 
-def test_ids_are_needed_to_cap_image_tokens():
-    with pytest.raises(ValueError, match='`image_token_ids` must be given with `max_image_tokens`, got: none, and 9'):
-        build(max_image_tokens=9)
-
-
-def test_batch_size_is_needed():
-    with pytest.raises(ValueError, match='`batch_size` must be what each rank reads'):
-        build(batch_size=None)
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [({'max_image_tokens': 9}, '`image_token_ids` must be given'), ({'batch_size': None}, '`batch_size` must be')],
+)
+def test_missing_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
 
 
 @pytest.mark.slow
@@ -171,10 +173,11 @@ def test_ranks_exchange_what_they_read(ranks, epochs):
     results = launch_json('tests/ranks/exchange.py', ranks=ranks)
     read = samples_of_steps(READ[ranks])
     check_steps(results['uneven'], read)
-    computed = []
-    for rank in results['uneven'][0]:
-        computed += rank['names']
-    assert computed != read[0], 'samples should move between ranks'
+    names_by_rank = [rank['names'] for rank in results['uneven'][0]]
+    assert list(chain.from_iterable(names_by_rank)) != read[0], 'samples should move between ranks'
+    if ranks == 2:
+        assert results['amid training'] == names_by_rank
+
     for case in epochs:
         first_epoch, second_epoch = results[case]
         for epoch in (first_epoch, second_epoch):
@@ -183,10 +186,6 @@ def test_ranks_exchange_what_they_read(ranks, epochs):
     read_in_epoch = results['sampler'][0]['read']
     assert len(read_in_epoch[-1]) < BATCH * ranks, 'the last batch should be a smaller one'
     assert sum(len(step) for step in read_in_epoch) == EPOCH
-
-    if ranks == 2:
-        names_of_first_step = [rank['names'] for rank in results['uneven'][0]]
-        assert results['amid training'] == names_of_first_step
 
     message = f'sample "{BATCH}" is broken'
     on_other_ranks = [f'InvalidInputError: {message}'] * (ranks - 1)

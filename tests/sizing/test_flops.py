@@ -43,24 +43,37 @@ def clip_image_by_hand(config):
     return embedding + 6 * vision.num_hidden_layers * layer + projector
 
 
-def test_llama_costs_as_counted_by_hand():
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        use_cache=False,
-        attn_implementation='eager',
-    )
-    flops = count_flops(partial(LlamaForCausalLM, config), config, text_rows([(9, 4), (20, 9)]), width=64)
+LLAMA = LlamaConfig(
+    vocab_size=500,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    use_cache=False,
+    attn_implementation='eager',
+)
+build_llama = partial(LlamaForCausalLM, LLAMA)
+
+
+@pytest.fixture(scope='module')
+def flops_of_llama():
+    return count_flops(build_llama, LLAMA, text_rows([(9, 4), (20, 9)]), width=64)
+
+
+def test_llama_costs_as_counted_by_hand(flops_of_llama):
     for rows, width in ((1, 7), (8, 128), (3, 2048)):
-        expected = llama_by_hand(config, rows, width)
-        assert flops.text(rows, width) == pytest.approx(expected, rel=0.01)
-    assert flops.residual < 1e-6
-    (batch,) = text_rows([(40, 7)])
-    step = TracedStep(partial(LlamaForCausalLM, config), batch, on_gpu=False, logits='labels')
-    expected = flops.text(1, 40) - flops.logits(40 - (7 + 1))  # one more than there are labels
+        expected = llama_by_hand(LLAMA, rows, width)
+        assert flops_of_llama.text(rows, width) == pytest.approx(expected, rel=0.01)
+    assert flops_of_llama.residual < 1e-6
+
+
+def test_logits_only_at_labels_cost_less(flops_of_llama):
+    length = 40
+    num_labels = 7
+    num_logits = num_labels + 1  # the last token has logits, too, but predicts nothing
+    (batch,) = text_rows([(length, num_labels)])
+    step = TracedStep(build_llama, batch, on_gpu=False, logits='labels')
+    expected = flops_of_llama.text(1, length) - flops_of_llama.logits(length - num_logits)
     assert step.count_flops(batch) == pytest.approx(expected, rel=1e-6)
 
 

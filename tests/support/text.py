@@ -43,7 +43,7 @@ def text_model(seed: int = 0, *, num_hidden_layers: int = 2, **config: Any) -> L
 
 
 def one_layer_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
-    """Returns the smallest text model, for tests to which the number of layers does not matter."""
+    """Returns the smallest text model, for tests that do not depend on the number of layers."""
     return text_model(seed, num_hidden_layers=1, **config)
 
 
@@ -134,7 +134,8 @@ def collate(
     rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100, width: int = 0
 ) -> dict[str, Any]:
     """Pads with plain torch, independently of BatchLayout, to the longest row or to ``width``."""
-    width = max([width, *(row['input_ids'].shape[1] for row in rows)])
+    longest = max(row['input_ids'].shape[1] for row in rows)
+    width = max(width, longest)
     fills = {'input_ids': 0, 'attention_mask': 0, 'labels': labels_on_pads}
     batch = {}
     for key, fill in fills.items():

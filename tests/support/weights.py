@@ -58,9 +58,10 @@ def weighted_losses(
         losses.append(losses_of_row + z_weight * z_losses)
         if token_weights == 'column':
             weights_of_row = batch['loss_weights'][row]
-            # One weight for the row, or one for each position.
-            is_single = weights_of_row.dim() == 0
-            weights.append(weights_of_row.expand(len(places)) if is_single else weights_of_row[places])
+            if weights_of_row.dim() == 0:  # one weight for all positions of the row
+                weights.append(weights_of_row.expand(len(places)))
+            else:
+                weights.append(weights_of_row[places])
         else:
             weight = max(len(places), 1) ** -POWERS[token_weights]  # a row without labels has no token to weigh
             weights.append(torch.full((len(places),), weight, dtype=logits.dtype))

@@ -32,8 +32,3 @@ def test_input_works_or_is_refused(trial, tmp_path):
     else:
         assert trial.expected in line
         assert '\n' not in line.strip()
-
-
-def test_names_are_unique():
-    names = [trial.id for trial in TRIALS]
-    assert len(names) == len(set(names))
