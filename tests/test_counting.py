@@ -13,7 +13,7 @@ from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
-from tests.support.text import collate, packed_row, ragged_batch, text_model, text_row
+from tests.support.text import collate, packed_row, positions_of, ragged_batch, text_model, text_row
 from tests.support.training import assert_exact, fit, loader
 
 
@@ -54,7 +54,7 @@ def test_other_labels_are_refused(change, description, has_data_spec):
 
 def test_left_padding_is_not_packing():
     batch = ragged_batch([(3, 3), (6, 4)], side='left')
-    batch['position_ids'] = (batch['attention_mask'].cumsum(1) - 1).clamp(min=0)
+    batch['position_ids'] = positions_of(batch)
     assert count_tokens(batch).loss_generating == (3, 4)
 
 
