@@ -28,9 +28,7 @@ def batch_of(**entries: Any) -> dict[str, Any]:
     return {**named_batch(SHAPE), **entries}
 
 
-first_or_later_batch = pytest.mark.parametrize(
-    'batches_before', [[], [batch_of()]], ids=['first batch', 'later batch']
-)
+first_or_later_batch = pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
 
 
 def with_id(entry: str, number: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_token_weights_are_refused(logits_in_eval):
-    with pytest.raises(RuntimeError, match='made of the logits .*a fused kernel'):
+    with pytest.raises(RuntimeError, match=r'made of the logits .*a fused kernel'):
         fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), token_weights='sqrt')
 
 

@@ -38,7 +38,7 @@ def test_widths_of_ranks_matter_only_on_the_left():
 
 
 def may_matter(batch, rules):
-    """Returns whether more padding on the left may change these rows. Labels alone are no reason: they are unshifted."""
+    """Returns whether more padding on the left may change these rows. Unshifted labels are no reason by themselves."""
     facts = describe(BatchLayout.infer(batch), batch)
     return bool(RankWidth.of([facts], rules, 'unshifted').reason)
 
@@ -50,7 +50,9 @@ KEPT = CutRules(left='keep', left_width=14)
 NOTHING_KNOWN = CutRules()
 
 
-@pytest.mark.parametrize(('rules', 'matters'), [(TRIMMED, False), (SHIFTED, True), (KEPT, True), (NOTHING_KNOWN, False)])
+@pytest.mark.parametrize(
+    ('rules', 'matters'), [(TRIMMED, False), (SHIFTED, True), (KEPT, True), (NOTHING_KNOWN, False)]
+)
 def test_width_matters_if_trimming_failed(rules, matters):
     assert may_matter(ragged_batch(side='left'), rules) is matters
 
