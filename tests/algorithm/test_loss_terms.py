@@ -19,6 +19,7 @@ from tests.support.training import fit, gradients_of, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
+LENGTH_OF_ALL = 10
 
 
 def value_of_rows(first_logits):
@@ -68,7 +69,7 @@ class SequenceLoss(HuggingFaceModel):
     """Divides the summed losses of a row by a constant, as Dr. GRPO does. So the loss is only a mean over samples."""
 
     def loss(self, outputs, batch):
-        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / 10}
+        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / LENGTH_OF_ALL}
 
 
 class LossOfEverySecondToken(HuggingFaceModel):
@@ -240,7 +241,7 @@ def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_dat
     """The last rows may be copies of a sample, which count nothing."""
     num_samples = len(SHAPE) - num_copies
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
-    expected = gradients_of(model, losses[:num_samples].mean() / 10)
+    expected = gradients_of(model, losses[:num_samples].mean() / LENGTH_OF_ALL)
     if num_copies:
         batch = with_rows(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
     data = loader(batch)
@@ -261,11 +262,10 @@ class NormTerm(HuggingFaceModel):
 @pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
 def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
-    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'norm': unit})
-    options = {'algorithms': [algorithm], 'microbatch_size': 5, 'regroup': False}
+    options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
     fit(model, batch, **options)
     batch_with_dummy = with_rows(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
-    with pytest.raises(RuntimeError, match=r'gradient in such rows \(1 of 5 rows fill up'):
+    with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
         fit(model, batch_with_dummy, **options)
 
 

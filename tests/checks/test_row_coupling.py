@@ -124,13 +124,8 @@ def test_loss_depends_on_the_other_documents(packing, coupling, shape):
 def test_label_whose_logit_is_masked():
     """Its loss is infinite. The label is not among those by which the loss rule is found."""
     model = one_layer_model()
-    masked_id = 6
-
-    def mask(module, args, logits):
-        logits[..., masked_id] = -torch.inf
-        return logits
-
-    model.lm_head.register_forward_hook(mask)
+    masked_id = torch.tensor([6])
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, masked_id, -torch.inf))
     batch = ragged_batch()
     assert masked_id in batch['labels']
     with pytest.raises(RuntimeError, match='must be a number, got: inf'):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -73,10 +74,7 @@ def test_workers_name_the_same_samples(monkeypatch):
 
 
 def test_other_errors_are_no_bad_samples(monkeypatch):
-    def fail(dataset, index):
-        raise KeyError('a programming error')
-
-    monkeypatch.setattr(DigitsDataset, '__getitem__', fail)
+    monkeypatch.setattr(DigitsDataset, '__getitem__', mock.Mock(side_effect=KeyError('a programming error')))
     with pytest.raises(KeyError, match='a programming error'):
         build(DigitsDataset(num_samples=3), num_workers=0, on_error='skip')
 
@@ -145,11 +143,7 @@ def test_repaired_sample_is_used(tmp_path):
 
 def test_program_fault_is_no_bad_sample(tmp_path, monkeypatch):
     dataset = LlavaDataset(write_records(tmp_path, ['good.png']), small())
-
-    def fail(*_, **__):
-        raise TypeError('a programming error')
-
-    monkeypatch.setattr(dataset.encoder, '_encode', fail)
+    monkeypatch.setattr(dataset.encoder, '_encode', mock.Mock(side_effect=TypeError('a programming error')))
     with pytest.raises(RuntimeError, match=r'sample "0" .*entry 1.*TypeError: a programming error'):
         dataset[0]
 
@@ -185,14 +179,11 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
 )
 @pytest.mark.parametrize(('modality', 'num_files'), [('image', 1), ('video', 2)], ids=['one image', 'frames'])
 def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, modality, num_files):
-    def fail(file):
-        raise fault
-
     path = tmp_path / 'good.png'
     Image.new('RGB', (8, 8)).save(path)
     record = record_of(Medium(modality, (str(path),) * num_files))
-    monkeypatch.setattr(media, 'read_image', fail)
-    monkeypatch.setattr(videos, 'read_image', fail)
+    for module in (media, videos):
+        monkeypatch.setattr(module, 'read_image', mock.Mock(side_effect=fault))
     with pytest.raises(type(fault)) as raised:
         decode_media(record, open_files(record))
     assert raised.value is fault
@@ -200,12 +191,8 @@ def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, modality,
 
 def test_lost_network_keeps_its_error(monkeypatch, tmp_path):
     """Nothing can be said about a file of a network that does not answer."""
-
-    def stat_without_network(path, **options):
-        raise OSError(errno.ESTALE, 'Stale file handle')
-
     record = record_of(Medium('image', (str(tmp_path / 'good.png'),)))
-    monkeypatch.setattr(os, 'stat', stat_without_network)
+    monkeypatch.setattr(os, 'stat', mock.Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
     with pytest.raises(OSError, match='Stale'):
         check_files(record, Path.resolve, allow_outside=True)
     with pytest.raises(OSError, match='Stale'):

@@ -57,17 +57,12 @@ def global_batches(dataset: LengthDataset, global_batch: int) -> list[list[int]]
 
 
 def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[str, Any]:
-    """Trains two epochs at learning rate 0.
-
-    Returns:
-        On rank 0 the errors of steps with less than a global batch, and Composer's counts of samples.
-    """
+    """Trains two epochs. Returns the errors of the steps with fewer samples, and Composer's counts of samples."""
     after_batches = On(Event.BATCH_END, counted_samples)
     after_epochs = On(Event.EPOCH_END, counted_samples)
+    options = {'callbacks': [after_batches, after_epochs], 'loss_tokens': 'causal', 'check_loss': False}
     model = text_model()
-    data = token_data_spec(loader, slot_tokens=LONGEST)
-    callbacks = [after_batches, after_epochs]
-    recorder = fit(model, data, callbacks=callbacks, max_duration='2ep', loss_tokens='causal', check_loss=False)
+    recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), max_duration='2ep', **options)
     if dist.get_global_rank() != 0:
         return {}
     errors = []
