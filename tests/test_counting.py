@@ -13,7 +13,7 @@ from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
-from tests.support.text import collate, packed_row, ragged_batch, text_model, text_row
+from tests.support.text import collate, one_layer_model, packed_row, positions_of, ragged_batch, text_row
 from tests.support.training import assert_exact, fit, loader
 
 
@@ -37,24 +37,24 @@ def test_one_token_has_no_loss():
 @pytest.mark.parametrize(
     ('change', 'description'),
     [
-        pytest.param(lambda labels: labels[:, 0], r'torch.int64 of shape \(2,\)', id='one label per row'),
-        pytest.param(lambda labels: labels[..., None], r'torch.int64 of shape \(2, 6, 1\)', id='codes'),
-        pytest.param(lambda labels: labels.float(), r'torch.float32 of shape \(2, 6\)', id='floats'),
+        pytest.param(lambda labels: labels[:, 0], r'int64 of shape \(2,\)', id='one label per row'),
+        pytest.param(lambda labels: labels[..., None], r'int64 of shape \(2, 6, 1\)', id='codes'),
+        pytest.param(lambda labels: labels.float(), r'float32 of shape \(2, 6\)', id='floats'),
     ],
 )
 def test_other_labels_are_refused(change, description, has_data_spec):
     batch = ragged_batch([(3, 2), (6, 4)])
     batch['labels'] = change(batch['labels'])
-    dataloader = loader(batch)
+    data = loader(batch)
     if has_data_spec:
-        dataloader = token_data_spec(dataloader)
-    with pytest.raises(ValueError, match=rf'`labels` .* integers .* \(rows, width\).* {description}'):
-        fit(text_model(), dataloader)
+        data = token_data_spec(data)
+    with pytest.raises(ValueError, match=f'`labels` .* integers .*{description}'):
+        fit(one_layer_model(), data)
 
 
 def test_left_padding_is_not_packing():
     batch = ragged_batch([(3, 3), (6, 4)], side='left')
-    batch['position_ids'] = (batch['attention_mask'].cumsum(1) - 1).clamp(min=0)
+    batch['position_ids'] = positions_of(batch)
     assert count_tokens(batch).loss_generating == (3, 4)
 
 
@@ -77,15 +77,14 @@ def test_square_mask_hides_padding(side, form):
 
 def test_each_rule_counts_its_own_tokens():
     batch = ragged_batch([(3, 3), (6, 4)])
-    # The last one again: a batch that is already counted by another rule is counted once more.
-    for rule, first_count in [('causal', 2), ('unshifted', 3), ('causal', 2)]:
+    # A batch that is already counted by another rule is counted once more.
+    for rule, num_first_tokens in [('causal', 2), ('unshifted', 3), ('causal', 2)]:
         batch = with_counts(batch, rule)
         first, second = rows_of(batch)
-        assert first == RowCounts(real_tokens=3, loss_tokens=first_count, loss_weight=first_count, rule=rule)
+        assert first == RowCounts(real_tokens=3, loss_tokens=num_first_tokens, loss_weight=num_first_tokens, rule=rule)
         assert second == RowCounts(real_tokens=6, loss_tokens=4, loss_weight=4, rule=rule)
         # Not numbers of torch or numpy, because checkpoints and loggers get them.
-        assert type(first.loss_tokens) is int
-        assert type(first.real_tokens) is int
+        assert {type(first.loss_tokens), type(first.real_tokens)} == {int}
 
 
 def test_token_weights_are_added_to_counts():
@@ -102,9 +101,7 @@ def test_dummy_rows_count_nothing():
     counted = with_counts(batch, 'causal', 'sqrt')
     dummy, sample = rows_of(counted)
     assert dummy == RowCounts(samples=0, rule='causal')
-    assert sample.samples == 1
-    assert sample.real_tokens == 6
-    assert sample.loss_tokens == 4
+    assert (sample.samples, sample.real_tokens, sample.loss_tokens) == (1, 6, 4)
     assert num_samples(counted) == 1
     assert (counted['labels'][0] == -100).all()
 
@@ -126,7 +123,8 @@ def packed(documents, *, masks_starts):
 
 @pytest.mark.parametrize('masks_starts', [True, False])
 def test_first_tokens_of_packed_documents(masks_starts):
-    batch = packed([FIVE_TOKENS, THREE_TOKENS, text_row(4, 4)], masks_starts=masks_starts)
+    four_tokens = text_row(4, 4)
+    batch = packed([FIVE_TOKENS, THREE_TOKENS, four_tokens], masks_starts=masks_starts)
     assert count_tokens(batch).loss_generating == (4 + 2 + 3,)
 
 
@@ -139,7 +137,6 @@ def test_unshifted_counts_first_tokens_of_documents():
 
 @pytest.mark.parametrize('masks_starts', [True, False])
 def test_packed_rows_train_like_padded(masks_starts):
-    model = text_model(attn_implementation='sdpa')
     long_documents = [FIVE_TOKENS, THREE_TOKENS]
     short_document = text_row(4, 2, seed=3)
     # Rows of different width cannot share a tensor, so the second row gets a document without labels.
@@ -148,7 +145,7 @@ def test_packed_rows_train_like_padded(masks_starts):
     second = packed([short_document, filler], masks_starts=masks_starts)
     packed_batch = {key: torch.cat([first[key], second[key]]) for key in first}
     padded_batch = collate([*long_documents, short_document])
-    assert_exact(model, loader(packed_batch), batch=padded_batch, microbatch_size=1)
+    assert_exact(one_layer_model(), loader(packed_batch), batch=padded_batch, microbatch_size=1)
 
 
 @pytest.mark.parametrize('has_mask', [True, False])
@@ -159,8 +156,11 @@ def test_document_of_one_token(has_mask):
     assert count_tokens(batch).loss_generating == (4,)
 
 
-@pytest.mark.parametrize(('side', 'columns'), [('left', slice(2, 8)), ('right', slice(0, 6))])
-def test_packing_ignores_padding(side, columns):
+# If a row is padded on the left, a pad predicts the label of its first token.
+@pytest.mark.parametrize(
+    ('columns', 'num_tokens'), [(slice(2, 8), 5), (slice(0, 6), 4)], ids=['padded left', 'padded right']
+)
+def test_packing_ignores_padding(columns, num_tokens):
     full_row = packed([FIVE_TOKENS, THREE_TOKENS], masks_starts=False)
     full_row['attention_mask'] = torch.ones(1, 8, dtype=torch.long)
     batch = {}
@@ -169,11 +169,9 @@ def test_packing_ignores_padding(side, columns):
         padded_row = torch.full_like(value, fill)
         padded_row[:, columns] = value[:, :6]  # the second document keeps one token
         batch[key] = torch.cat([value, padded_row])
-    # If a row is padded on the left, a pad predicts the label of its first token.
-    num_predicted_by_pads = int(side == 'left')
-    assert count_tokens(batch).loss_generating == (4 + 2, 4 + num_predicted_by_pads)
+    assert count_tokens(batch).loss_generating == (4 + 2, num_tokens)
     kept_labels = counting.mask_document_starts(batch)['labels'] != -100
-    assert int(kept_labels.sum()) == 7 + 5
+    assert kept_labels.sum(dim=1).tolist() == [7, 5]
 
 
 def test_masked_labels_are_reported_once(caplog):

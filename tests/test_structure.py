@@ -12,10 +12,8 @@ from collections import defaultdict
 from tests.support.launch import ROOT
 
 PACKAGE = ROOT / 'composer_tokacc'
-MODULES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob('*.py'))}
-TREES = {name: ast.parse(text) for name, text in MODULES.items()}
-
-IN_MANY_MODULES = {'__all__', '__getattr__', 'log'}
+IN_MANY_MODULES = {'all', 'getattr', 'log'}
+"""Names without their underscores that modules have in common."""
 
 
 def names_defined_by(node):
@@ -32,12 +30,13 @@ def names_defined_by(node):
 
 def test_names_are_defined_once():
     modules_of_name = defaultdict(set)
-    for module, tree in TREES.items():
+    for path in PACKAGE.rglob('*.py'):
+        tree = ast.parse(path.read_text())
         for node in tree.body:
             for name in names_defined_by(node):
-                modules_of_name[name.strip('_')].add(module)
-    repeated = [name for name, modules in modules_of_name.items() if len(modules) > 1]
-    assert set(repeated) <= {name.strip('_') for name in IN_MANY_MODULES}
+                modules_of_name[name.strip('_')].add(path)
+    repeated_names = {name for name, modules in modules_of_name.items() if len(modules) > 1}
+    assert repeated_names <= IN_MANY_MODULES
 
 
 def test_paths_of_the_makefile_exist():

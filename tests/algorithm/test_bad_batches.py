@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -21,10 +22,14 @@ from tests.support.text import VOCABULARY, gpt2, named_batch, one_layer_model
 from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
+"""Length and number of labels of the rows. In the third one the last four tokens have labels."""
 
 
 def batch_of(**entries: Any) -> dict[str, Any]:
     return {**named_batch(SHAPE), **entries}
+
+
+first_or_later_batch = pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
 
 
 def with_id(entry: str, number: int) -> dict[str, Any]:
@@ -42,54 +47,48 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
         fit(model or one_layer_model(), data, max_duration=f'{len(batches)}ba')
     message = str(caught.value)
-    assert '..' not in message
+    assert '..' not in message, 'the error of torch, which the message quotes, may end with a period'
     return message
 
 
-@pytest.mark.parametrize(
-    ('dtype', 'has_spec', 'smallest'),
-    [(torch.int32, True, -100), (torch.int32, False, -100), (torch.uint8, True, 0)],
-)
-def test_labels_that_are_not_int64(dtype, has_spec, smallest):
-    labels = batch_of()['labels'].clamp(min=smallest)
-    message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
-    assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
+@pytest.mark.parametrize(('dtype', 'has_spec'), [(torch.int32, True), (torch.int32, False), (torch.uint8, True)])
+def test_labels_that_are_not_int64(dtype, has_spec):
+    labels = batch_of()['labels'].clamp(min=0).to(dtype)
+    message = refusal(batch_of(labels=labels), has_spec=has_spec)
+    assert f'int64 for cross-entropy, got: {dtype}' in message
+    assert '.long()' in message
 
 
 def test_ids_in_lists():
     message = refusal(batch_of(input_ids=batch_of()['input_ids'].tolist()))
-    assert '`input_ids` must be a tensor' in message
-    assert 'list' in message
+    assert re.search('`input_ids` must be a tensor.*list', message)
 
 
 @pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
-@pytest.mark.parametrize(('entry', 'allowed'), [('labels', '-100 or ids'), ('input_ids', 'ids')])
-def test_id_outside_vocabulary_names_sample(entry, allowed, number, batches_before):
+@pytest.mark.parametrize('entry', ['labels', 'input_ids'])
+def test_id_outside_vocabulary_names_sample(entry, number, batches_before):
     message = refusal(*batches_before, with_id(entry, number))
-    assert f"`{entry}` must be {allowed} from 0 to {VOCABULARY - 1}, got: {number} in sample 'sample-2'" in message
+    assert f'`{entry}` must be' in message
+    assert f"from 0 to {VOCABULARY - 1}, got: {number} in sample 'sample-2'" in message
 
 
-def test_logits_show_the_vocabulary():
+def test_error_of_the_first_forward():
+    """The output embedding of Terms is not found, so its vocabulary is not known yet. GPT-2 has 64 positions."""
     message = refusal(with_id('labels', VOCABULARY), model=Terms(by_token))
     assert f'Target {VOCABULARY} is out of bounds' in message
+    message = refusal(with_id('input_ids', VOCABULARY), model=Terms(by_token))
+    assert f'ids up to {VOCABULARY}' in message
+    message = refusal(named_batch([(65, 20), (9, 3)]), model=gpt2())
+    assert 'rows of 65 tokens' in message
+
+
+def test_first_logits_show_the_vocabulary():
     message = refusal(batch_of(), with_id('labels', VOCABULARY), model=Terms(by_token))
     assert f"got: {VOCABULARY} in sample 'sample-2'" in message
 
 
 def test_last_id_is_a_label():
     assert_exact(one_layer_model(), with_id('labels', VOCABULARY - 1))
-
-
-def test_token_outside_unknown_embedding():
-    message = refusal(with_id('input_ids', VOCABULARY), model=Terms(by_token))
-    assert f'ids up to {VOCABULARY}' in message
-    assert 'its embedding must hold every token' in message
-
-
-def test_row_longer_than_the_positions():
-    message = refusal(named_batch([(65, 20), (9, 3)]), model=gpt2())
-    assert 'rows of 65 tokens' in message
-    assert 'must not be longer than the positions' in message
 
 
 def test_placeholders_outside_the_embedding():
@@ -106,11 +105,11 @@ def test_placeholders_outside_the_embedding():
     assert outcome.kind == 'exact'
 
 
-@pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
+@first_or_later_batch
 def test_images_for_a_text_model(batches_before):
     """Composer would leave them out in silence."""
     batch = batch_of(pixel_values=torch.rand(2, 3, 8, 8), num_images=[0, 0, 2, 0])
-    assert "must reach the model, got: ['pixel_values'] of sample 'sample-2'" in refusal(*batches_before, batch)
+    assert "got: ['pixel_values'] of sample 'sample-2'" in refusal(*batches_before, batch)
 
 
 class LossOfImages(HuggingFaceModel):
@@ -145,22 +144,23 @@ def test_images_that_need_not_reach_the_forward(key, model_class, transform):
 def test_mask_of_three_dimensions(queries, has_spec):
     mask = batch_of()['attention_mask'][:, None].expand(-1, queries, -1)
     message = refusal(batch_of(attention_mask=mask), has_spec=has_spec)
-    assert f"of shape (4, {queries}, 14), beginning with sample 'sample-0'. Give one mask" in message
+    assert f'of shape (4, {queries}, 14)' in message
+    assert "'sample-0'" in message
 
 
 def test_mask_of_four_dimensions_is_exact():
     """It lets each token see itself and earlier ones, as the model does by itself with a mask of two dimensions."""
     batch = batch_of()
-    with_mask = batch_of(attention_mask=square_mask(batch))
-    assert_exact(one_layer_model(), with_mask, batch=batch)
+    batch_with_square_mask = batch_of(attention_mask=square_mask(batch))
+    assert_exact(one_layer_model(), batch_with_square_mask, batch=batch)
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
-@pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
+@first_or_later_batch
 def test_batch_without_rows(batches_before, has_spec):
     empty_batch = {key: rows[:0] for key, rows in batch_of().items()}
     message = refusal(*batches_before, empty_batch, has_spec=has_spec)
-    assert 'must hold at least one row of one token, got: labels of shape (0, 14)' in message
+    assert 'got: labels of shape (0, 14)' in message
 
 
 def single_rows(batch, size):

@@ -29,7 +29,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        # A kernel reads the plain memory. If the labels are a subclass of Tensor, that is lost.
+        # A kernel reads the numbers only. If the labels are a subclass of Tensor, the class is lost.
         labels = torch.tensor(labels.tolist())
         hidden = hidden.detach().requires_grad_()
         weight = weight.detach().requires_grad_()
@@ -88,8 +88,8 @@ def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, 
     recorder = fit(fused(logits_in_eval=logits_in_eval), batch, **options)
     assert algorithm.rule == 'causal'
     assert relative_error(recorder.gradients, expected) < 1e-6
-    for record in caplog.records:
-        assert record.levelname == 'INFO' or not record.name.startswith('composer_tokacc')
+    loggers_that_warn = {record.name for record in caplog.records if record.levelname != 'INFO'}
+    assert not any(name.startswith('composer_tokacc') for name in loggers_that_warn)
 
 
 class NamedLoss(HuggingFaceModel):
@@ -111,7 +111,7 @@ def test_row_without_labels_in_named_loss():
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_wrong_rule_is_refused(logits_in_eval):
-    with pytest.raises(RuntimeError, match=r"averages by 'causal' .* Set `loss_tokens='causal'`"):
+    with pytest.raises(RuntimeError, match="averages by 'causal'"):
         fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), loss_tokens='unshifted')
 
 
@@ -128,8 +128,7 @@ def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_token_weights_are_refused(logits_in_eval):
-    message = r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=r'made of the logits .*a fused kernel'):
         fit(fused(logits_in_eval=logits_in_eval), ragged_batch(ONE_UNLABELLED), token_weights='sqrt')
 
 
@@ -145,4 +144,4 @@ def test_liger_kernel_is_exact():
     assert set(results['rules']) == {'causal'}
     assert len(results['errors']) == 2
     assert max(results['errors'].values()) < 1e-6, results
-    assert 'made of the logits that it returns for `token_weights`' in results['refusal']
+    assert 'made of the logits' in results['refusal']

@@ -20,6 +20,17 @@ from tests.support.training import fit, gradients_of, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
+LENGTH_OF_ALL = 10
+
+
+def value_of_rows(first_logits):
+    """Returns a value for each row, made of the logits at its first token."""
+    return first_logits.square().mean(dim=1)
+
+
+def value_of_microbatch(first_logits):
+    """Returns a value that is no mean over rows, as the loss of a router. It is made of five logits of each row."""
+    return first_logits[:, :5].exp().mean().square()
 
 
 class TermsModel(HuggingFaceModel):
@@ -36,20 +47,16 @@ class TermsModel(HuggingFaceModel):
         self.form = form
         self.first_id_without_term = first_id_without_term
 
-    def terms(self, outputs):
-        first_logits = outputs['logits'].float()[:, 0]
-        return {
-            'lm': outputs['loss'],
-            'contrastive': first_logits.square().mean(),  # one value a sample, averaged over samples
-            'router': first_logits[:, :5].exp().mean().square(),  # a statistic of the microbatch
-        }
-
     def loss(self, outputs, batch):
-        terms = self.terms(outputs)
+        first_logits = outputs['logits'].float()[:, 0]
+        terms = {
+            'lm': outputs['loss'],
+            'contrastive': value_of_rows(first_logits).mean(),
+            'router': value_of_microbatch(first_logits),
+        }
         if self.first_id_without_term is not None:
             has_term = batch['input_ids'][:, 0] != self.first_id_without_term
-            values = outputs['logits'].float()[:, 0].square().mean(dim=1)
-            terms['contrastive'] = values[has_term].sum() / len(values)
+            terms['contrastive'] = value_of_rows(first_logits)[has_term].sum() / len(has_term)
             if not has_term.any():
                 del terms['contrastive']
         if self.form == 'tuple':
@@ -63,7 +70,7 @@ class SequenceLoss(HuggingFaceModel):
     """Divides the summed losses of a row by a constant, as Dr. GRPO does. So the loss is only a mean over samples."""
 
     def loss(self, outputs, batch):
-        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / 10}
+        return {'lm': summed_by_row(outputs['logits'], batch['labels']).mean() / LENGTH_OF_ALL}
 
 
 class LossOfEverySecondToken(HuggingFaceModel):
@@ -97,10 +104,10 @@ def expected_terms(model, batch, microbatch_size):
     """Returns each term by its definition: sums over tokens, samples or microbatches, divided by their number."""
     logits = logits_of(model, batch)
     first_logits = logits[:, 0]
-    routers = [rows[:, :5].exp().mean().square() for rows in first_logits.split(microbatch_size)]
+    routers = [value_of_microbatch(rows) for rows in first_logits.split(microbatch_size)]
     return {
         'lm': next_token_loss(logits, batch['labels']),
-        'contrastive': first_logits.square().mean(dim=1).mean(),
+        'contrastive': value_of_rows(first_logits).mean(),
         'router': torch.stack(routers).mean(),
     }
 
@@ -129,8 +136,8 @@ def test_loss_without_a_gradient_at_each_label(model, batch):
 def test_term_absent_in_some_microbatches(model, batch):
     """The last of five rows does not have the term, and is a separate microbatch. The term is still divided by five."""
     terms = expected_terms(model, batch, 2)
-    values_of_rows = logits_of(model, batch)[:, 0].square().mean(dim=1)
-    terms['contrastive'] = values_of_rows[:4].sum() / 5
+    first_logits = logits_of(model, batch)[:, 0]
+    terms['contrastive'] = value_of_rows(first_logits)[:4].sum() / 5
     expected = gradients_of(model, sum(terms.values()))
     first_ids = batch['input_ids'][:, 0].tolist()
     assert first_ids.count(first_ids[-1]) == 1
@@ -143,7 +150,7 @@ def test_term_absent_in_some_microbatches(model, batch):
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_tuple_losses_are_token_means(model, batch, microbatch_size):
     terms = expected_terms(model, batch, 1)
-    expected = gradients_of(model, 3 * terms['lm'])
+    expected = gradients_of(model, terms['lm'] + 2 * terms['lm'])
     recorder = fit(TermsModel(model, form='tuple'), loader(batch), microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
@@ -192,36 +199,34 @@ def test_loss_without_a_tensor(loss):
 def test_microbatch_without_a_loss(model):
     class NothingWithoutLabels(SequenceLoss):
         def loss(self, outputs, batch):
-            return super().loss(outputs, batch) if (batch['labels'][:, 1:] != -100).any() else {}
+            has_labels = (batch['labels'][:, 1:] != -100).any()
+            return super().loss(outputs, batch) if has_labels else {}
 
     batch = ragged_batch([(9, 0), (9, 3), (9, 4)])
     with pytest.raises(RuntimeError, match='in every microbatch'):
         fit(NothingWithoutLabels(model), batch, loss_units={'lm': 'samples'}, microbatch_size=1)
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_total_in_half_precision(dtype):
-    """The total is rounded. A term that is missing in it is still refused."""
-    lm, kl = torch.tensor(5.03).to(dtype), torch.tensor(1.61).to(dtype)
-    terms = LossTerms({'lm': 'tokens', 'kl': 'samples'})
-    assert float(lm + kl) != float(lm) + float(kl)
-    assert terms.probed({'lm': lm, 'kl': kl, 'total': lm + kl}, {}) == {'tokens': lm, 'samples': kl}
-    with pytest.raises(RuntimeError, match='must be the sum'):
-        terms.probed({'lm': lm, 'kl': kl, 'total': lm}, {})
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_terms_that_nearly_cancel(dtype):
-    """The round-off of their sum is as large as that of the terms. A missing term is still refused."""
-    values = torch.tensor([0.1, 2.3, -2.4], dtype=dtype)
-    lm, boxes, entropy = values
-    named = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
+@pytest.mark.parametrize(
+    ('values', 'dtype'),
+    [
+        pytest.param((5.03, 1.61, 0.0), torch.bfloat16, id='bfloat16'),
+        pytest.param((5.03, 1.61, 0.0), torch.float16, id='float16'),
+        pytest.param((0.1, 2.3, -2.4), torch.float32, id='terms that nearly cancel'),
+        pytest.param((-2.4, 2.3, 0.1), torch.bfloat16, id='terms that nearly cancel in bfloat16'),
+    ],
+)
+def test_total_is_rounded(values, dtype):
+    """The round-off of a sum is as large as that of its terms. A term that is missing is still refused."""
+    terms_of_loss = torch.tensor(values, dtype=dtype)
+    lm, boxes, entropy = terms_of_loss
+    loss = {'lm': lm, 'boxes': boxes, 'entropy': entropy}
     terms = LossTerms({'lm': 'tokens', 'boxes': 'samples', 'entropy': 'samples'})
     total = entropy + boxes + lm
-    assert total != lm + boxes + entropy
-    assert set(terms.probed({**named, 'total': total}, None)) == {'tokens', 'samples'}
+    assert total.float() != terms_of_loss.float().sum()
+    assert terms.probed({**loss, 'total': total}, {}) == {'tokens': lm, 'samples': boxes + entropy}
     with pytest.raises(RuntimeError, match='must be the sum'):
-        terms.probed({**named, 'total': total - boxes}, None)
+        terms.probed({**loss, 'total': total - boxes}, {})
 
 
 def test_total_without_terms():
@@ -248,7 +253,7 @@ def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_dat
     """The last rows may be copies of a sample, which count nothing."""
     num_samples = len(SHAPE) - num_copies
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
-    expected = gradients_of(model, losses[:num_samples].mean() / 10)
+    expected = gradients_of(model, losses[:num_samples].mean() / LENGTH_OF_ALL)
     if num_copies:
         batch = with_rows(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
     data = loader(batch)
@@ -269,11 +274,10 @@ class NormTerm(HuggingFaceModel):
 @pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
 def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
-    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'norm': unit})
-    options = {'algorithms': [algorithm], 'microbatch_size': 5, 'regroup': False}
+    options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
     fit(model, batch, **options)
     batch_with_dummy = with_rows(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
-    with pytest.raises(RuntimeError, match=r'gradient in such rows \(1 of 5 rows fill up'):
+    with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
         fit(model, batch_with_dummy, **options)
 
 
@@ -285,5 +289,6 @@ def test_warning_of_noise_scaled_by_width(model, batch, caplog):
 
 
 def test_state_of_a_composer_algorithm():
+    """Composer compares the `repr` in a checkpoint with that of the algorithm which resumes."""
     algorithm = TokenAccumulation()
     assert algorithm.state_dict()['repr'] == repr(algorithm)

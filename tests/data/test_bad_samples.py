@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from PIL import Image
@@ -44,7 +45,7 @@ def build(dataset, **options):
 
 
 def test_bad_samples_of_parts(tmp_path):
-    """Bad samples are named by their index in the concatenation, whether the table is measured or read again."""
+    """The table names bad samples by their index in the concatenation: 7, and 9 + 7. The second one is only read."""
     parts = ConcatDataset([DigitsWithBadSamples(9), DigitsWithBadSamples(20)])
     processor = build_digits_processor()
     for _ in range(2):
@@ -53,8 +54,8 @@ def test_bad_samples_of_parts(tmp_path):
         good_indices = [index for index in range(29) if index not in table.errors]
         good_samples = [parts[index] for index in good_indices]
         assert_same_table(table.select(good_indices), build(good_samples))
-        for index in table.errors:
-            assert table.lengths[index] == table.loss_tokens[index] == table.image_tokens[index] == 0
+        for column in (table.lengths, table.loss_tokens, table.image_tokens):
+            assert not column[list(table.errors)].any()
     assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(BadSampleError, match=r'^sample "7"$'):
         length_table(parts, processor, folder=tmp_path)
@@ -73,10 +74,7 @@ def test_workers_name_the_same_samples(monkeypatch):
 
 
 def test_other_errors_are_no_bad_samples(monkeypatch):
-    def fail(dataset, index):
-        raise KeyError('a programming error')
-
-    monkeypatch.setattr(DigitsDataset, '__getitem__', fail)
+    monkeypatch.setattr(DigitsDataset, '__getitem__', mock.Mock(side_effect=KeyError('a programming error')))
     with pytest.raises(KeyError, match='a programming error'):
         build(DigitsDataset(num_samples=3), num_workers=0, on_error='skip')
 
@@ -121,39 +119,32 @@ def test_sample_is_read_once(tmp_path):
     assert first_table.lengths.tolist() == lengths_of(second)
     assert len(list(folder.iterdir())) == 1
 
-    Image.new('RGB', (8, 8)).save(tmp_path / 'bad.png')
-    repaired = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
-    assert len(repaired) == 3
-
 
 def test_repaired_sample_is_used(tmp_path):
     """Neither name nor size of its file changes, so the length table of the first run is used again."""
     path = write_records(tmp_path, ['good.png', 'bad.png', 'good.png'])
+    folder = tmp_path / 'lengths'
     complete = (tmp_path / 'good.png').read_bytes()
     (tmp_path / 'bad.png').write_bytes(bytes(len(complete)))  # a download that has just begun
-    options = {'on_error': 'skip', 'lengths_folder': tmp_path / 'lengths'}
-    assert len(CountingDataset(path, small(), **options)) == 2
+    assert len(CountingDataset(path, small(), on_error='skip', lengths_folder=folder)) == 2
     strict = CountingDataset(path, small())
     with pytest.raises(BadSampleError, match=r'bad\.png'):
-        length_table(strict, small(), folder=tmp_path / 'lengths')
+        length_table(strict, small(), folder=folder)
 
     (tmp_path / 'bad.png').write_bytes(complete)
-    table = length_table(strict, small(), folder=tmp_path / 'lengths')
+    table = length_table(strict, small(), folder=folder)
     assert strict.reads == [1, 1]
     assert table.lengths.tolist() == lengths_of(strict)
-    repaired = CountingDataset(path, small(), **options)
+    repaired = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     assert len(repaired) == 3
-    assert repaired.skipped == repaired.reads == []
+    assert repaired.skipped == []
+    assert repaired.reads == []
 
 
 def test_program_fault_is_no_bad_sample(tmp_path, monkeypatch):
     dataset = LlavaDataset(write_records(tmp_path, ['good.png']), small())
-
-    def fail(*_, **__):
-        raise TypeError('a programming error')
-
-    monkeypatch.setattr(dataset.encoder, '_encode', fail)
-    with pytest.raises(RuntimeError, match=r'sample "0" \(.*data\.json, entry 1\): TypeError: a programming error'):
+    monkeypatch.setattr(dataset.encoder, '_encode', mock.Mock(side_effect=TypeError('a programming error')))
+    with pytest.raises(RuntimeError, match=r'sample "0" .*entry 1.*TypeError: a programming error'):
         dataset[0]
 
 
@@ -186,18 +177,13 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     ],
     ids=lambda fault: repr(fault),
 )
-@pytest.mark.parametrize('files', ['one image', 'frames'])
-def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, files):
-    def fail(file):
-        raise fault
-
-    if files == 'one image':
-        record = record_of(Medium('image', (str(tmp_path / 'good.png'),)))
-    else:
-        record = record_of(Medium('video', (str(tmp_path / 'good.png'),) * 2))
-    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
-    monkeypatch.setattr(media, 'read_image', fail)
-    monkeypatch.setattr(videos, 'read_image', fail)
+@pytest.mark.parametrize(('modality', 'num_files'), [('image', 1), ('video', 2)], ids=['one image', 'frames'])
+def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, modality, num_files):
+    path = tmp_path / 'good.png'
+    Image.new('RGB', (8, 8)).save(path)
+    record = record_of(Medium(modality, (str(path),) * num_files))
+    for module in (media, videos):
+        monkeypatch.setattr(module, 'read_image', mock.Mock(side_effect=fault))
     with pytest.raises(type(fault)) as raised:
         decode_media(record, open_files(record))
     assert raised.value is fault
@@ -205,14 +191,9 @@ def test_machine_faults_keep_their_error(tmp_path, monkeypatch, fault, files):
 
 def test_lost_network_keeps_its_error(monkeypatch, tmp_path):
     """Nothing can be said about a file of a network that does not answer."""
-
-    def stat_without_network(path, **options):
-        raise OSError(errno.ESTALE, 'Stale file handle')
-
     record = record_of(Medium('image', (str(tmp_path / 'good.png'),)))
-    monkeypatch.setattr(os, 'stat', stat_without_network)
-    with pytest.raises(OSError, match='Stale') as raised:
+    monkeypatch.setattr(os, 'stat', mock.Mock(side_effect=OSError(errno.ESTALE, 'Stale file handle')))
+    with pytest.raises(OSError, match='Stale'):
         check_files(record, Path.resolve, allow_outside=True)
     with pytest.raises(OSError, match='Stale'):
         open_files(record)
-    assert not isinstance(raised.value, BadSampleError)

@@ -61,7 +61,7 @@ def test_smallest_and_largest_weight(tmp_path):
 @pytest.mark.parametrize('weight', [1e-31, 1e31, -1.0, float('nan'), float('inf'), 'much', [0.5, 0.5], True])
 def test_bad_weight_is_a_bad_sample(tmp_path, weight):
     path = write_json(tmp_path, records_with(0.5, weight))
-    with pytest.raises(BadSampleError, match=r'sample "s1" .*`loss_weights` must be 0, or a number'):
+    with pytest.raises(BadSampleError, match=r'sample "s1" .*`loss_weights` must be'):
         LlavaDataset(path, small())
 
 

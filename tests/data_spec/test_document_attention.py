@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.matrix.packed import cell
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.text import collate, one_layer_model, ragged_batch, text_model, text_rows
+from tests.support.text import one_layer_model, ragged_batch, text_model
 from tests.support.training import (
     On,
     assert_exact,
@@ -103,7 +104,8 @@ def test_families_are_exact_or_refused(name, kernel):
         if (name, kernel) in QUICK:
             raise
         pytest.skip(f'transformers {transformers.__version__}: {error}')
-    assert outcome['kind'] == ('refused' if name in LEAKING else 'exact'), outcome
+    expected_kind = 'refused' if name in LEAKING else 'exact'
+    assert outcome['kind'] == expected_kind, outcome
 
 
 @pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
@@ -123,9 +125,8 @@ def test_documents_do_not_see_each_other(name, kernel):
         def negate(module, args, output, tokens=document):
             return torch.where(tokens[None, :, None], -output, output)
 
-        hook = embeddings.register_forward_hook(negate)
-        after = logits_of(model, packed)
-        hook.remove()
+        with embeddings.register_forward_hook(negate):
+            after = logits_of(model, packed)
         assert not torch.equal(after[:, document], before[:, document])
         assert torch.equal(after[:, ~document], before[:, ~document])
 
@@ -210,17 +211,16 @@ def test_attention_is_restored_after_training(tmp_path):
 def test_evaluation_between_steps():
     batch = ragged_batch(SHAPE)
     padded_left = ragged_batch(SHAPE, side='left')
-    logits_of_runs = []
-    for packing in (False, True):
+
+    def evaluation_logits(packing):
         logits = On(Event.EVAL_AFTER_FORWARD, lambda state: state.outputs.clone())
         eval_data = token_data_spec(loader(padded_left))
         evaluator = Evaluator(label='eval', dataloader=eval_data, device_eval_microbatch_size=1)
         options = {'eval_dataloader': evaluator, 'eval_interval': '1ba', 'callbacks': [logits]}
         fit(one_layer_model(), batch, batch, packing=packing, **options)
-        logits_of_runs.append(torch.cat(logits.values, dim=1))
-    padded, packed = logits_of_runs
-    assert padded.numel()
-    assert torch.equal(packed, padded)
+        return torch.cat(logits.values, dim=1)
+
+    assert torch.equal(evaluation_logits(packing=True), evaluation_logits(packing=False))
 
 
 def bytes_for_backward(num_rows):
@@ -252,17 +252,26 @@ def attention_layer(is_causal):
     return layer
 
 
+def documents_of(*lengths):
+    return document_attention._Documents(list(lengths), [None] * len(lengths))
+
+
+def attend(layer, states, documents, **options):
+    """Returns the attention of packed rows whose model has SDPA. ``states`` are query, key and value."""
+    attended, _ = document_attention._attend('sdpa', layer, *states, documents, **options)
+    return attended
+
+
 def check_attention_at_once(dtype, *, is_causal):
-    """Compares one call of a kernel for all documents with a call for each."""
+    """Compares one call of a kernel for all documents with a call for each. Two heads share a key and a value."""
     torch.manual_seed(0)
-    lengths = [3, 1, 7, 7, 2]
-    documents = document_attention._Documents(lengths, [None] * len(lengths))
-    query = torch.randn(1, 4, sum(lengths), 8, dtype=dtype)
-    key, value = torch.randn(2, 1, 2, sum(lengths), 8, dtype=dtype)
+    documents = documents_of(3, 1, 7, 7, 2)
+    query = torch.randn(1, 4, 20, 8, dtype=dtype)
+    key, value = torch.randn(2, 1, 2, 20, 8, dtype=dtype)
     layer = attention_layer(is_causal)
     layer.num_key_value_groups = 2
     attended = document_attention._attend_at_once(documents, layer, query, key, value, scaling=0.3)
-    expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents, scaling=0.3)
+    expected = attend(layer, (query, key, value), documents, scaling=0.3)
     torch.testing.assert_close(attended, expected)
 
 
@@ -286,40 +295,39 @@ def attend_by_document(query, key, value, ends, _, longest, __, *, causal, scale
     return torch.cat(outputs)
 
 
+def use_kernel_on_cpu(monkeypatch):
+    """Lets the code for GPUs run on a CPU. Returns a mock of its kernel for half precision."""
+    kernel = mock.Mock(wraps=attend_by_document)
+    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
+    monkeypatch.setattr(document_attention, '_half_kernel', lambda: kernel)
+    return kernel
+
+
 def calls_of_gpu_kernel(monkeypatch, model, autocast=False):
-    """Returns the arguments of the calls of a kernel for GPUs, after comparing its logits with those of a CPU."""
-    calls = []
-
-    def kernel(*arguments, **options):
-        calls.append(arguments)
-        return attend_by_document(*arguments, **options)
-
+    """Returns query, key, value and bounds of each call of the kernel, after comparing its logits with SDPA's."""
     packed, _ = packed_of(model, ragged_batch(SHAPE))
     with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
         expected = logits_of(model, packed)
-        monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-        monkeypatch.setattr(document_attention, '_half_kernel', lambda: kernel)
+        kernel = use_kernel_on_cpu(monkeypatch)
         logits = logits_of(model, packed)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2)
-    return calls
+    return [call.args[:4] for call in kernel.call_args_list]
 
 
 def test_layers_share_bounds_on_the_device(monkeypatch):
     """The bounds of documents are moved to the GPU once, not by each layer."""
     model = text_model(num_key_value_heads=1).to(torch.bfloat16)
-    first, second = calls_of_gpu_kernel(monkeypatch, model)
-    assert first[3] is second[3]
-    for query, key, *_ in (first, second):
-        assert query.shape[1] == 2
-        assert key.shape[1] == 1
+    calls = calls_of_gpu_kernel(monkeypatch, model)
+    (query, key, _, bounds), (_, _, _, bounds_of_second_layer) = calls
+    assert bounds is bounds_of_second_layer
+    assert query.shape[1] == 2
+    assert key.shape[1] == 1
 
 
 def test_kernel_gets_the_dtype_of_autocast(monkeypatch):
     """Rotary embeddings make queries and keys of float32 weights float32, which the kernels do not take."""
-    calls = calls_of_gpu_kernel(monkeypatch, one_layer_model(), autocast=True)
-    assert calls
-    for query, key, value, *_ in calls:
-        assert {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
+    [(query, key, value, _)] = calls_of_gpu_kernel(monkeypatch, one_layer_model(), autocast=True)
+    assert {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize('takes_groups', [True, False])
@@ -333,14 +341,15 @@ def test_torchs_kernel_is_called_as_declared(takes_groups, monkeypatch):
 
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
-        head_counts.append((call['query'].shape[1], call['key'].shape[1], call['value'].shape[1]))
+        for name in ('query', 'key', 'value'):
+            head_counts.append(call[name].shape[1])
         return attend_by_document(*args, causal=call['window_size'] == (-1, 0), scale=call['scale'])
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
     monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
     check_attention_at_once(torch.bfloat16, is_causal=True)
-    assert head_counts == [(4, 2, 2) if takes_groups else (4, 4, 4)]
+    assert head_counts == ([4, 2, 2] if takes_groups else [4, 4, 4])
 
 
 def states_of_heads(*sizes, num_tokens=10):
@@ -349,26 +358,30 @@ def states_of_heads(*sizes, num_tokens=10):
     return [torch.randn(1, 4, num_tokens, size, dtype=torch.bfloat16) for size in sizes]
 
 
+@pytest.mark.skipif(IS_V4, reason='its SDPA has neither argument')
 def test_kernels_get_no_position_bias(monkeypatch):
     """The kernels for all documents at once have no such argument, so SDPA itself must be called."""
-    query, key, value = states_of_heads(8, 8, 8)
+    states = states_of_heads(8, 8, 8)
     bias = torch.randn(1, 4, 10, 10, dtype=torch.bfloat16)
     is_later = torch.ones(10, 10, dtype=torch.bool).triu(1)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias.masked_fill(is_later, -torch.inf)
-    )
-    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, '_half_kernel', lambda: attend_by_document)
-    documents = document_attention._Documents([10], [None])
-    call = ('sdpa', attention_layer(is_causal=True), query, key, value, documents)
-    if not IS_V4:  # SDPA of Transformers 4 has no bias
-        attended, _ = document_attention._attend(*call, position_bias=bias)
-        torch.testing.assert_close(attended, expected.transpose(1, 2))
-        with pytest.raises(ValueError, match='softcap'):
-            document_attention._attend(*call, softcap=0.5)
-    attended, _ = document_attention._attend(*call, position_bias=None, softcap=None, sliding_window=20)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    causal_bias = bias.masked_fill(is_later, -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=causal_bias)
+    use_kernel_on_cpu(monkeypatch)
+    layer = attention_layer(is_causal=True)
+    attended = attend(layer, states, documents_of(10), position_bias=bias)
     torch.testing.assert_close(attended, expected.transpose(1, 2))
+    with pytest.raises(ValueError, match='softcap'):
+        attend(layer, states, documents_of(10), softcap=0.5)
+
+
+def test_kernel_ignores_what_sdpa_ignores(monkeypatch):
+    states = states_of_heads(8, 8, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True)
+    kernel = use_kernel_on_cpu(monkeypatch)
+    options = {'position_bias': None, 'softcap': None, 'sliding_window': 20}
+    attended = attend(attention_layer(is_causal=True), states, documents_of(10), **options)
+    torch.testing.assert_close(attended, expected.transpose(1, 2))
+    kernel.assert_called_once()
 
 
 @pytest.mark.skipif(IS_V4, reason='its SDPA has fewer arguments')
@@ -376,33 +389,33 @@ def test_kernels_have_the_arguments_of_sdpa():
     """A new argument of SDPA must be known to the kernels, or be listed."""
     sdpa = transformers.AttentionInterface()['sdpa']
     arguments = set(inspect.signature(sdpa).parameters) - {'attention_mask', 'kwargs'}
-    known = inspect.signature(document_attention._attend_at_once).parameters
-    assert arguments <= {*known, *document_attention.UNKNOWN_TO_KERNELS}
+    arguments_of_kernels = inspect.signature(document_attention._attend_at_once).parameters
+    assert arguments <= {*arguments_of_kernels, *document_attention.UNKNOWN_TO_KERNELS}
 
 
 @pytest.mark.parametrize(('value_size', 'dropout'), [(8, 0.0), (16, 1e-9)])
 def test_states_for_nested_tensors(value_size, dropout, monkeypatch):
     """The kernel for half precision has no dropout, and takes only one size of heads (DeepSeek-V3 has two)."""
-    query, key, value = states_of_heads(16, 16, value_size)
-    documents = document_attention._Documents([3, 7], [None, None])
+    states = states_of_heads(16, 16, value_size)
+    documents = documents_of(3, 7)
     layer = attention_layer(is_causal=False)  # torch's plain kernel for nested tensors looks in both directions
-    expected, _ = document_attention._attend('sdpa', layer, query, key, value, documents)
-    monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
-    monkeypatch.setattr(document_attention, '_half_kernel', lambda: pytest.fail('does not take this'))
+    expected = attend(layer, states, documents)
+    kernel = use_kernel_on_cpu(monkeypatch)
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        attended, _ = document_attention._attend('sdpa', layer, query, key, value, documents, dropout=dropout)
+        attended = attend(layer, states, documents, dropout=dropout)
     torch.testing.assert_close(attended, expected, rtol=0, atol=2e-2)
+    kernel.assert_not_called()
 
 
 def test_bounds_on_two_devices():
     """The layers of one model may be on two devices."""
-    documents = document_attention._Documents([3, 7], [None, None])
+    documents = documents_of(3, 7)
     assert documents.ends(torch.device('cpu')).tolist() == [0, 3, 10]
     assert documents.ends(torch.device('meta')).device.type == 'meta'
 
 
 class LengthReads(TorchFunctionMode):
-    """Counts how often the lengths of documents are read from a mask."""
+    """Counts how often the lengths of documents are read from a packed mask."""
 
     count = 0
 
@@ -426,13 +439,7 @@ def test_lengths_are_read_once_a_forward():
 @pytest.mark.skipif(IS_V4, reason='makes its masks otherwise')
 def test_flex_attention_gets_one_block_mask(monkeypatch):
     """On a CPU, so without its compiled kernel."""
-    original = transformers.masking_utils.create_block_mask
-    block_masks = []
-
-    def create_block_mask(*args, **kwargs):
-        block_masks.append(original(*args, **kwargs))
-        return block_masks[-1]
-
+    create_block_mask = mock.Mock(wraps=transformers.masking_utils.create_block_mask)
     monkeypatch.setattr(transformers.masking_utils, 'create_block_mask', create_block_mask)
     model: Any = one_layer_model()
     batch = ragged_batch(SHAPE)
@@ -443,7 +450,7 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
     with torch.compiler.set_stance('force_eager'):
         packed_logits = logits_of(model, packed)
     assert_same_logits(packed_logits, expected)
-    assert len(block_masks) == 1
+    create_block_mask.assert_called_once()
 
 
 @pytest.mark.skipif(IS_V4, reason='names its settings otherwise')
@@ -469,9 +476,9 @@ class Convolved(torch.nn.Module):
 def test_convolution_over_documents_is_refused():
     model = one_layer_model()
     model.model.layers[0] = Convolved(model.model.layers[0])
-    rows = text_rows([(12, 1), (13, 1), (14, 2), (11, 1)])  # losses far from the bounds
-    with pytest.raises(RuntimeError, match='must tell packed documents apart, got: '):
-        fit(model, collate(rows), packing=True)
+    shape = [(12, 1), (13, 1), (14, 2), (11, 1)]  # labels far from the starts of the documents
+    with pytest.raises(RuntimeError, match='packed documents apart'):
+        fit(model, ragged_batch(shape), packing=True)
 
 
 def fresh_inkling():
@@ -482,7 +489,7 @@ def fresh_inkling():
 @pytest.mark.skipif(not hasattr(transformers, 'InklingForCausalLM'), reason='this release has no Inkling')
 def test_fresh_convolutions_are_refused():
     """They change the logits by less than round-off, but the gradients of weights by 2 %."""
-    with pytest.raises(RuntimeError, match='Convolutions must tell packed documents apart'):
+    with pytest.raises(RuntimeError, match=r'Convolutions .* packed documents apart'):
         fit(fresh_inkling(), ragged_batch(SHAPE), packing=True)
     assert_exact(fresh_inkling(), ragged_batch(SHAPE), packing='auto', microbatch_size=3)
 
@@ -524,10 +531,9 @@ class NeverPacked(transformers.LlamaForCausalLM):
 
 
 def test_packing_that_failed_is_not_tried_again():
-    """The row with a hole cannot be packed. It is not among the rows that the check takes next."""
+    """The third row has a hole, so it cannot be packed. It is not among the rows that the check takes next."""
     batch = ragged_batch([(30, 6), (2, 1), (12, 4), (13, 3), (5, 3), (6, 3), (16, 3), (7, 3)])
     batch['attention_mask'][2, 5] = 0
-    batch['labels'][2, 5] = -100
     model = NeverPacked(one_layer_model().config)
     assert_exact(model, batch, packing='auto', microbatch_size=4)
 

@@ -18,6 +18,7 @@ from tests.support.text import text_attention
 from tests.support.training import assert_exact, composer_gradients, fit, reference_gradients, relative_error
 
 LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
+NUM_ROWS = len(LENGTHS)
 PACKABLE = [name for name in MODELS if name != 'deberta']
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, 8)])
+@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, NUM_ROWS)])
 @pytest.mark.parametrize('name', PACKABLE)
 def test_masked_models_are_exact(name, packing, microbatch_size):
     assert_exact(masked_model(name), masked_batch(LENGTHS), packing=packing, microbatch_size=microbatch_size)
@@ -34,8 +35,8 @@ def test_masked_models_are_exact(name, packing, microbatch_size):
 
 @pytest.mark.parametrize('name', PACKABLE)
 def test_eager_attention_to_few_documents(name):
-    options = {'packing': True, 'microbatch_size': 1}
-    assert_exact(masked_model(name, 'eager'), masked_batch(LENGTHS), reference_dtype=torch.float32, **options)
+    options = {'packing': True, 'microbatch_size': 1, 'reference_dtype': torch.float32}
+    assert_exact(masked_model(name, 'eager'), masked_batch(LENGTHS), **options)
 
 
 @pytest.mark.parametrize('name', PACKABLE)
@@ -50,7 +51,7 @@ def test_left_padding_is_exact_or_refused(name):
 
 
 def test_attention_outside_the_interface_is_named():
-    with pytest.raises(RuntimeError, match="must go through transformers' AttentionInterface"):
+    with pytest.raises(RuntimeError, match='AttentionInterface'):
         fit(masked_model('deberta'), masked_batch(LENGTHS), packing=True)
 
 
@@ -65,14 +66,14 @@ def test_ids_of_padding_inside_a_row():
 def test_labels_stay_where_they_are():
     batch = masked_batch(LENGTHS)
     layout = BatchLayout.infer(batch)
-    real = batch['attention_mask'].bool()
+    labels_of_tokens = batch['labels'][batch['attention_mask'].bool()]
     packed = pack_rows(layout, with_counts(batch, 'unshifted'), text_attention())
-    assert torch.equal(packed['labels'][0], batch['labels'][real])
+    assert torch.equal(packed['labels'][0], labels_of_tokens)
     assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
     # If labels are shifted, the label of a first token would be predicted from the document before it.
     shifted = pack_rows(layout, with_counts(batch, 'causal'), text_attention())
-    starts = packed['position_ids'][0] == 0
-    assert torch.equal(shifted['labels'][0], batch['labels'][real].masked_fill(starts, -100))
+    is_start = packed['position_ids'][0] == 0
+    assert torch.equal(shifted['labels'][0], labels_of_tokens.masked_fill(is_start, -100))
 
 
 @pytest.mark.parametrize('pad', [0, 1])
@@ -90,10 +91,8 @@ class Wrapper(torch.nn.Module):
         super().__init__()
         self.base_model = model
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
-        return self.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels
-        )
+    def forward(self, input_ids=None, attention_mask=None, **inputs):
+        return self.base_model(input_ids=input_ids, attention_mask=attention_mask, **inputs)
 
 
 @pytest.mark.parametrize('name', ['modernbert', 'esm'])

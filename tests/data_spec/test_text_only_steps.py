@@ -60,11 +60,9 @@ def test_dummy_rows_end_once_reduced_once(families, options, adds_rows):
     runs = [{'family': family, 'steps': 'mtmt', 'rows': 16, **options} for family in families]
     for arguments, result in zip(runs, run(runs), strict=True):
         assert_exact(result, arguments)
-        added_on_first_rank, added_on_second_rank = result['added']
-        for first_step, text_step, media_step, last_step in (added_on_first_rank, added_on_second_rank):
+        for first_step, text_step, media_step, last_step in result['added']:  # on each rank
             assert len(first_step) > 2
-            microbatches_without_added = first_step.count(0)
-            assert microbatches_without_added <= 1  # the one with media
+            assert first_step.count(0) <= 1, 'only the microbatch with media needs no row'
             assert any(media_step) == adds_rows, arguments
             if not adds_rows:  # else a row of text may bring the ranks to equal counts
                 assert not any(text_step), arguments
@@ -77,11 +75,11 @@ def test_text_models_get_no_rows():
     counts_differ = []
     for arguments, result in zip(runs, run(runs), strict=True):
         assert_exact(result, arguments)
-        first_rank, second_rank = result['added']
-        for _, *later_steps in (first_rank, second_rank):
-            for added_to_microbatches in later_steps:
+        for steps_of_rank in result['added']:
+            for added_to_microbatches in steps_of_rank[1:]:
                 assert not any(added_to_microbatches)
-        counts_differ.append(list(map(len, first_rank)) != list(map(len, second_rank)))
+        for step_of_first_rank, step_of_second_rank in zip(*result['added'], strict=True):
+            counts_differ.append(len(step_of_first_rank) != len(step_of_second_rank))
     assert any(counts_differ)
 
 
@@ -101,9 +99,8 @@ def test_unequal_counts_with_early_reduction():
 @pytest.mark.parametrize('steps', ['mttt', 'tttt'])
 def test_resume_at_step_without_media(steps, tmp_path):
     arguments = {'family': 'llava', 'steps': steps, 'lr': 1e-3}
-    uninterrupted, resumed = run(
-        [{**arguments, 'folder': str(tmp_path)}, {**arguments, 'load_path': str(tmp_path / 'ba2.pt')}]
-    )
+    resumed_run = {**arguments, 'load_path': str(tmp_path / 'ba2.pt')}
+    uninterrupted, resumed = run([{**arguments, 'folder': str(tmp_path)}, resumed_run])
     assert len(uninterrupted['errors']) == 4
     assert len(resumed['errors']) == 2
     assert resumed['parameters'] == uninterrupted['parameters']

@@ -23,8 +23,10 @@ __all__ = ['SUBJECTS', 'Subject', 'text_subject']
 FIRST_LABELLED = 3
 """Batches whose ``seed % 4`` is this also have labels of first tokens, as in pretraining. With padding on the left a
 pad predicts such a label."""
-FIRST_ID, LAST_ID = 4, 63
-"""Ids of words. Smaller ids are pad, beginning, end and mask."""
+MASK_ID = 3
+FIRST_ID = 4
+LAST_ID = 63
+"""Words have the ids from the first to the last. Smaller ids are pad, beginning, end and mask."""
 LONGEST = 24
 POOL_SIZE = 24
 """Number of rows with media to choose from. They are made once, because processors are slower than the models."""
@@ -65,10 +67,12 @@ class Subject:
     def rows(self, seed: int) -> list[Row]:
         """Returns the rows of a random batch. At least one has a label that counts."""
         rng = random.Random(f'{self.name} {seed}')
-        rows = [self.row(rng) for _ in range(rng.randint(5, 8))]
+        num_rows = rng.randint(5, 8)
+        rows = [self.row(rng) for _ in range(num_rows)]
         while self.needs_media and not any(map(has_media, rows)):
             rows[0] = self.row(rng)
-        if seed % 4 != FIRST_LABELLED and not self.modalities and self.model_type not in UNSHIFTED_ROWS:
+        is_causal_text = not self.modalities and self.model_type not in UNSHIFTED_ROWS
+        if is_causal_text and seed % 4 != FIRST_LABELLED:
             for row in rows:
                 row['labels'][:, 0] = -100
         if not any(map(has_labels, rows)):
@@ -128,7 +132,8 @@ def _pool(name: str) -> list[Row]:
 
 
 def _ids(rng: random.Random, length: int) -> torch.Tensor:
-    return torch.tensor([[rng.randint(FIRST_ID, LAST_ID) for _ in range(length)]])
+    ids = [rng.randint(FIRST_ID, LAST_ID) for _ in range(length)]
+    return torch.tensor([ids])
 
 
 def _length(rng: random.Random) -> int:
@@ -139,18 +144,19 @@ def _length(rng: random.Random) -> int:
 def causal_row(rng: random.Random) -> Row:
     """Returns a row with labels on its last tokens, on all tokens, or on none."""
     ids = _ids(rng, _length(rng))
-    num_without = rng.choice((0, rng.randint(0, ids.shape[1])))
+    num_unlabelled = rng.choice((0, rng.randint(0, ids.shape[1])))
     labels = ids.clone()
-    labels[:, :num_without] = -100
+    labels[:, :num_unlabelled] = -100
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
 def masked_row(rng: random.Random) -> Row:
     """Returns a row with a third of its tokens masked and labelled, sometimes also the first one."""
-    ids = _ids(rng, _length(rng) + 1)
-    is_masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(ids.shape[1])]])
+    length = _length(rng) + 1
+    ids = _ids(rng, length)
+    is_masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(length)]])
     return {
-        'input_ids': ids.masked_fill(is_masked, 3),
+        'input_ids': ids.masked_fill(is_masked, MASK_ID),
         'attention_mask': torch.ones_like(ids),
         'token_type_ids': torch.zeros_like(ids),
         'labels': ids.masked_fill(~is_masked, -100),
@@ -160,7 +166,8 @@ def masked_row(rng: random.Random) -> Row:
 def seq2seq_row(rng: random.Random) -> Row:
     """Returns a row whose labels are not as wide as its ids."""
     ids = _ids(rng, _length(rng))
-    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': _ids(rng, rng.randint(1, 9))}
+    labels = _ids(rng, rng.randint(1, 9))
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
 UNSHIFTED_ROWS = {'bert': masked_row, 't5': seq2seq_row}

@@ -17,10 +17,6 @@ from composer_tokacc.planning.assignment import assign_longest_first, assign_slo
 COSTS = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=30).map(np.array)
 
 
-def loads_of_ranks(costs, ranks, num_ranks) -> np.ndarray:
-    return np.array([costs[ranks == rank].sum() for rank in range(num_ranks)])
-
-
 @settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
 def test_longest_goes_to_least_loaded_rank(costs, num_ranks):
@@ -44,7 +40,7 @@ def test_rebalancing_slows_no_rank(costs, num_ranks):
     ranks, slowest = assign_longest_first(costs, num_ranks)
     better, reached = rebalance(costs, ranks, num_ranks)
     assert reached <= slowest * (1 + 1e-9)
-    loads = loads_of_ranks(costs, better, num_ranks)
+    loads = np.bincount(better, weights=costs, minlength=num_ranks)
     assert loads.max() == pytest.approx(reached)
     assert loads.min() > 0, 'a rank without a microbatch'
 
@@ -78,21 +74,23 @@ def test_no_other_slots_are_faster(seed):
     assert slots.sum() == min(times)
 
 
+TEXT = np.array([8.0, 1.0, 2.0, 7.0])
+
+
 @pytest.mark.parametrize(
     ('vision', 'order_by', 'time'),
     [
-        # Slots (8, 7) and (2, 1) in every order. Their slowest encoders take 3 and 7.
+        # The slots have the texts (8, 7) and (2, 1) in every order. Their slowest encoders take 3 and 7.
         ([1.0, 3.0, 7.0, 3.0], 'text', 8.0 + 3.0 + 2.0 + 7.0),
-        # Slots (8, 2) and (7, 1). In the order of the text, an encoder would take 9 in both slots.
+        # (8, 2) and (7, 1). In the order of the text, an encoder would take 9 in both slots.
         ([9.0, 3.0, 9.0, 3.0], 'both', 8.0 + 9.0 + 7.0 + 3.0),
-        # Slots (8, 1) and (7, 2).
+        # (8, 1) and (7, 2).
         ([5.5, 5.5, 0.0, 0.0], 'vision', 8.0 + 5.5 + 7.0 + 0.0),
     ],
 )
 def test_slots_wait_for_the_slowest(vision, order_by, time):
-    text = np.array([8.0, 1.0, 2.0, 7.0])
     vision = np.array(vision)
-    expected = {'text': text, 'vision': vision, 'both': text + vision}[order_by]
-    best, best_time = best_slot_order(text, vision, 2)
+    expected = {'text': TEXT, 'vision': vision, 'both': TEXT + vision}[order_by]
+    best, best_time = best_slot_order(TEXT, vision, 2)
     assert best_time == time
     assert best.tolist() == expected.tolist()

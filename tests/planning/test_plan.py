@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_tokacc import planning
 from composer_tokacc.planning import CostModel, CutOptions, Rows, plan_microbatches
 from composer_tokacc.planning.plan import _CutSearch
 from tests.planning.reference import Samples, microbatch_cost, partitions, samples_under_caps
 
 OBJECTIVES = ['ddp', 'fsdp']
+
+
+def costs_of(microbatches) -> list[float]:
+    return [microbatch.cost for microbatch in microbatches]
 
 
 def times_of_slots(plan, vision_costs, cost) -> tuple[float, float]:
@@ -47,17 +53,13 @@ def test_any_global_batch(objective, samples, num_ranks, width_multiple):
         expected = microbatch_cost(cost, len(microbatch.indices), microbatch.width, image_tokens)
         assert microbatch.cost == pytest.approx(expected)
     if objective == 'ddp':
-        times_of_ranks = []
-        for rank in plan.ranks:
-            costs = [microbatch.cost for microbatch in rank]
+        costs_of_ranks = [costs_of(rank) for rank in plan.ranks]
+        for costs in costs_of_ranks:
             assert costs == sorted(costs, reverse=True)
-            times_of_ranks.append(sum(costs))
-        time = max(times_of_ranks)
+        time = max(map(sum, costs_of_ranks))
     else:
         samples.check_slots(plan)
-        slowest = []
-        for slot in zip(*plan.ranks, strict=True):
-            slowest.append(max(microbatch.cost for microbatch in slot))
+        slowest = [max(costs_of(slot)) for slot in zip(*plan.ranks, strict=True)]
         assert slowest == sorted(slowest, reverse=True)
         vision_costs = cost.vision_per_token * np.array(samples.images)
         time = sum(times_of_slots(plan, vision_costs, cost))
@@ -71,10 +73,7 @@ def test_more_ranks_than_samples(objective, num_samples):
     samples = Samples(lengths, max_tokens=100)
     plan = samples.plan(4, objective=objective)
     samples.check_plan(plan, 4)
-    copies = []
-    for (microbatch,) in plan.ranks:
-        if microbatch.filled:
-            copies.append(microbatch.indices)
+    copies = [microbatch.indices for (microbatch,) in plan.ranks if microbatch.filled]
     assert copies == [(0,)] * (4 - num_samples), 'copies are of the shortest sample'
 
 
@@ -83,12 +82,9 @@ def test_one_image_and_many_ranks():
     plan = samples.plan(4, objective='fsdp')
     samples.check_plan(plan, 4)
     samples.check_slots(plan)
-    num_copies = 0
-    for rank in plan.ranks:
-        with_image = rank[0]
-        assert with_image.indices == (0,)
-        num_copies += with_image.filled
-    assert num_copies == 3
+    first_slot = [rank[0] for rank in plan.ranks]
+    assert [microbatch.indices for microbatch in first_slot] == [(0,)] * 4
+    assert sum(microbatch.filled for microbatch in first_slot) == 3
 
 
 def test_width_multiple():
@@ -108,10 +104,7 @@ def times_of_all_plans(samples, num_ranks, cost):
         costs = [samples.padded_cost(rows) + cost.launch for rows in partition]
         for ranks in itertools.product(range(num_ranks), repeat=len(costs)):
             if len(set(ranks)) == num_ranks:
-                loads = [0.0] * num_ranks
-                for rank, cost_of_microbatch in zip(ranks, costs, strict=True):
-                    loads[rank] += cost_of_microbatch
-                yield max(loads)
+                yield np.bincount(ranks, weights=costs).max()
 
 
 @pytest.mark.parametrize('seed', range(6))
@@ -128,7 +121,10 @@ def test_plan_against_every_possible_plan(seed):
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
 def test_bound_that_ends_the_search(objective):
-    """Equal rows reach the bound at every count, and no rows beat it. So a search that it ends misses nothing."""
+    """The search tries more and more microbatches. It ends if the bound shows that even more of them are no faster.
+
+    So no cut into as many microbatches, or into more, may beat the bound. Cuts of equal rows reach it.
+    """
 
     def search(lengths):
         options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
@@ -145,8 +141,7 @@ def test_bound_that_ends_the_search(objective):
     for _ in range(50):
         unequal = search(rng.integers(1, 40, 12))
         least_time = np.inf
-        # From the largest count down, because the bound of a count also holds for all larger counts.
-        for count in (12, 9, 6, 3):
+        for count in (12, 9, 6, 3):  # so that the least time is that of this count and all larger ones
             if count >= unequal._least_padded.fewest:
                 least_time = min(least_time, best_time(unequal, count))
                 assert unequal._least_time(count) <= least_time * (1 + 1e-12)
@@ -172,17 +167,13 @@ def test_stats_by_hand():
 
 def test_stats_are_computed_on_demand(monkeypatch):
     """The sampler plans each step and reads no stats. They would be computed for nothing."""
-
-    def refuse(*_):
-        raise AssertionError('stats were computed')
-
-    monkeypatch.setattr('composer_tokacc.planning.plan.lower_bound', refuse)
+    lower_bound = mock.Mock(wraps=planning.plan.lower_bound)
+    monkeypatch.setattr(planning.plan, 'lower_bound', lower_bound)
     plan = plan_microbatches([8, 4, 4, 4], num_ranks=2, max_tokens=12)
     assert 'stats' not in repr(plan)
-    with pytest.raises(AssertionError, match='stats were computed'):
-        _ = plan.stats
-    monkeypatch.undo()
+    lower_bound.assert_not_called()
     assert plan.stats is plan.stats
+    lower_bound.assert_called_once()
 
 
 def test_few_long_samples_with_images():
@@ -194,8 +185,7 @@ def test_few_long_samples_with_images():
     samples = Samples(lengths, max_tokens=4 * 1327, images=[1000] * 8 + [0] * 24)
     plan = samples.plan(8, cost=CostModel(vision_per_token=0.5))
     for rank in plan.ranks:
-        num_with_images = sum(samples.has_images(microbatch.indices) for microbatch in rank)
-        assert num_with_images == 1
+        assert sum(samples.has_images(microbatch.indices) for microbatch in rank) == 1
     assert plan.stats.rank_imbalance < 1.01
 
 
@@ -231,15 +221,15 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'num_ranks': 0}, '`num_ranks` must be a positive integer, got: 0'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
-        ({'max_tokens': 2**63}, '`max_tokens` must be a positive integer, got: 9223372036854775808'),
-        ({'lengths': []}, '`lengths` must hold at least one sample'),
-        ({'lengths': [4, 0]}, '`lengths` must be finite and at least 1, got: 0'),
+        ({'max_tokens': 2**63}, '`max_tokens` .* got: 9223372036854775808'),
+        ({'lengths': []}, '`lengths` .* at least one sample'),
+        ({'lengths': [4, 0]}, '`lengths` .* at least 1, got: 0'),
         ({'lengths': [4, 3.5]}, '`lengths` must be integers'),
         ({'width_multiple': 0}, '`width_multiple` must be a positive integer'),
-        ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
-        ({'vision_cost': [1.0, 2.0, 3.0]}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 2'),
+        ({'image_tokens': [1, 2, 3]}, r'`image_tokens` .* got: shape \(3,\) for 2'),
+        ({'vision_cost': [1.0, 2.0, 3.0]}, r'`vision_cost` .* got: shape \(3,\) for 2'),
         ({'vision_cost': ['a', 'b']}, '`vision_cost` must be numbers, got: <U1'),
-        ({'vision_cost': [0.0, -1.0]}, '`vision_cost` must be finite and at least 0, got: -1.0 at sample 1'),
+        ({'vision_cost': [0.0, -1.0]}, '`vision_cost` .* at least 0, got: -1.0 at sample 1'),
     ],
 )
 def test_bad_input(options, message):
@@ -250,13 +240,14 @@ def test_bad_input(options, message):
 
 def test_encoder_cost_is_balanced_for_waits():
     rng = np.random.default_rng(0)
-    tiles = rng.choice([1, 3, 4, 5], 512, p=[0.2, 0.1, 0.1, 0.6])
-    lengths = 256 * tiles + rng.integers(40, 500, 512)
-    vision_cost = 256.0 * tiles
+    tiles_of_images = rng.choice([1, 3, 4, 5], 512, p=[0.2, 0.1, 0.1, 0.6])
+    image_tokens = 256 * tiles_of_images
+    lengths = image_tokens + rng.integers(40, 500, 512)
+    vision_cost = image_tokens.astype(float)
     options = {'num_ranks': 32, 'max_tokens': 4 * int(lengths.max()), 'objective': 'fsdp'}
     plan = plan_microbatches(lengths, vision_cost=vision_cost, **options)
     cost_by_tokens = CostModel(vision_per_token=1.0)
-    plan_by_tokens = plan_microbatches(lengths, image_tokens=256 * tiles, cost=cost_by_tokens, **options)
+    plan_by_tokens = plan_microbatches(lengths, image_tokens=image_tokens, cost=cost_by_tokens, **options)
     assert plan.ranks == plan_by_tokens.ranks
     vision_time, text_time = times_of_slots(plan, vision_cost, CostModel())
     assert plan.stats.cost == pytest.approx(vision_time + text_time)

@@ -15,27 +15,22 @@ from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.refusals import NotExactError
+from tests.checks.test_row_coupling import leaking_model
 from tests.support.fsdp import FSDP, sharded
-from tests.support.text import collate, gpt2, text_model, text_rows
+from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error
 
 ROWS = [(4, 2), (14, 11), (9, 9), (5, 1), (6, 1), (7, 2)]
-
-
-def leaking_model() -> torch.nn.Module:
-    """Returns a fresh GPT-2. The rows see each other in its attention, which is small beside biases that are not 0."""
-    model = gpt2()
-
-    def center(module: torch.nn.Module, args: object, output: Any) -> Any:
-        states, *others = output
-        return states - 0.3 * states.mean(dim=0, keepdim=True), *others
-
-    model.transformer.h[1].attn.register_forward_hook(center)
-    return model
+SHARES = (2, 4)
+"""Rows of each rank."""
 
 
 def model_with_state(influence: float) -> torch.nn.Module:
-    """Returns a Llama whose first rank has a number, as from an earlier forward. Each forward writes it."""
+    """Returns a Llama that counts its forwards in a module. Only the first rank has the count before the first one.
+
+    Args:
+        influence: By how much each forward more changes the output.
+    """
     model = text_model()
     norm = model.model.norm
     if dist.get_global_rank() == 0:
@@ -68,10 +63,12 @@ def branching_model() -> torch.nn.Module:
 
 
 def rows_of_branches() -> list[Any]:
-    """Returns rows of which the first rank gets only those of the first branch."""
+    """Returns rows that use the first layer on the first rank, and the second layer on the second rank."""
     rows = text_rows(ROWS)
-    for number, row in enumerate(rows):
-        row['input_ids'][0, 0] = 4 if number < 2 else 5
+    for row in rows[: SHARES[0]]:
+        row['input_ids'][0, 0] = 4
+    for row in rows[SHARES[0] :]:
+        row['input_ids'][0, 0] = 5
     return rows
 
 
@@ -79,7 +76,7 @@ def train(model: torch.nn.Module, *, fsdp: bool, rows: list[Any] | None = None) 
     """Trains one step. Returns the message of each rank, or the error of its gradient if it is not refused."""
     rows = rows or text_rows(ROWS)
     expected, _ = reference_gradients(model, collate(rows))
-    data = token_data_spec(loader(collate(rank_share(rows, (2, 4)))))
+    data = token_data_spec(loader(collate(rank_share(rows, SHARES))))
     options = {}
     if fsdp:
         model = sharded(model)

@@ -46,8 +46,11 @@ from tests.support.weights import column, weighted_reference
 Results = Iterator[tuple[str, Any]]
 """Label and result of each case."""
 
-# On two ranks 22 labels and 3 labels.
+# Length and number of labels of each row of text. On two ranks 22 labels and 3 labels.
 SHAPE = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)]
+FIRST_RANK_HAS_NO_LABELS = [(4, 0), (14, 0), (9, 0), (3, 0), (6, 1), (7, 2)]
+# A row of one token has no loss in a causal model.
+FIRST_RANK_HAS_NO_LOSS = [(1, 1), (1, 1), (1, 1), (1, 1), (9, 4), (7, 2)]
 # The rows of a family have 0, 1, 1, 2, 0 and 3 images. With 'text_rank' the first rank of two gets both rows without
 # images, and of four ranks two get only such a row.
 ORDERS = {'mixed': (0, 1, 2, 3, 4, 5), 'text_rank': (0, 4, 1, 2, 3, 5)}
@@ -58,10 +61,12 @@ MEAN_LOSS = 'token_accumulation/token_mean_loss'
 PACKED_FAMILIES = ('llava', 'qwen2_5_vl')
 CUTS_OF_FAMILIES = (('mixed', 'right', 1), ('mixed', 'left', 3), ('text_rank', 'right', 3), ('text_rank', 'left', 1))
 """Order, side of the padding and microbatch size. Each pair of them is in one cut."""
+FSDP_CUTS = (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt'))
+"""Order, microbatch size and token weights."""
 MICROBATCH_SIZES = {2: (1, 2, 6), 4: (1, 2)}
 """Sizes for text by the number of ranks. Four ranks have at most two rows each."""
 WEIGHTED_CUTS = ((1, 'sqrt'), (3, 'sample'), (1, 'column'))
-"""Microbatch size and token weights of padded rows."""
+"""Microbatch size and token weights."""
 PACKED_WEIGHTED_CUTS = ((3, 'sqrt'), (1, 'sample'), (3, 'column'))
 
 
@@ -96,13 +101,12 @@ def measure(
     """
     if weights != 'token':
         options['token_weights'] = weights
-    expected = {}
-    losses: list[float] = []
     is_first = dist.get_global_rank() == 0
+    expected = {}
+    losses: Sequence[float] = ()
     if is_first:
         if weights == 'token':
-            expected, loss = reference_gradients(model, batch)
-            losses = [loss]
+            expected, *losses = reference_gradients(model, batch)
         else:
             expected, *losses = weighted_reference(model, batch, weights)
     options = {'callbacks': [NaNMonitor()], **options}
@@ -183,14 +187,9 @@ def text_results() -> Results:
     for split, data in data_of_splits.items():
         for size in MICROBATCH_SIZES[dist.get_world_size()]:
             yield f'text {split} microbatch {size}', measure(model, batch, data, size)
-    rows_without_first_labels = text_rows([(4, 0), (14, 0), (9, 0), (3, 0), (6, 1), (7, 2)])
-    data = token_data_spec(loader(collate(share_of(rows_without_first_labels))))
-    yield 'text rank without labels', measure(model, collate(rows_without_first_labels), data)
-    # One token has no loss in a causal model.
-    rows_of_one_token = text_rows([(1, 1), (1, 1), (1, 1), (1, 1), (9, 4), (7, 2)])
-    for name, width in (('rows of one token', 0), ('rows of one token in fixed width', 16)):
-        data = token_data_spec(loader(collate(share_of(rows_of_one_token), width=width)))
-        yield f'text rank with {name}', measure(model, collate(rows_of_one_token), data)
+    yield 'text rank without labels', measure_text(model, FIRST_RANK_HAS_NO_LABELS)
+    yield 'text rank with rows of one token', measure_text(model, FIRST_RANK_HAS_NO_LOSS)
+    yield 'text rank with rows of one token in fixed width', measure_text(model, FIRST_RANK_HAS_NO_LOSS, width=16)
     yield 'text plain loop', measure_plain_loop(rows)
     data = token_data_spec(loader(rank_batch), model=model)
     errors = measure(model, batch, data, algorithms=[], callbacks=[], **COMPOSERS_FLAG)
@@ -198,6 +197,13 @@ def text_results() -> Results:
     yield 'text flag without algorithm', {**errors, 'loss_error': 0.0}
     yield 'refused default counter', refusal(text_model(), loader(rank_batch), **COMPOSERS_FLAG)
     yield 'refused exact counter', refusal(text_model(), token_data_spec(loader(rank_batch)), **COMPOSERS_FLAG)
+
+
+def measure_text(model: Any, shape: Sequence[tuple[int, int]], width: int = 0) -> dict[str, float]:
+    """Each rank pads its rows to its longest one, or to ``width``."""
+    rows = text_rows(shape)
+    rank_batch = collate(share_of(rows), width=width)
+    return measure(model, collate(rows), token_data_spec(loader(rank_batch)))
 
 
 def masked_results() -> Results:
@@ -251,24 +257,20 @@ def weight_results(name: str) -> Results:
         pad_token_id = case.pad_token_id
         order = 'text_rank'
     layout = BatchLayout.for_model(model)
-
-    def measure_rows(
-        rows_of_batch: Sequence[Any], shares: str, weights: str, size: int, **options: Any
-    ) -> dict[str, float]:
-        batch, rank_batch = batches_of(layout, rows_of_batch, shares, pad_token_id=pad_token_id)
-        return measure(model, batch, token_data_spec(loader(rank_batch), **options), size, weights=weights)
-
     weighted_rows = with_weights([rows[index] for index in ORDERS[order]])
-    for size, weights in WEIGHTED_CUTS:
-        label = f'{name} {weights} microbatch {size}'
-        yield label, measure_rows(weighted_rows, order, weights, size)
-    if name != 'qwen2_5_vl':
-        for size, weights in PACKED_WEIGHTED_CUTS:
-            label = f'{name} {weights} microbatch {size} packed'
-            yield label, measure_rows(weighted_rows, order, weights, size, packing=True)
-    rows_of_first_rank = SHARES['mixed'][dist.get_world_size()][0]
-    rows_without_first_weights = with_weights(rows, num_zero_rows=rows_of_first_rank)
-    yield f'{name} rank without weight', measure_rows(rows_without_first_weights, 'mixed', 'column', 2)
+    batch, rank_batch = batches_of(layout, weighted_rows, order, pad_token_id=pad_token_id)
+    for packing, cuts in ((False, WEIGHTED_CUTS), (True, PACKED_WEIGHTED_CUTS)):
+        if packing and name == 'qwen2_5_vl':
+            continue
+        for size, weights in cuts:
+            data = token_data_spec(loader(rank_batch), packing=packing)
+            label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
+            yield label, measure(model, batch, data, size, weights=weights)
+    num_rows_of_first_rank, *_ = SHARES['mixed'][dist.get_world_size()]
+    weighted_rows = with_weights(rows, num_zero_rows=num_rows_of_first_rank)
+    batch, rank_batch = batches_of(layout, weighted_rows, pad_token_id=pad_token_id)
+    data = token_data_spec(loader(rank_batch))
+    yield f'{name} rank without weight', measure(model, batch, data, weights='column')
     if name == 'text':
         yield 'router of a mixture of experts', measure_weighted_router(rows)
 
@@ -292,7 +294,7 @@ def fsdp_results(name: str) -> Results:
     """Some microbatches, or all of a rank, have no images."""
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.config)
-    for order, size, weights in (('mixed', 3, 'token'), ('text_rank', 1, 'token'), ('text_rank', 3, 'sqrt')):
+    for order, size, weights in FSDP_CUTS:
         rows = [case.rows[index] for index in ORDERS[order]]
         batch, rank_batch = batches_of(layout, rows, order, pad_token_id=case.pad_token_id)
         data = token_data_spec(loader(rank_batch), layout=layout)

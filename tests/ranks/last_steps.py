@@ -22,7 +22,7 @@ from tests.support.training import TOTAL, On, fit, reference_gradients, relative
 
 SEED = 3
 CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (35, 16)}
-"""Samples, and samples of a global batch. On two ranks the last step of the second leaves a rank without a sample."""
+"""Number of samples, and of those in a global batch. With one left, one of two ranks has no sample in the last step."""
 
 
 def counted_samples(state: State) -> int:
@@ -44,25 +44,31 @@ def exchanging(dataset: LengthDataset, global_batch: int, objective: Any) -> Dat
     )
 
 
+def global_batches(dataset: LengthDataset, global_batch: int) -> list[list[int]]:
+    """Returns the samples of each step of two epochs, in the order in which a run on one rank reads them."""
+    batches = []
+    sampler = DistributedSampler(dataset, 1, 0, seed=SEED)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        for start in range(0, len(order), global_batch):
+            batches.append(order[start : start + global_batch])
+    return batches
+
+
 def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[str, Any]:
-    """Trains two epochs at learning rate 0. Returns what Composer has counted after each batch and epoch."""
+    """Trains two epochs. Returns the errors of the steps with fewer samples, and Composer's counts of samples."""
     after_batches = On(Event.BATCH_END, counted_samples)
     after_epochs = On(Event.EPOCH_END, counted_samples)
+    options = {'callbacks': [after_batches, after_epochs], 'loss_tokens': 'causal', 'check_loss': False}
     model = text_model()
-    data = token_data_spec(loader, slot_tokens=LONGEST)
-    callbacks = [after_batches, after_epochs]
-    recorder = fit(model, data, callbacks=callbacks, max_duration='2ep', loss_tokens='causal', check_loss=False)
-    expected: list[list[int]] = []
-    for epoch in range(2):
-        sampler_of_one_rank = DistributedSampler(dataset, 1, 0, seed=SEED)
-        sampler_of_one_rank.set_epoch(epoch)
-        order = list(sampler_of_one_rank)
-        expected += [order[start : start + global_batch] for start in range(0, len(order), global_batch)]
+    recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), max_duration='2ep', **options)
     if dist.get_global_rank() != 0:
         return {}
     errors = []
     loss_errors = []
-    for samples, gradients, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
+    samples_of_steps = global_batches(dataset, global_batch)
+    for samples, gradients, loss in zip(samples_of_steps, recorder.steps, recorder.logged(TOTAL), strict=True):
         if len(samples) < global_batch:
             batch = collate_samples([dataset[index] for index in samples])
             reference, true_loss = reference_gradients(model, batch)

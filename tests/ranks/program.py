@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: a program that ends well, sharded by FSDP2 if its arguments say so; what it prints.
+"""Under the composer launcher: runs a program, which must succeed. Returns what it prints. FSDP is FSDP2.
 
 Arguments: the folder in which it runs, its module, its own arguments.
 """

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: global batches by tokens, or with a schedule. Returns what each run has trained.
+"""Under the composer launcher: global batches by tokens, or with a schedule. Returns the samples of each step.
 
 The gradient of each step is compared with one forward over its samples. Arguments: a JSON list of runs (the keyword
 arguments of :func:`run`).

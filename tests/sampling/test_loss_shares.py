@@ -20,7 +20,7 @@ from composer_tokacc.sampling import LossShares
 from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import composer_gradients, fit, relative_error
+from tests.support.training import fit, gradients_of, relative_error
 
 SHARES = (0.15, 0.25, 0.6)
 
@@ -31,16 +31,14 @@ def test_weights_add_up_to_shares():
     tokens = rng.integers(0, 90, 237)
     shares = LossShares(sizes, SHARES, tokens)
     dataset_of_sample = np.repeat([0, 1, 2], sizes)
+    one_of_each_dataset = [2, 60, 232]
     for _ in range(50):
-        window = np.concatenate([rng.integers(0, 237, 40), [2, 60, 232]])
-        weights = shares.weights(window)
-        weight_of_dataset = [0.0, 0.0, 0.0]
-        for weight, sample in zip(weights, window, strict=True):
-            weight_of_dataset[dataset_of_sample[sample]] += weight * tokens[sample]
-        total = sum(weight_of_dataset)
+        window = np.concatenate([rng.integers(0, 237, 40), one_of_each_dataset])
+        weights_of_samples = shares.weights(window) * tokens[window]
+        weights_of_datasets = np.bincount(dataset_of_sample[window], weights=weights_of_samples)
+        total = weights_of_datasets.sum()
         assert total == pytest.approx(tokens[window].sum(), rel=1e-12)
-        shares_of_total = [weight / total for weight in weight_of_dataset]
-        assert shares_of_total == pytest.approx(SHARES, rel=1e-12)
+        assert weights_of_datasets / total == pytest.approx(SHARES, rel=1e-12)
 
 
 def test_dataset_without_tokens_in_a_step(caplog):
@@ -58,13 +56,13 @@ def test_dataset_without_tokens_in_a_step(caplog):
 @pytest.mark.parametrize(
     ('shares', 'message'),
     [
-        ((0.5, 0.6), 'be positive, one for each dataset, and add up to 1'),
-        ((1.0,), r'have one entry .* shape \(1,\) for 2'),
-        ((1.2, -0.2), 'be finite and at least 0, got: -0.2 at sample 1'),
+        ((0.5, 0.6), 'add up to 1'),
+        ((1.0,), r'shape \(1,\) for 2'),
+        ((1.2, -0.2), 'at least 0, got: -0.2'),
     ],
 )
 def test_bad_loss_shares_are_refused(shares, message):
-    with pytest.raises(ValueError, match=f'`shares` must {message}'):
+    with pytest.raises(ValueError, match=f'`shares` .*{message}'):
         LossShares([2, 2], shares, [1, 1, 1, 1])
 
 
@@ -96,13 +94,9 @@ def gradient_of_shared_means(model, samples):
     """Plain autograd: the mean loss of the tokens of each dataset, times its share."""
     terms = []
     for name, share in zip('abc', SHARES, strict=True):
-        losses = []
-        for sample in samples:
-            if sample['source'] == [name]:
-                losses.append(token_losses(model, sample))
+        losses = [token_losses(model, sample) for sample in samples if sample['source'] == [name]]
         terms.append(share * torch.cat(losses).mean())
-    torch.stack(terms).sum().backward()
-    return composer_gradients(model)
+    return gradients_of(model, torch.stack(terms).sum())
 
 
 @pytest.mark.parametrize('packing', [False, True])

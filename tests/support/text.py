@@ -153,6 +153,11 @@ def ragged_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) 
     return collate(text_rows(row_sizes), **options)
 
 
+def positions_of(batch: dict[str, Any]) -> torch.Tensor:
+    """Returns the ``position_ids`` of padded rows: each token has its place in the row, padding does not count."""
+    return (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+
+
 def named_batch(row_sizes: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
     """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
     sample_ids = [f'sample-{row}' for row in range(len(row_sizes))]

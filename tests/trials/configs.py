@@ -27,12 +27,9 @@ class Override:
 
 OVERRIDES = {
     # name: (override, expected)
-    'a number in quotes': ('seed="17"', "`seed` must be a valid integer, got: '17'"),
+    'a number in quotes': ('seed="17"', '`seed` must be a valid integer'),
     'a learning rate in percent': ('optimizer.lr=5%', '`optimizer.lr`'),
-    'a dataset part with 100,000 epochs': (
-        'dataset.parts={a: {epochs: 100000}}',
-        '`dataset.parts.a.epochs` must be less than or equal to 10000',
-    ),
+    'a dataset part with 100,000 epochs': ('dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs`'),
     'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
     'a callback that loads a pickle, by its dotted name': (
         'callbacks={composer.callbacks.LoadCheckpoint: {load_path: x}}',
@@ -60,7 +57,7 @@ OVERRIDES = {
     'a misspelt key of a processor': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
     'a negative number of pixels': ('dataset.processor.max_pixels=-1', 'max_pixels'),
     'an empty vocabulary': ('dataset.processor.vocab_size=0', 'vocab_size'),
-    'an image size that is null': ('model.config.vision_config.image_size=null', 'image_size` must be a valid integer'),
+    'an image size that is null': ('model.config.vision_config.image_size=null', 'image_size`'),
     'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
     'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
     'a negative number of workers': ('loader.num_workers=-1', '`loader.num_workers'),
@@ -79,10 +76,10 @@ OVERRIDES = {
     'a section that names nothing': ('microbatching=${foo}', '`microbatching`'),
     'a value that names nothing': ('optimizer.lr=${foo.bar}', '`optimizer.lr`'),
     'a callback that is a number': ('callbacks={1: {}}', '`callbacks`'),
-    'a section that is null': ('loader=null', '`loader` must be a mapping, got: None'),
+    'a section that is null': ('loader=null', '`loader` must be a mapping'),
     'a section that may be null': ('microbatching.cost=null', WORKS),
     'callbacks in a list': ('callbacks=[speed_monitor]', '`callbacks`'),
-    'an unknown value of on_other_data': ('loader.on_other_data=maybe', "must be 'raise' or 'warn', got: 'maybe'"),
+    'an unknown value of on_other_data': ('loader.on_other_data=maybe', "'raise' or 'warn', got: 'maybe'"),
     'half a batch': ('trainer.max_duration=1.5ba', '`trainer.max_duration`'),
     'an unknown placeholder in the folder of the report': ('report.folder={nope}/x', '`report.folder`'),
     'an unknown placeholder in the quoted folder of the report': (
@@ -142,14 +139,14 @@ OVERRIDES = {
     # Names and paths.
     'a checkpoint folder None': ('trainer.save_folder=None', 'save_folder` must be a name'),
     'a run without a name': ('trainer.run_name=""', '`trainer.run_name` must be a name'),
-    'a run name that is null beside its folder': (
+    'a folder with the name of the run, which is null': (
         'trainer={run_name: null, save_folder: "x/{run_name}"}',
         '`trainer.run_name` must be given',
     ),
-    'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text that has special characters'),
+    'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text'),
     'braces, which begin a mapping in YAML': ('report.folder={run_name}', "got: {'run_name': None}"),
     'a command as a scheduler': ('scheduler.name=os.system', 'must be a class, got'),
-    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
+    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'derived from Callback'),
     'a rope theta of 0': ('model.config.text_config.rope_theta=0', 'rope_theta'),
 }
 CONFIGS = {name: Override(text, expected) for name, (text, expected) in OVERRIDES.items()}
