@@ -26,13 +26,13 @@ MODALITIES = ('image', 'video', 'audio')
 def text_of(batch: Batch) -> Tensor:
     """Returns the tensor whose rows are those of the batch: the ids, else the labels, else the ids of the decoder.
 
-    Raises ValueError if the batch has none of them.
+    Raises ValueError if the batch has none of them, or labels of whole rows.
     """
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
             text = batch.get(key)
             if isinstance(text, Tensor):
-                return text
+                return labels_of(batch) if key == 'labels' else text
     raise InvalidInputError(
         f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {_keys_or_type(batch)}.'
     )

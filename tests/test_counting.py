@@ -33,7 +33,7 @@ def test_one_token_has_no_loss():
     assert count_tokens(batch) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
 
 
-@pytest.mark.parametrize('has_data_spec', [False, True])
+@pytest.mark.parametrize(('has_data_spec', 'has_ids'), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize(
     ('change', 'description'),
     [
@@ -42,8 +42,10 @@ def test_one_token_has_no_loss():
         pytest.param(lambda labels: labels.float(), r'float32 of shape \(2, 6\)', id='floats'),
     ],
 )
-def test_other_labels_are_refused(change, description, has_data_spec):
+def test_other_labels_are_refused(change, description, has_data_spec, has_ids):
     batch = ragged_batch([(3, 2), (6, 4)])
+    if not has_ids:
+        del batch['input_ids']
     batch['labels'] = change(batch['labels'])
     data = loader(batch)
     if has_data_spec:

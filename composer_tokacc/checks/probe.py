@@ -431,7 +431,7 @@ class Probe:
             precision,
             varied_weights,
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as leaves,
+            _graph_from(self._layers, shapes) as (leaves, leaves_of_forwards),
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
@@ -442,6 +442,10 @@ class Probe:
             # leads back to the leaf that _graph_from() has made. Its node holds it as `variable`.
             node, _ = edge_of(logits)
             logits = getattr(node, 'variable', logits)
+        # A later forward without gradients, such as that of a reference, has replaced the leaves.
+        for earlier_leaves in leaves_of_forwards:
+            if any(logits is leaf for leaf in earlier_leaves.values()):
+                leaves = earlier_leaves
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         # No layer returns these logits, for example, if the model changes the output of its head once more.
@@ -689,8 +693,12 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[dict[Module, Tensor]]:
+) -> Iterator[tuple[dict[Module, Tensor], list[dict[Module, Tensor]]]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
+
+    A model may run several times, and then these are the outputs of its last forward. If this forward ran without
+    gradients, it may be that of a reference (the model with its adapter off). So the leaves of each such forward come
+    second.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
 
@@ -700,6 +708,7 @@ def _graph_from(
     because FSDP has the whole weights of a layer only during the forward of that layer.
     """
     leaves: dict[Module, Tensor] = {}
+    leaves_of_forwards: list[dict[Module, Tensor]] = []
 
     def start_graph(
         module: Module,
@@ -709,12 +718,17 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaves[module] = output.detach().requires_grad_()
-        # Once the last layer has run, gradients stay on, also if an earlier layer runs again.
-        torch.set_grad_enabled(layers[-1] in leaves)
+        if module is layers[-1]:
+            if torch.is_grad_enabled():
+                leaves_of_forwards.clear()
+            else:
+                leaves_of_forwards.append(dict(leaves))
+            # Gradients stay on, also if an earlier layer runs again.
+            torch.set_grad_enabled(True)
         return leaves[module]
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves
+        yield leaves, leaves_of_forwards
 
 
 def _rounded(

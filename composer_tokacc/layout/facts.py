@@ -22,6 +22,7 @@ from composer_tokacc.batch import (
     num_runs,
     real_positions,
     sample_name,
+    text_of,
 )
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
@@ -239,7 +240,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     if is_padded:
         for key in ZERO_ON_PADDING:
             if _has_shape(batch.get(key), real.shape):
-                _check_zero_on_padding(batch, key, real)
+                _check_zero_on_padding(layout, batch, key, real)
         if _has_shape(batch.get('mm_token_type_ids'), real.shape) and batch.get('input_ids') is not None:
             _check_types_of_images(layout, batch)
     facts = RowFacts(
@@ -259,10 +260,16 @@ def _has_shape(value: object, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape
 
 
-def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
+def _check_zero_on_padding(
+    layout: BatchLayout,
+    batch: Batch,
+    key: str,
+    real: torch.Tensor,
+) -> None:
     """Raises ValueError, naming the row, if a tensor of the text's shape is not 0 on padding.
 
-    Then the tensor is probably padded on another side than the ids. Trimming would hide that.
+    Then the tensor is probably padded on another side than the ids. Trimming would hide that. A placeholder on padding
+    may have any value: LLaMA-Factory hides the placeholders of a dummy image in this way, if a batch has no image.
     """
     # A hole between real positions is not padding. There the collator may write any value.
     has_real_before = real.cumsum(dim=1) > 0
@@ -270,6 +277,8 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     has_real_after = num_real_from_here > 0
     is_padding = ~(has_real_before & has_real_after)
     is_wrong = is_padding & (batch[key] != 0)
+    for modality in MODALITIES:
+        is_wrong &= ~has_any_id(text_of(batch), token_ids(layout.config, modality))
     _refuse_if_any(is_wrong, batch, key, 'be 0 where `attention_mask` is 0')
 
 

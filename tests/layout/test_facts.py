@@ -58,6 +58,13 @@ def test_types_in_holes_are_healthy():
     assert describe(LAYOUT, batch).has_hole == [False, True]
 
 
+def test_types_of_a_hidden_image_are_healthy():
+    batch = batch_with_types('right', 'right')
+    batch['attention_mask'][1, 1:] = 0
+    batch['labels'][1, 1:] = -100
+    assert describe(LAYOUT, batch).lengths == [7, 1]
+
+
 def test_types_without_a_mark_are_healthy():
     batch = batch_with_types('left', 'left')
     batch['mm_token_type_ids'].zero_()

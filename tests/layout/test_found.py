@@ -158,7 +158,9 @@ def test_two_modalities_in_one_batch():
 
 def test_ambiguous_images_are_refused():
     batch = drawn_batch('iii', '1', 'ii', pixel_values=torch.ones(3, 3))
-    with pytest.raises(ValueError, match=r'3 entries of images.*\[3, 0, 2\] placeholders in \[1, 0, 1\] runs'):
+    with pytest.raises(
+        ValueError, match=r'3 entries of images.*\(pixel_values.*\[3, 0, 2\] placeholders in \[1, 0, 1\] runs'
+    ):
         LAYOUT.select(batch, [0])
 
 

@@ -439,3 +439,22 @@ def test_healthy_weights_of_other_precision(family, dtype):
     model = SUBJECTS[family].model('fresh').to(dtype)
     recorder = fit(model, SUBJECTS[family].batch(0, side='right'))
     assert recorder.gradients
+
+
+@pytest.mark.parametrize('times', [1, 2])
+def test_reference_without_gradients(times, batch):
+    """A reference that is still equal to the model, as with a new adapter, has only round-off as its gradient."""
+
+    class WithReference(NativeModel):
+        def loss(self, outputs, batch):
+            labelled = batch['labels'] != -100
+            loss = outputs['loss']
+            for _ in range(times):
+                with torch.no_grad():
+                    reference = self.logits_of(batch)[labelled].softmax(dim=-1)
+                predictions = outputs['logits'][labelled].log_softmax(dim=-1)
+                loss = loss + F.kl_div(predictions, reference, reduction='batchmean')
+            return loss
+
+    outcome = measure(WithReference('unshifted'), batch, 2)
+    assert outcome.kind == 'exact', outcome
