@@ -442,7 +442,7 @@ def test_healthy_weights_of_other_precision(family, dtype):
 
 
 @pytest.mark.parametrize('times', [1, 2])
-def test_reference_without_gradients(times, batch):
+def test_reference_without_gradients(times):
     """A reference that is still equal to the model, as with a new adapter, has only round-off as its gradient."""
 
     class WithReference(NativeModel):
@@ -456,5 +456,5 @@ def test_reference_without_gradients(times, batch):
                 loss = loss + F.kl_div(predictions, reference, reduction='batchmean')
             return loss
 
-    outcome = measure(WithReference('unshifted'), batch, 2)
+    outcome = outcome_of(WithReference('unshifted'), rows=SHAPE)
     assert outcome.kind == 'exact', outcome
