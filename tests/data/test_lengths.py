@@ -238,7 +238,7 @@ def test_attributes_of_a_users_dataset(tmp_path):
 def test_samples_of_another_shape_are_refused(tmp_path, form):
     sample = DigitsDataset(num_samples=1)[0]
     samples = [{key: form(sample[key]) for key in ('input_ids', 'labels')}]
-    with pytest.raises(ValueError, match='`input_ids`.* of shape'):
+    with pytest.raises(ValueError, match='`input_ids`'):
         length_table(samples, build_digits_processor(), folder=tmp_path)
 
 
