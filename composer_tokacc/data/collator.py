@@ -51,7 +51,7 @@ class VisionLanguageCollator:
             The batch. Its first entry is ``input_ids`` of shape ``(len(samples), width)``. It also has the lists
             ``sample_ids``, ``num_images``, ...
         """
-        _check_samples(samples)
+        check_samples(samples)
         layout = self.layout
         if layout is None:
             layout = inferred_layout(samples)
@@ -64,7 +64,7 @@ class VisionLanguageCollator:
         return {'input_ids': batch.pop('input_ids'), **batch}
 
 
-def _check_samples(samples: Sequence[EncodedSample]) -> None:
+def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
     ids_of_samples: list[object] = []
     # Somebody may pass one sample or a batch, which is a mapping, by mistake. Then the list stays empty and is refused.

@@ -23,8 +23,9 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.data.chat_template import example_conversation
+from composer_tokacc.data.collator import check_samples
 from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
@@ -221,7 +222,7 @@ class SampleMeasurer:
     def measure(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
         check_sample(sample, 'input_ids', 'labels')
-        check_ids(sample)
+        check_samples([sample])
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
         has_loss = sample['labels'][:, 1:] != IGNORE_INDEX
         vision_patches = count_patches(sample, self.patch_size)

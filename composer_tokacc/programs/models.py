@@ -90,9 +90,9 @@ def build_model(
         use_logits=True,
         metrics=[metric() for metric in TRAIN_METRICS] if train_metrics else None,
         eval_metrics=[metric() for metric in EVAL_METRICS],
-        # Metrics compare the logits with the next token. Composer's own detection says False for most vision-language
-        # models, and the metrics would compare them with the same token.
-        shift_labels=True,
+        # Metrics compare the logits of a decoder with the next token. Composer's own detection says False for most
+        # vision-language models, and the metrics would compare them with the same token.
+        shift_labels=not is_encoder(inner_model.config),
     )
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
         # The base can be loaded again from its folder, so checkpoints hold only the adapter.
@@ -359,10 +359,18 @@ def _match_of_part(parameter_name: str, part_name: str) -> int:
     return 0
 
 
+def is_encoder(config: PretrainedConfig) -> bool:
+    """Tells whether a model of this config learns masked tokens, as BERT does, and not the next token."""
+    is_decoder = getattr(config, 'is_decoder', False) or config.is_encoder_decoder
+    return not is_decoder and type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
+
+
 def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
+    if is_encoder(config):
+        return auto.AutoModelForMaskedLM
     # The causal class comes first: for BART, which is in both lists, it is the decoder alone. The other class is for
     # models that are only in the sequence-to-sequence list. Qwen2-Audio is one of them, although it has no encoder.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -173,7 +173,7 @@ class MicrobatchingConfig:
     """Most loss tokens in a microbatch, a third hard cap; null: none. It also limits the logits, if they are only
     computed at labels."""
     regroup: bool = True
-    """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
+    """Sort rows by length before they are cut. ``false`` keeps their order. Microbatches are trimmed in both cases."""
     equal_counts: bool | Literal['auto'] = 'auto'
     """Same number of microbatches on every rank, which FSDP needs. ``auto``: yes, unless DDP reduces gradients only in
     the last microbatch."""

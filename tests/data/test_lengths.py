@@ -231,6 +231,14 @@ def test_attributes_of_a_users_dataset(tmp_path):
     assert_same_table(length_table(dataset, dataset.processor, folder=tmp_path), expected)
 
 
+@pytest.mark.parametrize('form', [torch.Tensor.tolist, torch.squeeze])
+def test_samples_of_another_shape_are_refused(tmp_path, form):
+    sample = DigitsDataset(num_samples=1)[0]
+    samples = [{key: form(sample[key]) for key in ('input_ids', 'labels')}]
+    with pytest.raises(ValueError, match='`input_ids`'):
+        length_table(samples, build_digits_processor(), folder=tmp_path)
+
+
 @pytest.mark.parametrize('content', [b'', b'PK', b'not a table', 'first half'])
 def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     dataset = DigitsDataset(num_samples=3)

@@ -302,12 +302,36 @@ def test_experts_are_no_blocks():
     assert [type(block).__name__ for block in blocks] == ['MixtralDecoderLayer'] * 2
 
 
-def test_text_model_from_a_config():
-    settings = {**TEXT, 'vocab_size': VOCABULARY}
-    model = build_model(config=settings)
-    assert type(model.model).__name__ == 'LlamaForCausalLM'
+BERT = {
+    'model_type': 'bert',
+    'hidden_size': 16,
+    'intermediate_size': 32,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 2,
+}
+
+
+@pytest.mark.parametrize(
+    ('settings', 'class_name', 'shift'),
+    [
+        (TEXT, 'LlamaForCausalLM', 1),
+        (BERT, 'BertForMaskedLM', 0),
+        ({**BERT, 'is_decoder': True}, 'BertLMHeadModel', 1),
+    ],
+)
+def test_text_model_from_a_config(settings, class_name, shift):
+    model = build_model(config={**settings, 'vocab_size': VOCABULARY}).eval()
+    assert type(model.model).__name__ == class_name
     ids = torch.arange(12).view(2, 6)
-    assert model({'input_ids': ids, 'labels': ids}).loss.isfinite()
+    batch = {'input_ids': ids, 'labels': ids.flip(1)}
+    outputs = model.eval_forward(copy.deepcopy(batch))
+    metric = model.get_metrics(is_train=False)['LanguageCrossEntropy']
+    model.update_metric(batch, outputs, metric)
+
+    logits = model.model(input_ids=ids).logits[:, : 6 - shift]
+    expected = F.cross_entropy(logits.flatten(0, 1), batch['labels'][:, shift:].flatten())
+    torch.testing.assert_close(model(batch).loss, expected)
+    torch.testing.assert_close(metric.compute(), expected.detach(), rtol=1e-5, atol=0)
 
 
 def test_tokenizer_that_composer_cannot_save(tmp_path, processor):
