@@ -26,7 +26,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from pydantic import Field
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PretrainedConfig
 
 from composer_tokacc.data import (
     LengthTable,
@@ -45,7 +45,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
-from composer_tokacc.programs.models import read_config
+from composer_tokacc.programs.models import is_encoder, read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import (
     Count,
@@ -264,8 +264,12 @@ class Source(ABC):
 
     def patch_size(self, processor: Processor) -> int:
         """Returns the side of a patch of the run's own vision encoder, in pixels."""
+        return patch_size_of(self._model_config(processor), processor)
+
+    def _model_config(self, processor: Processor) -> PretrainedConfig:
+        """Returns the config of the model that is trained."""
         model = self.config.model
-        return patch_size_of(read_config(model.pretrained, model.config, processor), processor)
+        return read_config(model.pretrained, model.config, processor)
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
@@ -470,6 +474,12 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
+        if cls is LlavaDataset and is_encoder(self._model_config(processor)):
+            raise ConfigError(
+                f'{path}.name',
+                'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '
+                'llava, whose labels are tokens that an encoder sees (docs/encoders.md)',
+            )
         if _is_ours(cls):
             if 'video' in part:
                 # The class takes the mapping of the file. The check has made a VideoSampling of it.

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.layout import BatchLayout
@@ -419,6 +419,15 @@ def test_special_tokens_of_a_checkpoint(tmp_path):
     model = f'model={{pretrained: "{tmp_path}", config: null}}'
     overrides = ['dataset.path=a.json', model, 'dataset.processor={pad_token: "<unk>"}']
     assert source_of(load_config(LLAVA, overrides)).build_processor().pad_token == '<unk>'
+
+
+def test_encoder_needs_masked_samples(tmp_path):
+    """It sees the tokens that the conversations of `llava` have as labels, so it would only copy them."""
+    BertConfig().save_pretrained(tmp_path)
+    model = f'model={{pretrained: "{tmp_path}", config: null}}'
+    source = source_of(load_config(LLAVA, ['dataset.path=a.json', model]))
+    with pytest.raises(ConfigError, match='masks its samples.*encoder.*llava'):
+        source.build_dataset(processor=None)
 
 
 @pytest.mark.parametrize(('overrides', 'message'), VIDEO_MISTAKES)
