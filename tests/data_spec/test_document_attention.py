@@ -532,6 +532,14 @@ def test_packing_that_failed_is_not_tried_again():
     assert_exact(model, batch, packing='auto', microbatch_size=4)
 
 
+def test_row_without_attention_is_packed():
+    """The other rows are padded on the left, and it does not change that."""
+    batch = ragged_batch([(4, 2), (9, 7), (5, 3), (14, 11)], side='left')
+    batch['attention_mask'][0] = 0
+    batch['labels'][0] = -100
+    assert_exact(one_layer_model(), batch, packing=True, reference_dtype=torch.float32)
+
+
 HYBRIDS: dict[str, dict[str, Any]] = {
     'bamba': {'attn_layer_indices': [1]},
     'granitemoehybrid': {'layer_types': ['mamba', 'attention'], 'num_local_experts': 0},
