@@ -331,11 +331,10 @@ class Reach:
     @property
     def side(self) -> str:
         """The padding side of rows with these real positions, see :func:`padding_side`."""
-        # The collator of an eval loader may leave out all rows of a batch.
-        if not self.from_first:
-            return 'right'
-        all_end_last = min(self.from_first) == self.width
-        all_begin_first = min(self.from_last) == self.width
+        # A row without real positions says nothing about the side.
+        ends = (0, self.width)
+        all_end_last = all(columns in ends for columns in self.from_first)
+        all_begin_first = all(columns in ends for columns in self.from_last)
         return 'left' if all_end_last and not all_begin_first else 'right'
 
     def lengths(self, side: str) -> list[int]:

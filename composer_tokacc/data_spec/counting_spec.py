@@ -8,6 +8,7 @@ Of this subpackage only this module imports Composer when it is loaded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,8 +122,10 @@ class CountingDataSpec(DataSpec):
             return batch
         return _mapped(mask_document_starts, batch)
 
-    def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
+    def _count_and_split(self, batch: Batch, microbatch_size: int | float | None) -> list[BatchDict]:
         """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
+        if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
+            microbatch_size = sys.maxsize
         if not is_counted(batch):
             # Without a check the split refuses to pack rows. Packing needs the algorithm, because nothing else gives
             # the model its own attention back at the end of a fit.

@@ -58,7 +58,7 @@ def pack_rows(
     """
     is_shifted = ROWS_KEY not in batch or batch[ROWS_KEY][0].rule != 'unshifted'
     real = real_positions(batch)
-    _check_rows(batch, real, is_shifted=is_shifted)
+    _check_rows(batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):
         # If all rows are empty, one pad stays, because the model cannot compute a row without tokens.
         real = torch.zeros_like(real)
@@ -89,21 +89,28 @@ def pack_rows(
 def _check_rows(
     batch: Batch,
     real: Tensor,
+    attention: DocumentAttention,
     *,
     is_shifted: bool,
 ) -> None:
-    """Raises ValueError if the text of a row would change when it is packed.
+    """Raises ValueError if the text of a row or its positions would change when it is packed.
 
     Packing keeps the positions with attention or with a label. So a hole would disappear, and padding with a label
     would become a token.
     """
     if batch.get('input_ids') is None:
-        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids. Set `packing=False`.')
+        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
-    if batch.get('position_ids') is not None:
-        raise InvalidInputError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
+    positions = batch.get('position_ids')
+    if positions is not None:
+        packed_positions = attention.positions(batch, real)
+        if positions.shape != real.shape or not torch.equal(positions[real], packed_positions[real]):
+            raise InvalidInputError(
+                '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
+                'others.'
+            )
     attended = attended_positions(batch)
     labelled_padding = real & ~attended
     if is_shifted:
@@ -142,7 +149,8 @@ def _pack_tensor(
         # The real tokens, row after row.
         return value[real][None]
     raise InvalidInputError(
-        f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.'
+        f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}. Give '
+        'values that only callbacks read, one a row, as a list.'
     )
 
 

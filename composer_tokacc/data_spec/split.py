@@ -212,8 +212,8 @@ class MicrobatchSplit:
 
     @property
     def must_pack(self) -> bool:
-        """Whether the run stops if rows cannot be packed. It does if the user asked for it, or if rows were packed."""
-        return self.options.packing is True or self.packs_rows
+        """Whether the run stops if rows cannot be packed. With ``'auto'`` it goes on with padded rows."""
+        return self.options.packing is True
 
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows.

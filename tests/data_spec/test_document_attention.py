@@ -538,6 +538,29 @@ def test_packing_that_failed_is_not_tried_again():
     assert_exact(model, batch, packing='auto', microbatch_size=4)
 
 
+def test_auto_pads_from_rows_that_cannot_be_packed():
+    """The second batch has a row with a hole."""
+    packed = ragged_batch(SHAPE)
+    padded = ragged_batch(SHAPE)
+    longest = int(padded['attention_mask'].sum(dim=1).argmax())
+    padded['attention_mask'][longest, 2] = 0
+    padded['labels'][longest, 2] = -100
+    batches = loader(packed, padded, packed)
+    data = token_data_spec(batches, packing='auto')
+    cuts = On(Event.AFTER_TRAIN_BATCH, lambda state: split_of(batches).rules.packing)
+    options = {'callbacks': [cuts], 'microbatch_size': 2, 'max_duration': '3ba'}
+    assert_exact(one_layer_model(), data, batch=[packed, padded, packed], **options)
+    assert cuts.values == ['documents', '', '']
+
+
+def test_row_without_attention_is_packed():
+    """The other rows are padded on the left, and it does not change that."""
+    batch = ragged_batch([(4, 2), (9, 7), (5, 3), (14, 11)], side='left')
+    batch['attention_mask'][0] = 0
+    batch['labels'][0] = -100
+    assert_exact(one_layer_model(), batch, packing=True, reference_dtype=torch.float32)
+
+
 HYBRIDS: dict[str, dict[str, Any]] = {
     'bamba': {'attn_layer_indices': [1]},
     'granitemoehybrid': {'layer_types': ['mamba', 'attention'], 'num_local_experts': 0},

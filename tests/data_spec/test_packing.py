@@ -82,6 +82,12 @@ def test_packing_without_the_algorithm_is_refused(packing, options):
     assert model.config.to_dict() == config_before
 
 
+def test_positions_without_padding_are_packed():
+    batch = ragged_batch([(4, 2), (9, 7), (5, 3), (14, 11)], side='left')
+    batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
+    assert_exact(one_layer_model(), batch, packing=True)
+
+
 def test_positions_of_the_batch_are_refused():
     batch = ragged_batch(ONE_UNLABELLED)
     batch['position_ids'] = torch.zeros_like(batch['input_ids'])

@@ -159,13 +159,14 @@ def test_config_without_a_model_type():
 # Evaluation and metrics of training.
 
 
-def evaluator_of(*batches: Any, **options: Any) -> Evaluator:
+def evaluator_of(*batches: Any, microbatch_size: int | None = 2, **options: Any) -> Evaluator:
     data = token_data_spec(loader(*batches), **options)
-    return Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=2)
+    return Evaluator(label='eval', dataloader=data, device_eval_microbatch_size=microbatch_size)
 
 
-def test_evaluation_gives_the_true_mean():
-    """The collator of an eval loader may leave out all rows of a batch."""
+@pytest.mark.parametrize('microbatch_size', [2, None])
+def test_evaluation_gives_the_true_mean(microbatch_size):
+    """The collator of an eval loader may leave out all rows of a batch, and the loader may have no batch size."""
     model = one_layer_model()
     batch = ragged_batch()
     parts = []
@@ -174,7 +175,7 @@ def test_evaluation_gives_the_true_mean():
     _, loss = reference_gradients(model, batch)
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
     trainer = fit(composer_model, batch).trainer
-    trainer.eval(evaluator_of(*parts))
+    trainer.eval(evaluator_of(*parts, microbatch_size=microbatch_size))
     metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
     assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
 
