@@ -426,7 +426,7 @@ def test_encoder_needs_masked_samples(tmp_path):
     BertConfig().save_pretrained(tmp_path)
     model = f'model={{pretrained: "{tmp_path}", config: null}}'
     source = source_of(load_config(LLAVA, ['dataset.path=a.json', model]))
-    with pytest.raises(ConfigError, match='masks its samples.*encoder.*llava'):
+    with pytest.raises(ConfigError, match=r'masks its samples.*encoder.*llava'):
         source.build_dataset(processor=None)
 
 
