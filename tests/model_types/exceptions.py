@@ -109,7 +109,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'text_config.top_k_experts': 2,
         'text_config.moe_intermediate_size': 32,
     },
-    'dots3_note': {'audio_config.conv_output_size': 64},
+    'dots3_note': {'audio_config.conv_output_size': 64, 'text_config.per_layer_config': {'1': {'head_dim': 32}}},
+    'dots3_note_text': {'per_layer_config': {'1': {'head_dim': 32}}},
     'granite4_vision': {
         'downsample_rate': '1/2',
         'vision_config.hidden_size': 128,
