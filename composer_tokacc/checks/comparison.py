@@ -497,6 +497,11 @@ class RowComparison(Generic[RulesT]):
             if error <= allowed:
                 continue
             name = sample_name(self._rows, change.row)
+            difference = (
+                f'{name}: the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            )
+            if self.reference.invalid_loss is not None:
+                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
             if change.point[0] == 'samples':
                 raise CutFailure(
                     f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take means over '
@@ -508,8 +513,7 @@ class RowComparison(Generic[RulesT]):
                     f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
                     f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            difference = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
-            raise CutFailure(self._explained(f'{name}: {difference}', cut_kind))
+            raise CutFailure(self._explained(difference, cut_kind))
 
     def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
         """Returns the change of the row whose gradient differs most from the expected one, for each point."""
@@ -589,8 +593,6 @@ class RowComparison(Generic[RulesT]):
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
         """Returns a message with the difference, its possible causes, and what to do."""
-        if self.reference.invalid_loss is not None:
-            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if cut_kind is CutKind.PACKED:
             causes = 'Attention, positions or states leak from one document to the next'
             if self._facts.side == 'left':

@@ -181,7 +181,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
 
     The stream must not be used afterwards, because its memory is freed when the container is closed.
     """
-    import av
+    import av.logging
     from av.stream import Disposition
 
     if isinstance(file, PathLike):
@@ -193,6 +193,8 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         _check_last_bytes(file)
         file.seek(0)
         source = file
+    # Otherwise errors of PyAV do not say what FFmpeg does not like. Torchvision before 0.23 sets the same level.
+    av.logging.set_level(av.logging.ERROR)
     try:
         container = av.open(
             source,
