@@ -155,6 +155,7 @@ def test_logits_of_stacked_layers(container):
     layer = positions.view(2, 5, 4)  # (rows, width, experts)
     logits = router_balance._router_logits({'router_logits': container([layer, -layer])})
     torch.testing.assert_close(logits, [positions, -positions], rtol=0, atol=0)
+    assert router_balance._router_logits({'router_logits': ()}) == []
 
 
 def test_stock_loader_is_refused():

@@ -90,6 +90,15 @@ def test_outputs_that_a_callback_frees(model):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
+def test_weights_change_the_gradient(model):
+    """Otherwise the tests of this file would pass without any weights."""
+    batch = batch_of()
+    unweighted, _, _ = weighted_reference(model, batch, 'token')
+    for token_weights in WEIGHTS:
+        weighted, _, _ = weighted_reference(model, batch, token_weights)
+        assert relative_error(weighted, unweighted) > 0.05
+
+
 MAX_NORM = 0.1
 SHAPES_OF_STEPS = [
     RAGGED,

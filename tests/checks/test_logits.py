@@ -30,10 +30,10 @@ UNIT = 0.01
 """The weight of a token in the loss whose relative weight is 1."""
 
 
-@pytest.fixture(params=[12, 2], ids=['at once', 'two positions at a time'])
+@pytest.fixture(params=[logits_module.CHUNK, 2 * VOCABULARY], ids=['at once', 'a few positions at a time'])
 def in_parts(request, monkeypatch):
     """Large tensors are read some positions at a time."""
-    monkeypatch.setattr(logits_module, 'CHUNK', request.param * VOCABULARY)
+    monkeypatch.setattr(logits_module, 'CHUNK', request.param)
 
 
 def weighted_loss(logits, weights=WEIGHTS, shift=1):
@@ -121,14 +121,14 @@ def test_deviation_of_a_wrong_weight(rule, shift, in_parts):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
-def test_round_off_is_within_tolerance(dtype):
+def test_round_off_is_within_tolerance(dtype, in_parts):
     logits = random_logits(dtype)
     gradient = gradient_by(logits, weighted_loss)
     measured = measure(logits, gradient, TARGETS)
     assert measured.deviations(1.0, WEIGHTS).max() < tolerance_of(dtype) * WEIGHTS.max()
 
 
-def test_weights_of_a_large_vocabulary():
+def test_weights_of_a_large_vocabulary(in_parts):
     """The norm of so many numbers has an error of 3e-6 on a CPU."""
     logits = torch.randn(1, 8, 32_000, generator=torch.Generator().manual_seed(0))
     gradient = gradient_by(logits, lambda logits: F.cross_entropy(logits[0], torch.arange(8)))
@@ -146,7 +146,7 @@ def test_sketches_keep_sizes_of_differences(in_parts):
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])
-def test_sketches_of_few_positions(size):
+def test_sketches_of_few_positions(size, in_parts):
     """For up to three positions a CPU may sum a vocabulary in one pass, with an error of 1e-5 in float32."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 12, size, generator=generator).softmax(dim=-1)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -166,6 +168,7 @@ def test_rank_with_the_change_explains_it():
     comparison._probe = ProbeOfTwoRanks()
     comparison._rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
+    comparison.reference = SimpleNamespace(invalid_loss=None)
     comparison._largest_changes = lambda gradients, rows: [change_here]
     comparison._allowed = lambda point, error: 1e-6
     comparison._explained = lambda difference, cut_kind: difference

@@ -57,7 +57,7 @@ def test_layout_needs_a_config(model):
 
 
 def test_config_beside_a_child_named_module():
-    """The `module` of DDP is the model itself, but not every `module` is."""
+    """A `module` is the model itself if nothing around it has a config, as in DDP and AveragedModel."""
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(model_type='llava')

@@ -32,7 +32,7 @@ from tests.matrix.native_models import (
 )
 from tests.matrix.subjects import SUBJECTS, has_labels
 from tests.support.text import ragged_batch
-from tests.support.training import COMPOSERS_FLAG, fit
+from tests.support.training import COMPOSERS_FLAG, fit, loader
 
 # One row without loss tokens, one whose label at position 0 only an unshifted loss counts.
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
@@ -372,9 +372,9 @@ class RandomTerm(NativeModel):
 
 def test_random_term_in_training():
     batch = ragged_batch(LABELLED)
-    assert fit(RandomTerm(over_tokens), batch).gradients
+    assert fit(RandomTerm(over_tokens), loader(batch)).gradients
     with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
-        fit(RandomTerm(over_all), batch)
+        fit(RandomTerm(over_all), loader(batch))
 
 
 @pytest.mark.parametrize('place', ['forward', 'loss'])
