@@ -782,8 +782,8 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # An entry that is still what the model got is replaced by the original. So is a hidden entry, for which
-            # both are None.
+            # If nobody has changed the entry that the model got, the original comes back. For a hidden entry both sides
+            # are None, unless somebody has added one of this name.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -864,12 +864,13 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
     if record.counts.samples == 0:
         return dict.fromkeys(LOSS_UNITS, 0.0)  # Composer's weight is 0, too, and must not be divided by
     num_with_samples = sum(row.samples > 0 for row in record.rows)
+    num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
     return {
         'tokens': weight_of_mean / record.composers_weight,
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
-        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),  # None: no such term
+        'microbatches': 1.0 / (num_microbatches * record.composers_weight),
     }
 
 
