@@ -659,7 +659,7 @@ def _relative_errors(
     sizes = expected.flatten(1).norm(dim=1)
     if largest is None:
         largest = float(sizes.max())
-    smallest_size = SMALL_ROW * largest or 1e-30  # nothing is divided by zero
+    smallest_size = max(SMALL_ROW * largest, 1e-30)  # nothing is divided by zero
     differences = (gradients - expected).flatten(1).norm(dim=1)
     errors = differences / sizes.clamp(min=smallest_size)
     return errors.nan_to_num(nan=torch.inf)

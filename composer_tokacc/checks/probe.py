@@ -756,6 +756,7 @@ def _loss_of(
     outputs: Outputs,
     batch: Batch,
 ) -> Any:
+    """Returns the loss. If the outputs have none (a model without a head), raises an error that says so."""
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -768,6 +769,7 @@ def _loss_of(
 
 
 def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
+    """Returns the logits if there are any. Raises RuntimeError if they have another width than the labels."""
     logits = logits_of(outputs)
     labels = labels_of(batch)
     if logits is not None and logits.shape[:2] != labels.shape:
