@@ -130,7 +130,8 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # The sum is another one if two processes have the sampler of one rank, and none has that of another rank.
+    # If a process has the sampler of a wrong rank, another process usually has the same one, and no process has the
+    # sampler of its own rank. Then the sum of the squares changes.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
     # If this value differs between ranks, the checksums are unequal too, because they cover the number of ranks. So all
     # ranks compare their plans, or none does.

@@ -625,17 +625,21 @@ class TokenAccumulation(Algorithm):
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
-        # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
-        units_of_terms = list(run.terms.units.values())
-        is_one_mean = units_of_terms in ([], ['tokens'])
-        # The weight in the backward of a token whose relative weight is 1.
-        plain_token_weight = None
-        if is_one_mean and run.check.token_scale is not None:
-            # `token_scale` is 1 for a mean of cross-entropies. The first-batch check has measured it.
-            plain_token_weight = run.check.token_scale * weight_of_mean * step.gradient_scale / num_tokens
-            plain_token_weight /= run.excess_of_reduction
+        plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
         measures_all = self._token_choice.draws_all()
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
+
+    def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
+        """Returns the weight in the backward of a token whose relative weight is 1; None: tokens are not measured.
+
+        They are measured only if the loss is one mean over tokens, because other terms may also use the logits.
+        """
+        run = self._run
+        units_of_terms = list(run.terms.units.values())
+        scale = run.check.token_scale  # measured by the first-batch check: 1 for a mean of cross-entropies
+        if scale is None or units_of_terms not in ([], ['tokens']):
+            return None
+        return scale * weight_of_mean * run.step.gradient_scale / num_tokens / run.excess_of_reduction
 
     def _weigh_mean(
         self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
@@ -782,8 +786,8 @@ class ModelBatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # An entry that is still what the model got is replaced by the original. So is a hidden entry, for which
-            # both are None.
+            # If nobody has changed the entry that the model got, the original comes back. For a hidden entry both sides
+            # are None, unless somebody has added one of this name.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -864,12 +868,13 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
     if record.counts.samples == 0:
         return dict.fromkeys(LOSS_UNITS, 0.0)  # Composer's weight is 0, too, and must not be divided by
     num_with_samples = sum(row.samples > 0 for row in record.rows)
+    num_microbatches = record.num_microbatches or 1  # None if no term has the unit 'microbatches'
     return {
         'tokens': weight_of_mean / record.composers_weight,
         # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
-        'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),  # None: no such term
+        'microbatches': 1.0 / (num_microbatches * record.composers_weight),
     }
 
 

@@ -115,6 +115,8 @@ class _Change:
 class RowComparison(Generic[RulesT]):
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
+    All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same numbers.
+
     Args:
         probe: The probe of the model.
         layout: Which parts of each tensor belong to which row.
@@ -149,6 +151,7 @@ class RowComparison(Generic[RulesT]):
         has_loss = loss_mask(rows, rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
+        self._single_rows = [[row] for row in self._all_rows]
         # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
         self._width = rows['labels'].shape[1]
         self.has_shown_trimming = False
@@ -271,16 +274,16 @@ class RowComparison(Generic[RulesT]):
                 if candidate.packing:
                     self._check_packed_rows(assemble, largest_packed_row)
                 else:
-                    self._check_single_rows(assemble)
+                    self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
                 failures.append(failure)
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. Either trimming has failed, so that the candidate keeps the
-            # padding. Then with_side_of() returns the candidate. Or no row has padding, so nothing was learnt about
-            # trimming. Then with_side_of() puts the earlier policy back.
+            # No row was trimmed. Either an earlier candidate has failed, so that this one keeps the padding, or no row
+            # has padding. In the second case nothing was learnt about trimming, and with_side_of() puts the earlier
+            # policy back. In the first case it changes nothing.
             if self._facts.is_padded and failures and failures[-1].reason is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
@@ -294,7 +297,8 @@ class RowComparison(Generic[RulesT]):
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not trimmed, has another gradient than with the others."""
-        self._check_single_rows(partial(self._layout.select, self._rows))
+        select = partial(self._layout.select, self._rows)
+        self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -356,11 +360,6 @@ class RowComparison(Generic[RulesT]):
             return 'the loss changes'
         return None
 
-    def _check_single_rows(self, assemble: Callable[[list[int]], Batch]) -> None:
-        """Raises CutFailure unless each row by itself has the expected gradient. ``assemble`` makes a microbatch."""
-        groups = [[row] for row in self._all_rows]
-        self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW)
-
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
         """Raises CutFailure unless packed rows have the expected gradients.
 
@@ -376,7 +375,7 @@ class RowComparison(Generic[RulesT]):
         num_copies = max(math.ceil(largest_packed_row / num_tokens), 1)
         groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
         if len(self._all_rows) > 1:
-            groups += [[row] for row in self._all_rows]
+            groups += self._single_rows
         self._check_microbatches(assemble, groups, CutKind.PACKED)
 
     def _check_microbatches(
@@ -385,7 +384,10 @@ class RowComparison(Generic[RulesT]):
         groups: Sequence[list[int]],
         cut_kind: CutKind,
     ) -> None:
-        """Raises CutFailure unless the rows of each group have the expected gradients in one microbatch."""
+        """Raises CutFailure unless the rows of each group have the expected gradients in one microbatch.
+
+        ``assemble`` makes the microbatch of a group.
+        """
         parts: list[_LossPart] = []
         for rows in groups:
             try:
@@ -458,9 +460,9 @@ class RowComparison(Generic[RulesT]):
             # A loss that does not depend on an output has the gradient 0 there.
             return torch.zeros(len(rows), self._width, 1)
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        # Packed rows have one gradient together, because they are documents of one row. A row that is packed by itself
-        # is aligned like any single row. Other microbatches may have dummy rows after their own rows.
         if len(gradient) < len(rows):
+            # Packed rows have one gradient together, because they are documents of one row. A row that is packed by
+            # itself does not come here. It is aligned like any single row.
             documents = documents_of(batch)[0]
             document = 0
             for place, row in enumerate(rows):
@@ -469,13 +471,16 @@ class RowComparison(Generic[RulesT]):
                     continue  # a row without tokens makes no document
                 row_gradients[place, is_real] = gradient[0, documents == document]
                 document += 1
-        # `microbatch_transforms` may have made the rows wider than the batch. Their further columns are left out.
-        elif self._facts.side == 'left':
+            return row_gradients
+        # There may be dummy rows after the rows themselves, and `microbatch_transforms` may have made the rows wider
+        # than the batch. Both are left out.
+        gradient = gradient[: len(rows)]
+        if self._facts.side == 'left':
             start = -gradient.shape[1]
-            row_gradients[:, start:] = gradient[: len(rows), -self._width :]
+            row_gradients[:, start:] = gradient[:, -self._width :]
         else:
             end = gradient.shape[1]
-            row_gradients[:, :end] = gradient[: len(rows), : self._width]
+            row_gradients[:, :end] = gradient[:, : self._width]
         return row_gradients
 
     # The differences.
@@ -656,7 +661,7 @@ def _relative_errors(
     sizes = expected.flatten(1).norm(dim=1)
     if largest is None:
         largest = float(sizes.max())
-    smallest_size = SMALL_ROW * largest or 1e-30  # nothing is divided by zero
+    smallest_size = max(SMALL_ROW * largest, 1e-30)  # nothing is divided by zero
     differences = (gradients - expected).flatten(1).norm(dim=1)
     errors = differences / sizes.clamp(min=smallest_size)
     return errors.nan_to_num(nan=torch.inf)

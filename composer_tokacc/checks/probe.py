@@ -252,7 +252,7 @@ class Probe:
             self.examine(batch)
         # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
         while True:
-            decides = decides_precision and self._uses_float32
+            may_leave_float32 = decides_precision and self._uses_float32
             result: ProbeResult | None = None
             guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
@@ -266,17 +266,18 @@ class Probe:
                     self._note_written(snapshot)
             except Exception as error:
                 if 'in-place' in str(error) and len(self._layers) > 1:
-                    # Chameleon writes into its logits, which is not allowed for a leaf.
+                    # Chameleon writes into its logits, which torch does not allow for a leaf of the graph. So only
+                    # the states before the logits become a leaf.
                     self._layers = self._layers[:1]
                     continue
-                if not decides:
+                if not may_leave_float32:
                     raise
                 # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
                 # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it
                 # again.
                 result = None
             # Only some ranks may have raised, for example because their GPUs have less free memory.
-            if decides and any(self.gather(result is None)):
+            if may_leave_float32 and any(self.gather(result is None)):
                 self._uses_float32 = False
                 continue
             assert result is not None
@@ -305,7 +306,7 @@ class Probe:
         Returns:
             The result of the batch, as :meth:`run` returns it.
         """
-        self._was_examined = True
+        self._was_examined = True  # before the forwards below, because run() would call this method again
         self._layers = []
         first = self._find_last_layers(batch)
         # With seed 0. The first forward had seed 1, so the loss changes if it depends on random numbers.
@@ -343,12 +344,11 @@ class Probe:
         same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
         same_address = [place for place in same_size if outputs[place].address == result.output_address]
         candidates = same_address or same_size
-        # If no layer makes the logits, only the last output is taken: the states before the logits.
-        last = len(outputs)
+        # If no layer makes the logits, the last output holds the states before the logits.
+        last_outputs = outputs[-1:]
         if candidates:
-            last = candidates[-1]
-        first_of_two = max(last - 1, 0)
-        last_outputs = outputs[first_of_two : last + 1]
+            place = candidates[-1]
+            last_outputs = outputs[max(place - 1, 0) : place + 1]
         self._layers = [output.module for output in last_outputs]
         return result
 
@@ -357,6 +357,9 @@ class Probe:
 
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
+
+        Judges nothing if the model is probed in evaluation, because its forwards then do not write what those of
+        training write.
         """
         names = self._names_on_ranks(self._written)
         if not names or not self.is_training:
@@ -411,6 +414,7 @@ class Probe:
         at_labels: AtLabels | None,
         varies_weights: bool,
     ) -> _Forward:
+        """Runs the forward and the loss once. For the arguments see :meth:`run`."""
         precision = self._precision()
         if self._uses_float32:
             precision = torch.autocast(self._device_type, enabled=False)
@@ -438,11 +442,12 @@ class Probe:
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         if logits is not None:
-            # accelerate and FSDP return a copy of the logits in another type, which the loss does not use. The graph
-            # leads back to the leaf that _graph_from() has made. Its node holds it as `variable`.
+            # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
+            # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the
+            # node holds this leaf as `variable`.
             node, _ = edge_of(logits)
             logits = getattr(node, 'variable', logits)
-        # A later forward without gradients, such as that of a reference, has replaced the leaves.
+        # If the forward of a reference has replaced the leaves, those of the forward that made the logits are taken.
         for earlier_leaves in leaves_of_forwards:
             if any(logits is leaf for leaf in earlier_leaves.values()):
                 leaves = earlier_leaves
@@ -696,11 +701,12 @@ def _graph_from(
 ) -> Iterator[tuple[dict[Module, Tensor], list[dict[Module, Tensor]]]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
 
-    A model may run several times, and then these are the outputs of its last forward. If this forward ran without
-    gradients, it may be that of a reference (the model with its adapter off). So the leaves of each such forward come
-    second.
-
     Only outputs of one of the ``shapes`` (rows, width) count.
+
+    A model may run several times, and then these are the outputs of its last forward. That may be the forward of a
+    reference (the model with its adapter off), which runs without gradients, as the first forward does. So the context
+    also yields, as its second value, the leaves of each forward that began without gradients. A forward that began
+    with gradients belongs to the loss, and then no earlier leaves are kept.
 
     The forward runs without gradients until the last of the layers has returned its output. Then a hook switches
     gradients on, and the rest of the forward and the loss make a graph. The end of the context restores the earlier
@@ -750,6 +756,7 @@ def _loss_of(
     outputs: Outputs,
     batch: Batch,
 ) -> Any:
+    """Returns the loss. If the outputs have none (a model without a head), raises an error that says so."""
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -762,6 +769,7 @@ def _loss_of(
 
 
 def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
+    """Returns the logits if there are any. Raises RuntimeError if they have another width than the labels."""
     logits = logits_of(outputs)
     labels = labels_of(batch)
     if logits is not None and logits.shape[:2] != labels.shape:

@@ -72,9 +72,9 @@ def pack_rows(
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(key, value, num_rows=len(real))
-    # The first real token of each row starts a document. `[real]` takes the real tokens, row after row.
-    is_first_token = real.cumsum(dim=1) == 1
-    is_start = is_first_token[real][None]
+    # The first real token of each row starts a document.
+    is_first_token = real & (real.cumsum(dim=1) == 1)
+    is_start = is_first_token[real][None]  # `[real]` takes the real tokens, row after row
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
     if attention.has_masks:

@@ -367,8 +367,8 @@ class MicrobatchSplit:
             return True
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return True  # a pad predicts a label
-        # A policy holds up to a width, so it holds for all microbatches if it holds for the widest one. If that one has
-        # no padding, its side is 'right', but the policy for 'left' is asked for.
+        # A policy holds up to a width, so the policy of the widest microbatch holds for all. If that one has no
+        # padding, its side is 'right'. It is replaced, because the policy for padding on the left is needed.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) != 'trim'
@@ -656,7 +656,7 @@ def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
     """Returns the layout of the arguments, else that of the model, else the one that the batches imply.
 
-    Returns None on all ranks if there is no split, and it does not tell rows apart on one of them. A collective.
+    If there is no split, and the layout does not tell the rows of some rank apart, all ranks return None. A collective.
     """
     if split is not None and split.fixed_layout is not None:
         return split.fixed_layout

@@ -293,7 +293,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch replaces the values of this mapping by those in the checkpoint. It reads no other entries.
+        # Torch reads only the entries of this mapping, and writes their saved values into it.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -315,8 +315,8 @@ class SavedRun:
         shapes = _shapes_of(state.get('model') or {})
         optimizers = dict(state.get('optimizers') or {})
         if not dict(state.get('timestamp') or {}):
-            # Composer would train from step 0 with the optimizers of a later step. SameData.before_load() refuses to
-            # resume if the optimizer of the run is not listed.
+            # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none is
+            # listed here, and SameData.before_load() refuses to resume.
             optimizers = {}
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 

@@ -137,9 +137,7 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set or the eval set. The eval set is None if ``dataset.eval`` is missing or
-        empty.
-        """
+        """Returns the training set, or the eval set, which is None if ``dataset.eval`` is missing or empty."""
 
     @abstractmethod
     def open_loader(
@@ -165,13 +163,13 @@ class Source(ABC):
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
         with building('dataset.processor'):
-            return self._small_processor()()
+            make_processor = self._checked_processor_maker()
+            return make_processor()
 
-    def _small_processor(self) -> partial[Any]:
-        """Returns a function without arguments that makes the processor of a fresh model.
+    def _checked_processor_maker(self) -> partial[Any]:
+        """Returns :meth:`processor_maker` with its arguments: those in ``dataset.processor``, which it checks.
 
-        Refuses wrong settings in ``dataset.processor``. Sizes that the section leaves out come from the config of the
-        model.
+        Sizes that the section leaves out come from the config of the model.
         """
         maker = self.processor_maker()
         arguments = dict(self.section.get('processor') or {})
@@ -195,7 +193,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            self._small_processor()
+            self._checked_processor_maker()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -563,8 +561,7 @@ class FileSource(Source):
     def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns the sampler's arguments for the shares of the parts.
 
-        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh. If no
-        part has any of :data:`SHARE_KEYS`, the mixture draws each sample once an epoch.
+        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
 
         ``loss_tokens`` are those of each sample of all ``datasets``, (n,).
         """
@@ -576,6 +573,7 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise. The shares, if any, only weigh tokens.
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
@@ -655,8 +653,9 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set if any of its shards are those of the training set.
 
-        Called if ``dataset.eval`` names no place. Both then read the same streams, and only ``dataset.eval.split`` can
-        make them differ. A stream with a split of its own does not follow it, so it is refused.
+        Called if ``dataset.eval`` names no place of shards. Then both sets read the same streams, and only another
+        ``dataset.eval.split`` makes them differ. A stream that has a ``split`` itself ignores it, so such a stream is
+        always refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
