@@ -462,11 +462,12 @@ class SameData(Callback):
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
         saved = json.loads(saved_json or '{}')
-        saved_batches = saved.pop('batches', {})
+        saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
-        # Older checkpoints lack some settings. These are not compared.
-        if batches is not None and {**batches, **saved_batches} != batches:
-            self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
+        if saved_batches is not None and batches is not None:
+            # Older checkpoints lack some settings. These are not compared.
+            if {**batches, **saved_batches} != batches:
+                self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
