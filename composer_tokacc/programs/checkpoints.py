@@ -465,8 +465,9 @@ class SameData(Callback):
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
         if saved_batches is not None and batches is not None:
-            # Older checkpoints lack some settings. These are not compared.
-            if {**batches, **saved_batches} != batches:
+            if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
+                saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
+            if saved_batches != batches:
                 self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
         differing = {}
         for name, saved_value in saved.items():

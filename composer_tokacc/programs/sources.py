@@ -338,7 +338,8 @@ class FileSource(Source):
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
         for name, part in self._parts().items():
             for key in keys:
-                settings[f'dataset.parts.{name}.{key}'] = part.get(key)
+                if key in part:
+                    settings[f'dataset.parts.{name}.{key}'] = float(part[key])
         return settings
 
     def check(self) -> None:

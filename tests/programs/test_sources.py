@@ -268,15 +268,6 @@ def test_order_of_parts_that_are_not_mixed(tmp_path):
     assert orders[0] != orders[1]
 
 
-def test_order_names_unset_shares():
-    """Settings that a checkpoint lacks are not compared, so a share that is added later must be in it as unset."""
-    orders = []
-    for part in ('{num_samples: 12}', '{num_samples: 12, epochs: 2}'):
-        orders.append(source_of(load_config(DIGITS, [f'dataset.parts={{scans: {part}}}'])).order())
-    assert orders[0] != orders[1]
-    assert orders[0].keys() == orders[1].keys()
-
-
 def test_parts_get_their_share_of_tokens(tmp_path):
     parts = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
