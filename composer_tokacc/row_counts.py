@@ -87,8 +87,8 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
     """Returns the batch with the counts of its rows, and without labels that must not count.
 
     It should be on the CPU, so that nothing waits for the device. The labels of dummy rows and repeated samples are
-    masked. If rows are packed, and the rule is not ``'unshifted'``,
-    the label of the first token of each further document is masked too, because the document before would predict it.
+    masked. If rows are packed, and the rule is not ``'unshifted'``, the label of the first token of each further
+    document is masked too, because the document before would predict it.
 
     Args:
         batch: A batch with ``labels``.

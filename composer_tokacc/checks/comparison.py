@@ -267,6 +267,7 @@ class RowComparison(Generic[RulesT]):
             RuntimeError: If there are no such rules.
         """
         failures: list[CutFailure] = []
+        trimming_error: str | None = None
         for candidate in cutter.candidates(self._facts, rules):
             self.has_shown_trimming = False
             assemble = partial(cutter.assemble, self._facts, rules=candidate)
@@ -278,17 +279,19 @@ class RowComparison(Generic[RulesT]):
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
                 failures.append(failure)
+                if not candidate.packing:
+                    trimming_error = failure.reason
                 continue
             if self.has_shown_trimming:
                 return candidate
             # No row was trimmed. Either an earlier candidate has failed, so that this one keeps the padding, or no row
             # has padding. In the second case nothing was learnt about trimming, and with_side_of() puts the earlier
             # policy back. In the first case it changes nothing.
-            if self._facts.is_padded and failures and failures[-1].reason is not None:
+            if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
-                    '%s',
-                    failures[-1].reason,
+                    '%s (docs/errors.md#padding)',
+                    trimming_error,
                 )
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:

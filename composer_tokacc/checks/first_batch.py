@@ -239,6 +239,13 @@ class FirstBatchCheck(Generic[RulesT]):
                     'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
+                if self._proven.limits and not is_any_missing:
+                    raise NotExactError(
+                        'Rows must keep their gradient during the whole run when they are trimmed or packed, got: rows '
+                        'like those of earlier steps, whose gradient changes now. Steps since the last check may be '
+                        'wrong. Freeze the layer that has begun to see padding or other rows, or leave out what has '
+                        'changed the model (docs/errors.md#row-coupling).'
+                    )
                 # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
                 # policy that has failed is not tried again, so the rules change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)

@@ -384,7 +384,7 @@ def _check_totals(step: Step) -> None:
 
 def _check_labels_and_weights(step: Step) -> None:
     """Raises RuntimeError if a microbatch has other loss tokens or token weights than were counted at BATCH_START."""
-    for record in step.microbatches:
+    for index, record in enumerate(step.microbatches):
         counts = record.counts
         tokens = record.observed['tokens']
         weight = record.observed.get('weight', tokens)  # tokens without weights weigh 1
@@ -392,9 +392,9 @@ def _check_labels_and_weights(step: Step) -> None:
         if tokens != counts.loss_tokens or not has_weight:
             raise NotExactError(
                 f'Labels and token weights must not change after BATCH_START, got: {tokens:g} loss-generating tokens '
-                f'of weight {weight:g} in the microbatch of {sample_name(record.batch, 0)}, where {counts.loss_tokens} '
-                f'of weight {counts.loss_weight:g} were counted. Change them in `batch_transforms`, not in '
-                '`microbatch_transforms` or an algorithm (docs/errors.md#counts).'
+                f'of weight {weight:g} in microbatch {index}, which begins with {sample_name(record.batch, 0)}, where '
+                f'{counts.loss_tokens} of weight {counts.loss_weight:g} were counted. Change them in '
+                '`batch_transforms`, not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
             )
 
 

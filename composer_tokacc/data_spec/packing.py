@@ -99,7 +99,7 @@ def _check_rows(
     would become a token.
     """
     if batch.get('input_ids') is None:
-        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
+        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids. Set `packing=False`.')
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
@@ -109,7 +109,7 @@ def _check_rows(
         if positions.shape != real.shape or not torch.equal(positions[real], packed_positions[real]):
             raise InvalidInputError(
                 '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
-                'others.'
+                'others. Set `packing=False`.'
             )
     attended = attended_positions(batch)
     labelled_padding = real & ~attended

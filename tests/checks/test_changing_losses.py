@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from composer.core import Callback, Event
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.checks import first_batch
 from composer_tokacc.checks.first_batch import LOOK_AGAIN
 from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
@@ -218,6 +219,27 @@ def test_change_in_a_step_whose_rows_are_checked():
     # At the end of the step before, because at BATCH_START the check runs before callbacks.
     steps = gradients_of_steps(model, batches(first_changed), step_is_set_at=Event.BATCH_END)
     assert len(steps) == first_changed
+
+
+@pytest.mark.parametrize('packing', [False, 'auto'])
+def test_model_begins_to_see_the_width(packing, monkeypatch):
+    """Padded rows would still be exact, but the trimmed or packed rows of the last steps were not."""
+    monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
+    model = one_layer_model()
+    steps = iter(range(4))
+
+    def add_width(module, args, embedded):
+        return embedded + 0.01 * embedded.shape[1]
+
+    def change(state):
+        if next(steps) == 1:
+            model.model.embed_tokens.register_forward_hook(add_width)
+
+    batch = ragged_batch()
+    recorder = GradientRecorder()
+    with pytest.raises(RuntimeError, match=r'trimmed or packed.*like those of earlier steps'):
+        fit(model, *[batch] * 8, callbacks=[On(Event.BATCH_END, change)], recorder=recorder, packing=packing)
+    assert len(recorder.steps) == 4
 
 
 def with_mean_of_values(loss, values, labels):
