@@ -255,6 +255,8 @@ class RowComparison(Generic[RulesT]):
         cutter: Cutter[RulesT],
         rules: RulesT,
         largest_packed_row: int,
+        *,
+        are_new: bool,
     ) -> RulesT:
         """Returns the first rules under which every row keeps its gradient.
 
@@ -262,9 +264,10 @@ class RowComparison(Generic[RulesT]):
             cutter: Proposes rules, and cuts by them.
             rules: The current rules.
             largest_packed_row: The most tokens that packed rows have in training.
+            are_new: Whether some rows are unlike those of earlier steps, for which the current rules were exact.
 
         Raises:
-            RuntimeError: If there are no such rules.
+            RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
         """
         failures: list[CutFailure] = []
         trimming_error: str | None = None
@@ -278,15 +281,20 @@ class RowComparison(Generic[RulesT]):
                     self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
+                if failure.reason is None and not are_new and candidate.cuts_like(rules):
+                    raise NotExactError(
+                        f'{failure} Earlier steps had rows like these, and this cut was exact for them. So the model '
+                        'has changed, and steps since the last check may be wrong: go back to a checkpoint before it.'
+                    ) from None
                 failures.append(failure)
                 if not candidate.packing:
-                    trimming_error = failure.reason
+                    trimming_error = failure.reason or trimming_error
                 continue
             if self.has_shown_trimming:
                 return candidate
             # No row was trimmed. Either an earlier candidate has failed, so that this one keeps the padding, or no row
-            # has padding. In the second case nothing was learnt about trimming, and with_side_of() puts the earlier
-            # policy back. In the first case it changes nothing.
+            # has padding that may be cut off. In the second case nothing was learnt about trimming, and with_side_of()
+            # puts the earlier policy back. In the first case it changes nothing.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '

@@ -226,8 +226,9 @@ class FirstBatchCheck(Generic[RulesT]):
                 rows_to_share = self._rows_to_share(batch, missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
+            are_new = is_any_missing or not self._proven.limits  # in the first check nothing is proven yet
             try:
-                new_rules, checked_ranges = self._check_rows(shared, rules)
+                new_rules, checked_ranges = self._check_rows(shared, rules, are_new=are_new)
             except IndexError as error:
                 # A position, an id or a label is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -239,13 +240,6 @@ class FirstBatchCheck(Generic[RulesT]):
                     'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                if self._proven.limits and not is_any_missing:
-                    raise NotExactError(
-                        'Rows must keep their gradient during the whole run when they are trimmed or packed, got: rows '
-                        'like those of earlier steps, whose gradient changes now. Steps since the last check may be '
-                        'wrong. Freeze the layer that has begun to see padding or other rows, or leave out what has '
-                        'changed the model (docs/errors.md#row-coupling).'
-                    )
                 # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
                 # policy that has failed is not tried again, so the rules change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
@@ -274,8 +268,15 @@ class FirstBatchCheck(Generic[RulesT]):
         self,
         shared: SharedRows,
         rules: RulesT | None,
+        *,
+        are_new: bool,
     ) -> tuple[RulesT | None, RowRanges]:
         """Finds the loss rule if it is not known yet, and checks the rows.
+
+        Args:
+            shared: The rows.
+            rules: The current rules; None: rows are not cut.
+            are_new: Whether some rows of the step lie outside of the proven ranges.
 
         Returns:
             The rules of the exact cut, and the ranges of the checked rows.
@@ -304,7 +305,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
-            rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row)
+            rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)

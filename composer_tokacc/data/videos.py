@@ -193,8 +193,9 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         _check_last_bytes(file)
         file.seek(0)
         source = file
-    # Otherwise errors of PyAV do not say what FFmpeg does not like. Torchvision before 0.23 sets the same level.
-    av.logging.set_level(av.logging.ERROR)
+    if av.logging.get_level() is None:  # else the user has set it, or torchvision before 0.23
+        # Now errors of PyAV say what FFmpeg does not like. This level prints nothing.
+        av.logging.set_level(av.logging.PANIC)
     try:
         container = av.open(
             source,

@@ -99,17 +99,17 @@ def _check_rows(
     would become a token.
     """
     if batch.get('input_ids') is None:
-        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids. Set `packing=False`.')
+        raise InvalidInputError('`input_ids` must be in the batch for packing, got: no ids.')
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
-        raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
+        raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D.')
     positions = batch.get('position_ids')
     if positions is not None:
         packed_positions = attention.positions(batch, real)
         if positions.shape != real.shape or not torch.equal(positions[real], packed_positions[real]):
             raise InvalidInputError(
                 '`position_ids` must be absent for packing, or count the tokens of each row from its first one, got: '
-                'others. Set `packing=False`.'
+                'others.'
             )
     attended = attended_positions(batch)
     labelled_padding = real & ~attended

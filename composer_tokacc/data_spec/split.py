@@ -166,7 +166,10 @@ class MicrobatchSplit:
     def adopt(self, rules: CutRules) -> None:
         """Cuts by these rules of the first-batch check from now on."""
         if self.checked and self.packs_rows and not rules.packing:
-            log.warning('These rows cannot be packed, so all rows are padded from now on (docs/packing.md).')
+            log.warning(
+                'A row of this batch cannot be packed, so all rows are padded from now on. The log at level INFO says '
+                'why (docs/packing.md).'
+            )
         self.rules = rules
         self.checked = True
         self._tries_packing = False

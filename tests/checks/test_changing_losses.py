@@ -18,6 +18,7 @@ from composer.core import Callback, Event
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import first_batch
 from composer_tokacc.checks.first_batch import LOOK_AGAIN
+from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel, has_loss
@@ -225,6 +226,7 @@ def test_change_in_a_step_whose_rows_are_checked():
 def test_model_begins_to_see_the_width(packing, monkeypatch):
     """Padded rows would still be exact, but the trimmed or packed rows of the last steps were not."""
     monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
+    monkeypatch.setattr(MicrobatchSplit, '_packing_costs_less', lambda *arguments: True)
     model = one_layer_model()
     steps = iter(range(4))
 
@@ -237,9 +239,29 @@ def test_model_begins_to_see_the_width(packing, monkeypatch):
 
     batch = ragged_batch()
     recorder = GradientRecorder()
-    with pytest.raises(RuntimeError, match=r'trimmed or packed.*like those of earlier steps'):
+    with pytest.raises(RuntimeError, match='Earlier steps had rows like these'):
         fit(model, *[batch] * 8, callbacks=[On(Event.BATCH_END, change)], recorder=recorder, packing=packing)
     assert len(recorder.steps) == 4
+
+
+@pytest.mark.parametrize(
+    ('model', 'shapes', 'side'),
+    [
+        (one_layer_model(), ([(12, 12), (9, 9), (6, 6), (4, 4)], [(12, 5), (9, 4), (6, 2), (4, 1)]), 'left'),
+        (
+            one_layer_model(rope_scaling={'rope_type': 'dynamic', 'factor': 4.0}, max_position_embeddings=16),
+            ([(20, 12), (9, 9), (6, 6), (4, 4)], [(12, 5), (9, 4), (6, 2), (5, 2)]),
+            'right',
+        ),
+    ],
+    ids=['first tokens had labels', 'rows were over the rotary limit'],
+)
+def test_rows_that_could_not_be_trimmed_before(model, shapes, side, monkeypatch):
+    """The check of step 4 trims them for the first time, and refuses nothing."""
+    monkeypatch.setattr(first_batch, 'LOOK_AGAIN', 4)
+    before = ragged_batch(shapes[0], side=side)
+    after = ragged_batch(shapes[1], side=side)
+    assert len(fit(model, *[before] * 4, after).steps) == 5
 
 
 def with_mean_of_values(loss, values, labels):
