@@ -226,7 +226,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 rows_to_share = self._rows_to_share(batch, missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
-            are_new = is_any_missing or not self._proven.limits  # in the first check nothing is proven yet
+            are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
             try:
                 new_rules, checked_ranges = self._check_rows(shared, rules, are_new=are_new)
             except IndexError as error:
