@@ -302,6 +302,14 @@ def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
         return None
 
 
+def input_embedding(model: Any) -> torch.nn.Module | None:
+    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 def is_worth_selecting(num_labels: int, num_positions: int) -> bool:
     """Returns whether so few positions have a label that selecting their hidden states saves time."""
     return num_labels < DENSE * num_positions

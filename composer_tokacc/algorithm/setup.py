@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import BatchNorm, hook_numbers, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
-from composer_tokacc.labelled import LabelSelector, output_embedding
+from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
@@ -390,8 +389,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         # Only of a Linear itself. A wrapper of PEFT may show another number.
         if vocabulary is None and isinstance(head, torch.nn.Linear):
             vocabulary = head.out_features
-        with suppress(AttributeError, NotImplementedError):
-            embedding = model.model.get_input_embeddings()
+        embedding = input_embedding(model.model)
     for microbatch in microbatches:
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.labelled import LabelSelector, output_embedding
+from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import forward_parameters
 from composer_tokacc.planning import check_choice
@@ -177,7 +177,7 @@ class TracedStep:
             end_by_gradient('blocks', embedded)
 
         head = output_embedding(self.model)
-        embedding = _input_embedding(self.model)
+        embedding = input_embedding(self.model)
         handles = []
         if head is not None:
             # First, so that it gets the hidden states of all positions, and not only those at labels.
@@ -487,13 +487,6 @@ def count_flops(
     )
 
 
-def _input_embedding(model: Any) -> nn.Module | None:
-    """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
-    with suppress(AttributeError, NotImplementedError):
-        return model.get_input_embeddings()
-    return None
-
-
 def _flops_of_logits(model: Any) -> float:
     """Returns the operations of the output embedding for one position, forward and backward."""
     weight = getattr(output_embedding(model), 'weight', None)
@@ -503,7 +496,7 @@ def _flops_of_logits(model: Any) -> float:
     if weight.requires_grad:
         num_products += 1
     trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if getattr(_input_embedding(model), 'weight', None) is not weight:
+    if getattr(input_embedding(model), 'weight', None) is not weight:
         trained_before_head.discard(weight)
     if trained_before_head:
         num_products += 1  # for the gradient of the hidden states
