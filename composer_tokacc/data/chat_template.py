@@ -88,8 +88,8 @@ class ChatTemplate:
         """The roles of turns whose content may be a list of parts."""
         self._roles_with_media: set[tuple[str, str]] = set()
         """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
-        self._checked_roles: set[tuple[str, ...]] = set()
-        """Roles of conversations that `_check_all_written` has rendered with markers."""
+        self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
+        """Role and number of texts of each turn, of the conversations that `_check_all_written` has marked."""
         before, after_question, after_answer, after_last = self._text_of_example()
         self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
@@ -308,9 +308,14 @@ class ChatTemplate:
             if message['role'] != 'assistant':
                 _check_written(message, text)
         # The text of a turn may also stand in another turn. A marker cannot. So the conversation is rendered again with
-        # markers, once for all conversations with the same roles.
-        roles = tuple(message['role'] for message in messages)
-        if roles in self._checked_roles:
+        # markers, once for all conversations with the same roles and numbers of texts. The numbers matter, because an
+        # empty turn shows nothing, and some templates write only the first text of a turn.
+        turns = []
+        for message in messages:
+            num_texts = sum(part['type'] == 'text' for part in message['content'])
+            turns.append((message['role'], num_texts))
+        shape = tuple(turns)
+        if shape in self._checked_shapes:
             return
         marked_messages = []
         for index, message in enumerate(messages):
@@ -318,7 +323,7 @@ class ChatTemplate:
         marked_text = self.apply(marked_messages)
         for message in marked_messages:
             _check_written(message, marked_text)
-        self._checked_roles.add(roles)
+        self._checked_shapes.add(shape)
 
     def _text_around(self, messages: Sequence[Message], indices: Sequence[int]) -> list[str]:
         """Returns the texts before the first, between, and after the last of the messages with these indices.

@@ -137,8 +137,25 @@ def test_dropped_turn_that_stands_elsewhere(role, messages):
     processor.chat_template = processor.chat_template.replace(
         'for message in messages', f"for message in messages if message['role'] != '{role}'"
     )
+    encode = ConversationEncoder(processor)
+    # Nothing is lost of an empty turn. It must not show that turns of this role are written.
+    encode([message(role) if turn['role'] == role else turn for turn in messages])
     with pytest.raises(ValueError, match=f'must write what the {role} says'):
-        ConversationEncoder(processor)(messages)
+        encode(messages)
+
+
+def test_dropped_text_that_stands_elsewhere():
+    """The template writes only the first text of a turn."""
+    processor = small()
+    processor.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>"
+        "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+        "{{ (message['content'] | selectattr('text') | first).text }}<|end|>{% endfor %}"
+    )
+    encode = ConversationEncoder(processor)
+    encode([user(IMAGE, 'Is it red?'), assistant('Yes.')], make_images(1))
+    with pytest.raises(ValueError, match='must write what the user says'):
+        encode([user('Is it red?', IMAGE, 'red'), assistant('Yes.')], make_images(1))
 
 
 def test_ending_token_that_is_not_special():
