@@ -9,6 +9,7 @@ text between the answers. So no template is known by name, and none needs ``{% g
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -518,7 +519,12 @@ def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
 def _check_written(message: Message, text: str) -> None:
     """Raises ValueError if a text of the message is not in the text that the template has written."""
     for part in message['content']:
-        if part['type'] == 'text' and part['text'].strip() not in text:
+        if part['type'] != 'text':
+            continue
+        said = part['text'].strip()
+        # Llama 3.1 and gpt-oss write the results of tools as JSON strings.
+        said_in_json = json.dumps(said, ensure_ascii=False)[1:-1]
+        if said not in text and said_in_json not in text:
             raise InvalidInputError(
                 f'`chat_template` must write what the {message["role"]} says, but this one leaves it out or changes '
                 'it. Set another, or write the text into the turn of another role.'

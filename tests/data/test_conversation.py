@@ -158,6 +158,19 @@ def test_dropped_text_that_stands_elsewhere():
         encode([user('Is it red?', IMAGE, 'red'), assistant('Yes.')], make_images(1))
 
 
+def test_result_of_a_tool_as_json():
+    """Llama 3.1 and gpt-oss write it so."""
+    processor = small()
+    processor.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>{% for part in message['content'] %}"
+        "{{ part.text | tojson if message['role'] == 'tool' else part.text }}{% endfor %}<|end|>{% endfor %}"
+    )
+    result = message('tool', '{"place": "Zürich"}\n')
+    sample = ConversationEncoder(processor)([user('Where?'), assistant('So?'), result, assistant('There.')])
+    text = processor.tokenizer.decode(sample['input_ids'][0])
+    assert r'<|tool|>"{\"place\": \"Zürich\"}\n"<|end|>' in text
+
+
 def test_ending_token_that_is_not_special():
     processor = llava()
     processor.tokenizer.add_tokens([AddedToken('<|im_end|>', special=False, normalized=False)])
