@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -162,7 +163,8 @@ class FittingEncoder(ConversationEncoder):
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
             steps = self._fewest_steps(encode)
-            sample = encode(steps, shapes_only=shapes_only)
+            with suppress(RuntimeError):  # images without pixels (SmolVLM): no share is small enough for this sample
+                sample = encode(steps, shapes_only=shapes_only)
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
         return {**sample, SHRINK_STEPS: [steps]}
@@ -199,7 +201,7 @@ class FittingEncoder(ConversationEncoder):
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
                 # Media are too small for the processor. This counts as fitting, so that fewer steps are tried. If no
-                # smaller number fits, the caller encodes with this one, and the error of the processor is raised.
+                # smaller number fits, the caller encodes with this one, and the sample is refused.
                 fits = True
             if fits:
                 high = middle

@@ -231,6 +231,19 @@ def test_microbatch_memory_is_a_cap(path, processor, tmp_path, override, cap):
     assert cap - 4 < max(lengths) <= cap  # an image loses several tokens in a step
 
 
+def test_long_text_beside_an_image_is_skipped(tmp_path):
+    """Idefics3's processor makes images without any pixel, on which torch raises a RuntimeError."""
+    write_noise(tmp_path / '0.png', (64, 48))
+    records = [record_of('long', ['image'], text='bi ' * 500), record_of('short', ['image'])]
+    make_processor, _ = PROCESSORS['idefics3']
+    processor = make_processor()
+    options = {'fit': True, 'max_length': 100, 'on_error': 'skip'}
+    dataset = open_dataset(write_json(tmp_path, records), processor, **options)
+    assert [record.sample_id for record in dataset.records] == ['short']
+    (reason,) = dataset.skipped
+    assert 'sample "long"' in reason
+
+
 COORDINATES = {
     'The cat is at [120, 40, 150, 90].': '[120, 40, 150, 90]',
     '<|box_start|>(12,40),(150,90)<|box_end|>': '(12,40),(150,90)',
