@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from composer.utils import dist
@@ -28,6 +28,7 @@ from composer_tokacc.cache import (
     load_kept,
     whole_file,
 )
+from composer_tokacc.collectives import values_of_ranks
 from composer_tokacc.data.identity import (
     class_name,
     identify_data,
@@ -62,7 +63,6 @@ NUM_CHECKED = 64
 log = logging.getLogger(__name__)
 
 OnError = Literal['raise', 'skip']
-RankValue = TypeVar('RankValue')
 MeasuredRow = TableRow | str | None
 """The row of a sample, the reason why it is bad, or None if it was not measured."""
 
@@ -208,7 +208,7 @@ def length_table(
     table = load_kept(path, LengthTable.load)
     # All ranks take part in the measurement, even if only one of them cannot load its file, or has bad samples in it.
     # These are read again, because a file may be repaired since, or a decoder installed.
-    if not any(_gather(table is None or len(table.errors) > 0)):
+    if not any(values_of_ranks(table is None or len(table.errors) > 0)):
         assert table is not None
         return _check_table(table, on_error)
     table = build_length_table(dataset, processor, earlier=table, **options)
@@ -248,7 +248,7 @@ def build_length_table(
     rows = _measure_rows(measurer, indices, run, on_error, earlier)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
     # Rank r has measured the samples r, r + num_ranks, ...
-    for other_rank, rows_of_rank in enumerate(_gather(rows)):
+    for other_rank, rows_of_rank in enumerate(values_of_ranks(rows)):
         rows_of_all[other_rank::num_ranks] = rows_of_rank
     return _check_table(LengthTable.from_rows(rows_of_all), on_error)
 
@@ -348,7 +348,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measure
         checked[place] = row_read
         if row_read != row and not isinstance(row_read, str):
             difference = f'sample {index}: {tuple(row)} instead of {tuple(row_read)}'
-    differences = [text for text in _gather(difference) if text]
+    differences = [text for text in values_of_ranks(difference) if text]
     if not differences:
         return checked
     log.warning(
@@ -370,10 +370,3 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
             'them, or add turns of the assistant.'
         )
     return table
-
-
-def _gather(value: RankValue) -> list[RankValue]:
-    """Returns the values of all ranks, in the order of the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    return dist.all_gather_object(value)
