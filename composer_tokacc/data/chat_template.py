@@ -82,12 +82,8 @@ class ChatTemplate:
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
         self._takes_media = takes_media
-        self._tried_roles: set[str] = set()
-        """The roles of turns that were rendered as a trial, see `_try_role`."""
-        self._roles_with_parts: set[str] = set()
-        """The roles of turns whose content may be a list of parts."""
-        self._roles_with_media: set[tuple[str, str]] = set()
-        """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
+        self._media_of_roles: dict[str, set[str] | None] = {}
+        """The results of `_media_of`, by role."""
         self._checked_roles: set[tuple[str, ...]] = set()
         """Roles of conversations that `_check_all_written` has rendered with markers."""
         before, after_question, after_answer, after_last = self._text_of_example()
@@ -165,8 +161,7 @@ class ChatTemplate:
             role = message['role']
             # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
             content = message['content'] or text_message(role, '')['content']
-            self._try_role(role)
-            if role not in self._roles_with_parts:
+            if self._media_of(role) is None:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
@@ -186,25 +181,32 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
-        self._try_role(role)
-        return self._processor_adds_placeholders or (role, modality) in self._roles_with_media
+        modalities = self._media_of(role) or ()
+        return self._processor_adds_placeholders or modality in modalities
 
-    def _try_role(self, role: str) -> None:
-        """Finds out what the template can write in the turns of a role, if media may come and it was not tried yet."""
-        if not self._takes_media or role in self._tried_roles:
-            return
-        self._tried_roles.add(role)  # before the trial, which calls this method again
-        self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
+    def _media_of(self, role: str) -> set[str] | None:
+        """Returns the modalities for which the template writes a placeholder in turns of a role. Tries a role once.
+
+        None if the content of such turns must be a string, which has no media, and not a list of parts.
+        """
+        if not self._takes_media:
+            return None
+        if role in self._media_of_roles:
+            return self._media_of_roles[role]
+        modalities: set[str] = set()
+        # Set before the trial, which calls this method again, and in which the template must get a list of parts.
+        self._media_of_roles[role] = modalities
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.
         if not text or PRINTED_PART.search(text):
-            self._roles_with_parts.remove(role)
-            return  # strings have no media
+            self._media_of_roles[role] = None
+            return None
         for modality in MODALITIES:
             text_of_one = self._text_of_trial(role, [modality])
             text_of_two = self._text_of_trial(role, [modality] * 2)
             if len(text) < len(text_of_one) < len(text_of_two):  # it writes something for each medium
-                self._roles_with_media.add((role, modality))
+                modalities.add(modality)
+        return modalities
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
         """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
