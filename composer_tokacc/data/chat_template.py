@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -110,17 +110,16 @@ class ChatTemplate:
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
-        rendered = self._render(messages)
-        if rendered is None:
-            # Some templates write the date (Llama 3.2), and midnight may have come between two renderings.
+        # Twice, because some templates write the date (Llama 3.2), and midnight may come between two renderings.
+        for _ in range(2):
             rendered = self._render(messages)
-        if rendered is None:
-            raise InvalidInputError(
-                '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
-                'around them. Set another, or train only the last answer with `dataset.train_on=last`: templates of '
-                'reasoning models change earlier answers'
-            )
-        return rendered
+            if rendered is not None:
+                return rendered
+        raise InvalidInputError(
+            '`chat_template` must write the assistant turns as they are, but this one changes them, or the text around '
+            'them. Set another, or train only the last answer with `dataset.train_on=last`: templates of reasoning '
+            'models change earlier answers'
+        )
 
     def _render(self, messages: Sequence[Message]) -> Rendered | None:
         """Does what :meth:`render` says. Returns None if none of the three is true."""
@@ -314,9 +313,7 @@ class ChatTemplate:
         roles = tuple(message['role'] for message in messages)
         if roles in self._checked_roles:
             return
-        marked_messages = []
-        for index, message in enumerate(messages):
-            marked_messages.append(_with_markers(message, index))
+        marked_messages = _with_markers(messages, range(len(messages)))
         marked_text = self.apply(marked_messages)
         for message in marked_messages:
             _check_written(message, marked_text)
@@ -328,9 +325,7 @@ class ChatTemplate:
         They are found between the markers for the texts of these messages. After a marker that the template leaves out,
         all texts are ''. `_render_around_markers` then finds that they do not fit.
         """
-        marked_messages = list(messages)
-        for index in indices:
-            marked_messages[index] = _with_markers(messages[index], index)
+        marked_messages = _with_markers(messages, indices)
         remaining = self.apply(marked_messages)
         pieces = []
         for index in indices:
@@ -502,14 +497,17 @@ def text_of(message: Message) -> str:
     return ''.join(texts)
 
 
-def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
-    """Returns the message with a marker for each of its texts."""
-    content = []
-    for part_index, part in enumerate(message['content']):
-        if part['type'] == 'text':
-            part = {**part, 'text': MARKER.format(f'{index}.{part_index}')}
-        content.append(part)
-    return {**message, 'content': content}
+def _with_markers(messages: Sequence[Message], indices: Iterable[int]) -> list[Message]:
+    """Returns the messages. Those with these indices have a marker in the place of each text."""
+    marked_messages = list(messages)
+    for index in indices:
+        content = []
+        for part_index, part in enumerate(messages[index]['content']):
+            if part['type'] == 'text':
+                part = {**part, 'text': MARKER.format(f'{index}.{part_index}')}
+            content.append(part)
+        marked_messages[index] = {**messages[index], 'content': content}
+    return marked_messages
 
 
 def _check_written(message: Message, text: str) -> None:
