@@ -317,15 +317,13 @@ def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
 
 
 def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
-    """Reads TRL's format. Only the completion carries loss, so answers inside the prompt get ``weight`` 0."""
+    """Reads TRL's format. Only the completion carries loss, so turns of the prompt get ``weight`` 0."""
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        if _role_of(turn) == 'assistant':
-            turn = {**turn, 'weight': 0}
-        turns.append(turn)
+        turns.append({**turn, 'weight': 0})  # it changes nothing in a question, see `_parse_carries_loss`
     return [*turns, *completion]
 
 
@@ -371,18 +369,6 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
             )
         pairs.append((entry['q'], entry['a']))
     return [*turns, *_turns_of(pairs)]
-
-
-def _role_of(turn: JsonObject) -> str | None:
-    """Returns ``Turn.role`` of a turn as it stands in a record. None if it names no known role.
-
-    A table that unites two spellings has both keys in each turn, one of them without a value.
-    """
-    for key in ('role', 'from'):
-        role_name = turn.get(key)
-        if is_given(role_name):
-            return ROLES.get(str(role_name))
-    return None
 
 
 FORMATS = (
