@@ -175,7 +175,7 @@ class ConversationEncoder:
             instruction = rendered.text
             if rendered.answers:
                 instruction = rendered.text[: rendered.answers[0].start]
-            encoded = self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
+            self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
@@ -529,24 +529,22 @@ class ConversationEncoder:
                 'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
 
-    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
+    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
         The processor gives it the whole text, so it would read the answers. Without images the model does not run the
         query transformer. Then its text is only removed.
 
         Args:
-            encoded: The entries of the processor. The keys of the query transformer begin with ``qformer_``.
+            encoded: The entries of the processor, which are changed.
             instruction: The text before the first answer that carries loss.
         """
         if 'qformer_input_ids' not in encoded:  # BLIP-2, whose query transformer reads no text
-            return encoded
-        changed = {}
-        for key, value in encoded.items():
-            if not key.startswith('qformer_'):
-                changed[key] = value
+            return
+        for key in ('input_ids', 'attention_mask'):
+            del encoded[f'qformer_{key}']
         if encoded.get('pixel_values') is None:
-            return changed
+            return
         tokenizer = self.processor.qformer_tokenizer
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]
@@ -556,8 +554,7 @@ class ConversationEncoder:
                 f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
             )
         for key in ('input_ids', 'attention_mask'):
-            changed[f'qformer_{key}'] = instruction_tokens[key]
-        return changed
+            encoded[f'qformer_{key}'] = instruction_tokens[key]
 
     def _find_token_spans(self, rendered: Rendered, input_ids: torch.Tensor) -> list[tuple[int, int]]:
         """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
