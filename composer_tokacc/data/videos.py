@@ -96,7 +96,7 @@ class VideoSampling:
             if value is None and name in ('num_frames', 'fps'):
                 continue
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
+            if not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
@@ -447,18 +447,16 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     seconds = len(files) * step
     chosen = sampling.choose(times, seconds)
     images: dict[int, Image.Image] = {}
-    first_size = None
     for number in sorted(set(chosen)):
         image = _read_frame_image(files, number)
+        images[number] = image
+        first_size = images[chosen[0]].size
         # Pixels and size are checked before the next image is decoded, because all images may fill the memory.
-        if first_size is None:
-            first_size = image.size
-            _check_pixels(len(chosen), *first_size)
+        _check_pixels(len(chosen), *first_size)
         if image.size != first_size:
             raise InvalidInputError(
                 f'frames of a video must be of one size, got: {first_size} and {image.size}. Resize them'
             )
-        images[number] = image
     frames = [np.asarray(images[number]) for number in chosen]
     return make_video(frames, chosen, len(files), step)
 
