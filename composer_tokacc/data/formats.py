@@ -241,7 +241,9 @@ def _parse_data(data: object, record: Record) -> Record:
     if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
         slots = [Medium('video')] * len(slots)
-        turns = [_with_videos(turn) for turn in turns]
+        for index, turn in enumerate(turns):
+            if turn.placeholders:
+                turns[index] = turn._replace(text=turn.text.replace('<image>', '<video>'))
     media = _fill_slots(slots, listed)
     _check_turns(turns)
     for turn in turns:
@@ -260,13 +262,6 @@ def _parse_data(data: object, record: Record) -> Record:
         media=tuple(media),
         loss_weights=loss_weights,
     )
-
-
-def _with_videos(turn: Turn) -> Turn:
-    """Returns the turn with ``<video>`` in the place of ``<image>``."""
-    if not turn.placeholders:
-        return turn
-    return turn._replace(text=turn.text.replace('<image>', '<video>'))
 
 
 def _parse_loss_weights(value: Any) -> float | None:
@@ -539,20 +534,19 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
 
     Tables may have the same files under two keys. They are read once. Different files are refused.
     """
-    lists = []
+    listed: list[Medium] = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
-        if is_given(value):
-            files = value if isinstance(value, list) else [value]
-            media = []
-            for file in files:
-                media.append(_parse_medium(modality, file))
-            lists.append(media)
-    if not lists:
-        return []
-    if any(media != lists[0] for media in lists):
-        raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
-    return lists[0]
+        if not is_given(value):
+            continue
+        files = value if isinstance(value, list) else [value]
+        media = []
+        for file in files:
+            media.append(_parse_medium(modality, file))
+        if listed and media != listed:
+            raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
+        listed = media
+    return listed
 
 
 def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
