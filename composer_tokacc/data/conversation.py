@@ -172,10 +172,7 @@ class ConversationEncoder:
         self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
             self._check_query_tokens(encoded)
-            instruction = rendered.text
-            if rendered.answers:
-                instruction = rendered.text[: rendered.answers[0].start]
-            self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
+            self._hide_answers_from_qformer(encoded, rendered)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
@@ -213,9 +210,9 @@ class ConversationEncoder:
         try:
             sample = self(
                 record.messages(),
-                media.get('image', ()),
-                videos=media.get('video', ()),
-                audios=media.get('audio', ()),
+                media['image'],
+                videos=media['video'],
+                audios=media['audio'],
                 sample_id=record.sample_id,
             )
         except ValueError as error:
@@ -529,15 +526,17 @@ class ConversationEncoder:
                 'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
 
-    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> None:
+    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
+
+        The instruction is the text before the first answer that carries loss.
 
         The processor gives it the whole text, so it would read the answers. Without images the model does not run the
         query transformer. Then its text is only removed.
 
         Args:
             encoded: The entries of the processor, which are changed.
-            instruction: The text before the first answer that carries loss.
+            rendered: The conversation.
         """
         if 'qformer_input_ids' not in encoded:  # BLIP-2, whose query transformer reads no text
             return
@@ -545,6 +544,10 @@ class ConversationEncoder:
             del encoded[f'qformer_{key}']
         if encoded.get('pixel_values') is None:
             return
+        instruction = rendered.text
+        if rendered.answers:
+            instruction = rendered.text[: rendered.answers[0].start]
+        instruction = self.control.unhide(instruction)
         tokenizer = self.processor.qformer_tokenizer
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]

@@ -33,7 +33,7 @@ EncodedSample = dict[str, Any]
 """One encoded conversation, as a batch of one row. Tensors of its text have a first dimension of 1, those of media one
 of any size. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
-"""By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
+"""By modality, each perhaps empty: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 """Each marks the place of a medium in the text of a turn."""
