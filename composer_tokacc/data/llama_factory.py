@@ -156,11 +156,9 @@ def _names_of(entry: JsonObject, key: str, supported: Collection[str]) -> JsonOb
         supported: LLaMA-Factory's names that are read. Any other is refused.
     """
     names = entry.get(key) or {}
-    if not isinstance(names, Mapping):
+    if not isinstance(names, Mapping) or not all(isinstance(name, str | None) for name in names.values()):
         raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
-    for name, name_in_file in names.items():
+    for name in names:
         if name not in supported:
             raise InvalidInputError(f'`{name[:60]}` is not supported')
-        if not isinstance(name_in_file, str | None):
-            raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names
