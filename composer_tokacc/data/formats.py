@@ -268,7 +268,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = type(value) in (int, float)  # True is no number
     if is_number and (value == 0 or MIN_LOSS_WEIGHT <= value <= MAX_LOSS_WEIGHT):
         return float(value)
     raise InvalidInputError(
