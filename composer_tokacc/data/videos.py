@@ -96,7 +96,7 @@ class VideoSampling:
             if value is None and name in ('num_frames', 'fps'):
                 continue
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
-            if not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
+            if value is None or not is_number or not 0 < value < MAX_SAMPLING_NUMBER:
                 raise InvalidInputError(
                     f'`{name}` must be a positive number below {MAX_SAMPLING_NUMBER:,.0f} (only `fps` may have a '
                     f'fraction), got: {value!r:.100}'
