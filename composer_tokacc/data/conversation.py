@@ -581,21 +581,20 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            expanded_span = None
-            if len(places_in_text) == len(places_in_ids):
-                # The media have added no such token. So the k-th of the text is the k-th in `input_ids`.
+            # If the media have added no such token, the k-th of the text is the k-th in `input_ids`.
+            is_found = len(places_in_text) == len(places_in_ids)
+            if is_found:
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
-                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
-                    expanded_span = (expanded_start, expanded_end)
-            if expanded_span is None:
+                is_found = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
+                spans.append((expanded_start, expanded_end))
+            if not is_found:
                 answer_text = rendered.text[answer.start : answer.end]
                 name = type(self.processor).__name__
                 raise InvalidInputError(
                     f'`processor` must expand only placeholders, but {name} writes other tokens for '
                     f'{answer_text[:200]!r}.'
                 )
-            spans.append(expanded_span)
         return spans
 
 
