@@ -295,7 +295,8 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        # `earlier` ends like the text, because ending tokens were added only to answers before the prompt.
+        # `earlier` is the text with ending tokens added to some answers before the prompt. So both end in the same
+        # way, and what comes before that end is the prompt with these tokens.
         text_after_prompt = text[len(prompt) :]
         before = earlier.text.removesuffix(text_after_prompt)
         start = len(before)

@@ -119,7 +119,7 @@ def image_folder(path: PathLike) -> Path:
 
 
 def _split_name(path: PathLike) -> tuple[str, str | None]:
-    """Splits ``file#name`` into both. The name is None if there is no #, or if the # belongs to the file's own name."""
+    """Splits ``file#name`` into both. The name is None without a #, or if the whole text is the name of a file."""
     file, mark, name = os.fspath(path).rpartition('#')
     if not mark or os.path.exists(path):
         return os.fspath(path), None

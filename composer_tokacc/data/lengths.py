@@ -136,7 +136,7 @@ class LengthTable:
 
     @classmethod
     def from_rows(cls, rows: Sequence[MeasuredRow]) -> LengthTable:
-        """Makes a table of what is known of each sample. The numbers of bad and of unmeasured samples are 0."""
+        """Makes a table of the rows of all samples. The numbers of bad and of unmeasured samples are 0."""
         errors = {}
         numbers = np.zeros((len(rows), len(TABLE_COLUMNS)), np.int32)
         for index, row in enumerate(rows):
@@ -196,8 +196,8 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # The dataset already makes its samples fit, so a table that is measured now has only 0 in `shrink_steps`. It is
-        # not kept in a file: a later run with this patch size would read it, and not make its samples fit.
+        # The dataset makes its samples fit by now, so they are measured with 0 in `shrink_steps`. The table is not kept
+        # in a file: a dataset that is opened later with this patch size would read it, and not make its samples fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     if _uses_headers(dataset, on_error):

@@ -106,9 +106,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        Leaves out the keys that are no column of the entry, as LLaMA-Factory does. Only those are kept that must be
-        refused: keys that are not supported, and media, if the entry says nothing about media. An entry can leave them
-        out, too, by a null: ``"chosen": null``.
+        LLaMA-Factory ignores the keys that are no column of the entry. So does this method, with two exceptions, which
+        it keeps so that `formats.py` refuses them: keys that are not supported, and media, if the entry names no column
+        of media. An entry that names such a key with null has it ignored: ``"chosen": null``.
         """
         record = {
             'id': data.get('id'),

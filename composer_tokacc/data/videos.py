@@ -576,7 +576,8 @@ def _decode_frames(
     decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
     if decoded_timestamps != timestamps:
         # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
-        # everything is decoded without a jump (one "key frame"), and no frame may be damaged from the first chosen one.
+        # everything is decoded again without a jump. The first chosen timestamp takes the place of the key frames: a
+        # damaged frame after it is refused.
         frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
