@@ -570,15 +570,16 @@ def _decode_frames(
         timestamps: The timestamps, sorted, at least one.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # With a single key frame, nothing is jumped over. If none is known, the first timestamp takes its place.
-    jump_timestamps = key_timestamps or timestamps[:1]
-    frame_of_timestamp = _decode_after_jumps(file, timestamps, jump_timestamps)
-    decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
-    if decoded_timestamps != timestamps:
-        # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
-        # everything is decoded again without a jump. The first chosen timestamp takes the place of the key frames: a
-        # damaged frame after it is refused.
-        frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
+    # The first attempt jumps to key frames. If a frame is missing, perhaps a jump went past it, because the container
+    # has no index or a wrong one. So the second attempt decodes everything from the start of the file: the first chosen
+    # timestamp takes the place of the key frames, and a damaged frame after it is refused.
+    without_jumps = timestamps[:1]
+    for jump_timestamps in (key_timestamps or without_jumps, without_jumps):
+        with _open_stream(file, 'video') as (container, stream):
+            frame_of_timestamp = _take_frames(container, stream, timestamps, jump_timestamps)
+        decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
+        if decoded_timestamps == timestamps:
+            break
     num_missing = len(timestamps) - len(frame_of_timestamp)
     if num_missing:
         raise InvalidInputError(f'the last {num_missing} of its {len(timestamps)} chosen frames cannot be decoded')
@@ -596,33 +597,11 @@ def _decode_frames(
     return upright
 
 
-def _decode_after_jumps(
-    file: MediaFile,
+def _take_frames(
+    container: InputContainer,
+    stream: VideoStream,
     timestamps: Sequence[int],
     key_timestamps: Sequence[int],
-) -> dict[int, VideoFrame]:
-    """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
-
-    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. With only one there is no jump.
-    """
-    timestamps_after_key: dict[int, list[int]] = {}
-    for timestamp in timestamps:
-        num_keys_before = bisect_right(key_timestamps, timestamp)
-        key_timestamp = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
-        timestamps_after_key.setdefault(key_timestamp, []).append(timestamp)
-    frame_of_timestamp: dict[int, VideoFrame] = {}
-    with _open_stream(file, 'video') as (container, stream):
-        for key_timestamp, timestamps_after in timestamps_after_key.items():
-            if key_timestamp != key_timestamps[0]:  # a file is opened at its first key frame
-                container.seek(key_timestamp, stream=stream)
-            frame_of_timestamp |= _take_frames(container.decode(stream), timestamps_after, key_timestamp)
-    return frame_of_timestamp
-
-
-def _take_frames(
-    frames: Iterator[VideoFrame],
-    timestamps: Sequence[int],
-    start: int,
 ) -> dict[int, VideoFrame]:
     """Returns for each timestamp the first frame that is shown at this timestamp or later.
 
@@ -630,25 +609,33 @@ def _take_frames(
     not in the result.
 
     Args:
-        frames: The frames of the decoder, sorted by the time at which they are shown.
+        container: The file, which was just opened.
+        stream: Its video.
         timestamps: The timestamps, sorted.
-        start: From this timestamp on, a frame that the decoder marks as damaged is refused. Earlier frames may be
-            marked after a jump, because they need a key frame that was not decoded.
+        key_timestamps: Timestamps of key frames, sorted, at least one. If there are some between two timestamps, jumps
+            to the last of them.
     """
     frame_of_timestamp: dict[int, VideoFrame] = {}
-    for frame in frames:
-        if frame.pts is None:
-            continue
-        if frame.is_corrupt and frame.pts >= start:
-            raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
-        # Several timestamps get this frame if the frames between them are missing.
-        remaining_timestamps = timestamps[len(frame_of_timestamp) :]
-        for timestamp in remaining_timestamps:
-            if timestamp > frame.pts:
-                break
+    start = key_timestamps[0]  # a file is opened at its first key frame
+    frames = container.decode(stream)
+    frame = None
+    for timestamp in timestamps:
+        num_keys_before = bisect_right(key_timestamps, timestamp)
+        last_key = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
+        if last_key != start:
+            start = last_key
+            container.seek(start, stream=stream)
+            frames = container.decode(stream)
+            frame = None
+        while frame is None or frame.pts is None or frame.pts < timestamp:
+            frame = next(frames, None)
+            if frame is None:
+                break  # the file has ended
+            # A frame before the start may be marked as damaged, because it needs a key frame that was not decoded.
+            if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
+                raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
+        if frame is not None:
             frame_of_timestamp[timestamp] = frame
-        if len(frame_of_timestamp) == len(timestamps):
-            break
     return frame_of_timestamp
 
 
