@@ -494,14 +494,14 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     # `_read_timestamps` has read all packets to the end. So the file is opened again to decode frames.
     chosen_timestamps = [timestamps[index] for index in chosen]
     if shapes_only:
-        chosen_timestamps = chosen_timestamps[:1] * len(chosen)
-    frame_of_timestamp = _decode_frames(file, sorted(set(chosen_timestamps)), key_timestamps)
-    chosen_frames = [frame_of_timestamp[timestamp] for timestamp in chosen_timestamps]
+        frames = _decode_frames(file, chosen_timestamps[:1], key_timestamps) * len(chosen)
+    else:
+        frames = _decode_frames(file, chosen_timestamps, key_timestamps)
     # The metadata give times in equal steps, see `make_video`.
     even_step = _even_step(times, step)
     frame_numbers = [round(times[index] / even_step) for index in chosen]
     num_steps = round(duration / even_step)
-    return make_video(chosen_frames, frame_numbers, num_steps, even_step)
+    return make_video(frames, frame_numbers, num_steps, even_step)
 
 
 def _even_step(times: Sequence[float], mean_step: float) -> float:
@@ -560,14 +560,14 @@ def _decode_frames(
     file: MediaFile,
     timestamps: list[int],
     key_timestamps: Sequence[int],
-) -> dict[int, np.ndarray]:
-    """Returns the frames of some timestamps, by timestamp, uint8 ``(height, width, 3)`` each and upright.
+) -> list[np.ndarray]:
+    """Returns the frame of each timestamp, uint8 ``(height, width, 3)`` and upright.
 
     If the decoder does not return the frame of a timestamp, the next frame that it returns is taken.
 
     Args:
         file: The file, which is opened here.
-        timestamps: The timestamps, sorted, at least one.
+        timestamps: The timestamps, sorted, at least one. Some may be equal.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
     # The first attempt jumps to key frames. If a frame is missing, perhaps a jump went past it, because the container
@@ -576,24 +576,22 @@ def _decode_frames(
     without_jumps = timestamps[:1]
     for jump_timestamps in (key_timestamps or without_jumps, without_jumps):
         with _open_stream(file, 'video') as (container, stream):
-            frame_of_timestamp = _take_frames(container, stream, timestamps, jump_timestamps)
-        decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
-        if decoded_timestamps == timestamps:
+            frames = _take_frames(container, stream, timestamps, jump_timestamps)
+        if [frame.pts for frame in frames] == timestamps:
             break
-    num_missing = len(timestamps) - len(frame_of_timestamp)
+    num_missing = len(timestamps) - len(frames)
     if num_missing:
         raise InvalidInputError(f'the last {num_missing} of its {len(timestamps)} chosen frames cannot be decoded')
-    first_frame = frame_of_timestamp[timestamps[0]]
-    upright = {}
-    for timestamp, frame in frame_of_timestamp.items():
+    upright = []
+    for frame in frames:
         # The size of frames may change within a video, so all get the size of the first.
         resized = frame.reformat(
             format='rgb24',
-            width=first_frame.width,
-            height=first_frame.height,
+            width=frames[0].width,
+            height=frames[0].height,
         )
         display_matrix = frame.side_data.get('DISPLAYMATRIX')
-        upright[timestamp] = _turn_upright(resized.to_ndarray(), display_matrix)
+        upright.append(_turn_upright(resized.to_ndarray(), display_matrix))
     return upright
 
 
@@ -602,11 +600,11 @@ def _take_frames(
     stream: VideoStream,
     timestamps: Sequence[int],
     key_timestamps: Sequence[int],
-) -> dict[int, VideoFrame]:
+) -> list[VideoFrame]:
     """Returns for each timestamp the first frame that is shown at this timestamp or later.
 
-    That is a later frame if the decoder does not return the frame of the timestamp. Timestamps after the last frame are
-    not in the result.
+    That is a later frame if the decoder does not return the frame of the timestamp. A timestamp after the last frame
+    has none in the result.
 
     Args:
         container: The file, which was just opened.
@@ -615,7 +613,7 @@ def _take_frames(
         key_timestamps: Timestamps of key frames, sorted, at least one. If there are some between two timestamps, jumps
             to the last of them.
     """
-    frame_of_timestamp: dict[int, VideoFrame] = {}
+    taken_frames = []
     start = key_timestamps[0]  # a file is opened at its first key frame
     frames = container.decode(stream)
     frame = None
@@ -635,8 +633,8 @@ def _take_frames(
             if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
                 raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
         if frame is not None:
-            frame_of_timestamp[timestamp] = frame
-    return frame_of_timestamp
+            taken_frames.append(frame)
+    return taken_frames
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
