@@ -249,8 +249,8 @@ class SampleMeasurer:
         self,
         indices: Sequence[int],
         run: Callable[..., Iterator[Any]],
-    ) -> list[TableRow | None]:
-        """Returns the rows of samples without decoding their images. None for a sample that must be read.
+    ) -> dict[int, TableRow]:
+        """Returns the rows of samples by index, without decoding their images. A sample that must be read has none.
 
         Args:
             indices: The samples.
@@ -267,11 +267,12 @@ class SampleMeasurer:
         distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
         added_rows = run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
-        rows: list[TableRow | None] = []
-        for row, sizes in rows_and_sizes:
+        rows: dict[int, TableRow] = {}
+        for index, (row, sizes) in zip(indices, rows_and_sizes, strict=True):
             if row is not None and sizes is not None:
                 row = self._add_images(row, additions[sizes])
-            rows.append(row)
+            if row is not None:
+                rows[index] = row
         return rows
 
     def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[MeasuredText]:
