@@ -282,7 +282,8 @@ class ChatTemplate:
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
-        reply = text[len(prompt) :].rstrip()
+        text_after_prompt = text.removeprefix(prompt)
+        reply = text_after_prompt.rstrip()
         answer_letters = _without_space(text_of(messages[-1]))
         reply_without_ending = reply.removesuffix(self.end_token)
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
@@ -292,12 +293,11 @@ class ChatTemplate:
             return None
         text_after = ''
         if reply.endswith(self.end_token):
-            text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
+            text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
         # `earlier` is the text with ending tokens added to some answers before the prompt. So both end in the same
         # way, and what comes before that end is the prompt with these tokens.
-        text_after_prompt = text[len(prompt) :]
         before = earlier.text.removesuffix(text_after_prompt)
         start = len(before)
         span = AnswerSpan(start, start + len(reply))
