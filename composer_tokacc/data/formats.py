@@ -186,14 +186,14 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
     """
-    sample_id = ''
+    sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
-        sample_id = ' '.join(printable.split())[:200]
+        sample_id = ' '.join(printable.split())[:200] or raw.where
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id or raw.where,
+        sample_id=sample_id,
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
@@ -566,8 +566,10 @@ def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Mediu
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
     """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
+    filled = list(slots)
     for modality, media in listed.items():
-        num_empty = slots.count(Medium(modality))
+        empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
+        num_empty = len(empty_places)
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
             num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
@@ -576,13 +578,8 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
                 f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
                 f'as in HTML, write `<{modality} >`'
             )
-    next_media = {modality: iter(media) for modality, media in listed.items()}
-    filled = []
-    for slot in slots:
-        if slot.files:
-            filled.append(slot)
-        else:
-            filled.append(next(next_media[slot.modality]))
+        for place, medium in zip(empty_places, media, strict=True):
+            filled[place] = medium
     return filled
 
 
