@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -243,10 +243,10 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
-    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
+    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), run)
     indices = range(rank, len(dataset), num_ranks)
     rows: dict[int, MeasuredRow] = dict.fromkeys(range(len(dataset)))
-    for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, run, on_error, earlier)):
+    for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, on_error, earlier)):
         rows.update(rows_of_rank)
     return _check_table(LengthTable.from_rows(list(rows.values())), on_error)
 
@@ -254,7 +254,6 @@ def build_length_table(
 def _measure_rows(
     measurer: SampleMeasurer,
     indices: Sequence[int],
-    run: Callable[..., Iterator[Any]],
     on_error: OnError,
     earlier: LengthTable | None,
 ) -> dict[int, TableRow | str]:
@@ -265,20 +264,19 @@ def _measure_rows(
     Args:
         measurer: Measures one sample.
         indices: The samples.
-        run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
         earlier: A table that has the rows of good samples. It is not used with headers, because then no bad sample is
             kept.
     """
     rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
-        rows = _check_rows(measurer.from_headers(indices, run), measurer)
+        rows = _check_rows(measurer.from_headers(indices), measurer)
     elif earlier is not None:
         for index in set(indices).difference(earlier.errors):
             numbers = [int(getattr(earlier, name)[index]) for name in TABLE_COLUMNS]
             rows[index] = TableRow(*numbers)
     missing_indices = [index for index in indices if index not in rows]
-    for index, row in zip(missing_indices, run(measurer.read, missing_indices), strict=True):
+    for index, row in zip(missing_indices, measurer.run(measurer.read, missing_indices), strict=True):
         rows[index] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # no error is raised here, because all ranks raise it together when they have exchanged their rows

@@ -212,10 +212,12 @@ class SampleMeasurer:
         dataset: Any dataset. For ``from_headers`` it has the methods of :class:`.LlavaDataset`.
         processor: Its processor.
         patch_size: Side of a patch in pixels.
+        run: :func:`map_samples`, which knows the number of processes.
     """
 
-    def __init__(self, dataset: Any, processor: Any, patch_size: int) -> None:
+    def __init__(self, dataset: Any, processor: Any, patch_size: int, run: Callable[..., Iterator[Any]]) -> None:
         self.dataset = dataset
+        self.run = run
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
 
@@ -245,27 +247,18 @@ class SampleMeasurer:
             message = f'The dataset has raised StopIteration for sample {index}. Look for a `next()` without a default.'
             raise RuntimeError(message) from error
 
-    def from_headers(
-        self,
-        indices: Sequence[int],
-        run: Callable[..., Iterator[Any]],
-    ) -> dict[int, TableRow]:
-        """Returns the rows of samples by index, without decoding their images. A sample that must be read has none.
-
-        Args:
-            indices: The samples.
-            run: :func:`map_samples`, which knows the number of processes.
-        """
+    def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
+        """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""
         # Some processors make the same tokens of images of any size, so one size can stand for all. If the processor
         # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         rows_and_sizes: list[MeasuredText] = []
-        for batch in run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+        for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
             rows_and_sizes.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
-        added_rows = run(self._added_by, distinct_sizes)
+        added_rows = self.run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
         for index, (row, sizes) in zip(indices, rows_and_sizes, strict=True):
