@@ -312,13 +312,17 @@ def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
 
 
 def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
-    """Reads TRL's format. Only the completion carries loss, so turns of the prompt get ``weight`` 0."""
+    """Reads TRL's format. Only the completion carries loss, so answers inside the prompt get ``weight`` 0."""
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        turns.append({**turn, 'weight': 0})  # it changes nothing in a question, see `_parse_carries_loss`
+        # A table that unites two spellings has both keys in each turn, one of them without a value.
+        role_name = turn.get('role') or turn.get('from')
+        if ROLES.get(str(role_name)) == 'assistant':
+            turn = {**turn, 'weight': 0}
+        turns.append(turn)
     return [*turns, *completion]
 
 
