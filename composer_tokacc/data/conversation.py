@@ -210,9 +210,9 @@ class ConversationEncoder:
         try:
             sample = self(
                 record.messages(),
-                media['image'],
-                videos=media['video'],
-                audios=media['audio'],
+                media.get('image', ()),
+                videos=media.get('video', ()),
+                audios=media.get('audio', ()),
                 sample_id=record.sample_id,
             )
         except ValueError as error:

@@ -158,7 +158,8 @@ class FittingEncoder(ConversationEncoder):
             return encode(steps, shapes_only=shapes_only)
         steps = 0
         sample = encode(steps, shapes_only=shapes_only)
-        if not self._fits(sample):
+        has_visual_media = record.count('image') + record.count('video') > 0
+        if has_visual_media and not self._fits(sample):
             steps = self._fewest_steps(encode)
             sample = encode(steps, shapes_only=shapes_only)
         if not self._fits(sample):

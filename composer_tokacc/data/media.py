@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.images import image_size, read_image
 from composer_tokacc.data.records import (
     DecodedMedia,
@@ -136,8 +135,8 @@ def decode_media(
             its first frame for all frames.
 
     Returns:
-        A list for each modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to
-        8. ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``: float32 ``(samples,)``, the mean of the
+        Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
+        ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``: float32 ``(samples,)``, the mean of the
         channels.
 
     Raises:
@@ -146,7 +145,7 @@ def decode_media(
     """
     check_decoder(record)
     sampling = video or VideoSampling()
-    decoded: dict[str, list[Any]] = {modality: [] for modality in MODALITIES}
+    decoded: dict[str, list[Any]] = {}
     remaining_files = iter(files)
     for medium in record.media:
         files_of_medium = [next(remaining_files) for _ in medium.files]
@@ -167,5 +166,5 @@ def decode_media(
                 raise
             names = ', '.join(medium.names)
             raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error
-        decoded[medium.modality].append(content)
+        decoded.setdefault(medium.modality, []).append(content)
     return decoded

@@ -24,7 +24,7 @@ from composer_tokacc.refusals import InvalidInputError
 
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
-"""The path of a file, or an open one."""
+"""The path of a file, or an open one. Both PIL and `videos.py` read an open file from its start."""
 JsonObject = Mapping[str, Any]
 """A decoded object of a JSON file, or a row of a table."""
 Message = Mapping[str, Any]
@@ -33,7 +33,7 @@ EncodedSample = dict[str, Any]
 """One encoded conversation, as a batch of one row. Tensors of its text have a first dimension of 1, those of media one
 of any size. Lists have one entry."""
 DecodedMedia = Mapping[str, Sequence[Any]]
-"""By modality, each perhaps empty: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
+"""By modality: PIL images, :class:`.Video`, and float32 arrays ``(samples,)`` of audio."""
 
 PLACEHOLDERS = tuple(f'<{modality}>' for modality in MODALITIES)
 """Each marks the place of a medium in the text of a turn."""
