@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -83,12 +83,8 @@ class ChatTemplate:
         self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
         self._takes_media = takes_media
-        self._tried_roles: set[str] = set()
-        """The roles of turns that were rendered as a trial, see `_try_role`."""
-        self._roles_with_parts: set[str] = set()
-        """The roles of turns whose content may be a list of parts."""
-        self._roles_with_media: set[tuple[str, str]] = set()
-        """Role and modality, if the template writes a placeholder for each such medium in a turn of this role."""
+        self._media_of_roles: dict[str, set[str] | None] = {}
+        """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
         """Role and number of texts of each turn, of the conversations that `_check_all_written` has marked."""
         before, after_question, after_answer, after_last = self._text_of_example()
@@ -115,17 +111,16 @@ class ChatTemplate:
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
-        rendered = self._render(messages)
-        if rendered is None:
-            # Some templates write the date (Llama 3.2), and midnight may have come between two renderings.
+        # Twice, because some templates write the date (Llama 3.2), and midnight may come between two renderings.
+        for _ in range(2):
             rendered = self._render(messages)
-        if rendered is None:
-            raise InvalidInputError(
-                '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
-                'around them. Set another, or train only the last answer with `dataset.train_on=last`: templates of '
-                'reasoning models change earlier answers'
-            )
-        return rendered
+            if rendered is not None:
+                return rendered
+        raise InvalidInputError(
+            '`chat_template` must write the assistant turns as they are, but this one changes them, or the text around '
+            'them. Set another, or train only the last answer with `dataset.train_on=last`: templates of reasoning '
+            'models change earlier answers'
+        )
 
     def _render(self, messages: Sequence[Message]) -> Rendered | None:
         """Does what :meth:`render` says. Returns None if none of the three is true."""
@@ -166,8 +161,7 @@ class ChatTemplate:
             role = message['role']
             # An empty turn gets an empty text, because some templates read the first part (SmolVLM).
             content = message['content'] or text_message(role, '')['content']
-            self._try_role(role)
-            if role not in self._roles_with_parts:
+            if self._media_of(role) is None:
                 content = text_of(message)
             plain_messages.append({'role': role, 'content': content})
         try:
@@ -187,25 +181,32 @@ class ChatTemplate:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
-        self._try_role(role)
-        return self._processor_adds_placeholders or (role, modality) in self._roles_with_media
+        modalities = self._media_of(role) or ()
+        return self._processor_adds_placeholders or modality in modalities
 
-    def _try_role(self, role: str) -> None:
-        """Finds out what the template can write in the turns of a role, if media may come and it was not tried yet."""
-        if not self._takes_media or role in self._tried_roles:
-            return
-        self._tried_roles.add(role)  # before the trial, which calls this method again
-        self._roles_with_parts.add(role)  # during the trial, the template must get a list of parts
+    def _media_of(self, role: str) -> set[str] | None:
+        """Returns the modalities for which the template writes a placeholder in turns of a role. Tries a role once.
+
+        None if the content of such turns must be a string, which has no media, and not a list of parts.
+        """
+        if not self._takes_media:
+            return None
+        if role in self._media_of_roles:
+            return self._media_of_roles[role]
+        modalities: set[str] = set()
+        # Set before the trial, which calls this method again, and in which the template must get a list of parts.
+        self._media_of_roles[role] = modalities
         text = self._text_of_trial(role)
         # A template for strings raises, or writes the list as Python or JSON prints it.
         if not text or PRINTED_PART.search(text):
-            self._roles_with_parts.remove(role)
-            return  # strings have no media
+            self._media_of_roles[role] = None
+            return None
         for modality in MODALITIES:
             text_of_one = self._text_of_trial(role, [modality])
             text_of_two = self._text_of_trial(role, [modality] * 2)
             if len(text) < len(text_of_one) < len(text_of_two):  # it writes something for each medium
-                self._roles_with_media.add((role, modality))
+                modalities.add(modality)
+        return modalities
 
     def _text_of_trial(self, role: str, modalities: Sequence[str] = ()) -> str:
         """Returns the text of a conversation with a turn of this role and media. '' if the template raises an error."""
@@ -282,7 +283,8 @@ class ChatTemplate:
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
             return None
-        reply = text[len(prompt) :].rstrip()
+        text_after_prompt = text.removeprefix(prompt)
+        reply = text_after_prompt.rstrip()
         answer_letters = _without_space(text_of(messages[-1]))
         reply_without_ending = reply.removesuffix(self.end_token)
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
@@ -292,11 +294,11 @@ class ChatTemplate:
             return None
         text_after = ''
         if reply.endswith(self.end_token):
-            text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
+            text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        # `earlier` ends like the text, because ending tokens were added only to answers before the prompt.
-        text_after_prompt = text[len(prompt) :]
+        # `earlier` is the text with ending tokens added to some answers before the prompt. So both end in the same
+        # way, and what comes before that end is the prompt with these tokens.
         before = earlier.text.removesuffix(text_after_prompt)
         start = len(before)
         span = AnswerSpan(start, start + len(reply))
@@ -318,9 +320,7 @@ class ChatTemplate:
         shape = tuple(turns)
         if shape in self._checked_shapes:
             return
-        marked_messages = []
-        for index, message in enumerate(messages):
-            marked_messages.append(_with_markers(message, index))
+        marked_messages = _with_markers(messages, range(len(messages)))
         marked_text = self.apply(marked_messages)
         for message in marked_messages:
             _check_written(message, marked_text)
@@ -332,9 +332,7 @@ class ChatTemplate:
         They are found between the markers for the texts of these messages. After a marker that the template leaves out,
         all texts are ''. `_render_around_markers` then finds that they do not fit.
         """
-        marked_messages = list(messages)
-        for index in indices:
-            marked_messages[index] = _with_markers(messages[index], index)
+        marked_messages = _with_markers(messages, indices)
         remaining = self.apply(marked_messages)
         pieces = []
         for index in indices:
@@ -506,14 +504,17 @@ def text_of(message: Message) -> str:
     return ''.join(texts)
 
 
-def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
-    """Returns the message with a marker for each of its texts."""
-    content = []
-    for part_index, part in enumerate(message['content']):
-        if part['type'] == 'text':
-            part = {**part, 'text': MARKER.format(f'{index}.{part_index}')}
-        content.append(part)
-    return {**message, 'content': content}
+def _with_markers(messages: Sequence[Message], indices: Iterable[int]) -> list[Message]:
+    """Returns the messages. Those with these indices have a marker in the place of each text."""
+    marked_messages = list(messages)
+    for index in indices:
+        content = []
+        for part_index, part in enumerate(messages[index]['content']):
+            if part['type'] == 'text':
+                part = {**part, 'text': MARKER.format(f'{index}.{part_index}')}
+            content.append(part)
+        marked_messages[index] = {**messages[index], 'content': content}
+    return marked_messages
 
 
 def _check_written(message: Message, text: str) -> None:

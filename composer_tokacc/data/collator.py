@@ -66,12 +66,9 @@ class VisionLanguageCollator:
 
 def check_samples(samples: Sequence[EncodedSample]) -> None:
     """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
-    ids_of_samples: list[object] = []
-    # Somebody may pass one sample or a batch, which is a mapping, by mistake. Then the list stays empty and is refused.
-    if not isinstance(samples, Mapping):
-        for sample in samples:
-            ids_of_samples.append(sample.get('input_ids'))
-    if not ids_of_samples or not all(isinstance(ids, torch.Tensor) for ids in ids_of_samples):
+    if isinstance(samples, Mapping):
+        samples = []  # somebody passes one sample or a batch by mistake
+    if not samples or not all(isinstance(sample.get('input_ids'), torch.Tensor) for sample in samples):
         raise InvalidInputError(
             '`samples` must be a list of samples, each with the tensor `input_ids` of shape (1, length). Call the '
             "processor with return_tensors='pt'."

@@ -172,10 +172,7 @@ class ConversationEncoder:
         self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
             self._check_query_tokens(encoded)
-            instruction = rendered.text
-            if rendered.answers:
-                instruction = rendered.text[: rendered.answers[0].start]
-            encoded = self._hide_answers_from_qformer(encoded, self.control.unhide(instruction))
+            self._hide_answers_from_qformer(encoded, rendered)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
@@ -529,24 +526,28 @@ class ConversationEncoder:
                 'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
 
-    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
+    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
+
+        The instruction is the text before the first answer that carries loss.
 
         The processor gives it the whole text, so it would read the answers. Without images the model does not run the
         query transformer. Then its text is only removed.
 
         Args:
-            encoded: The entries of the processor. The keys of the query transformer begin with ``qformer_``.
-            instruction: The text before the first answer that carries loss.
+            encoded: The entries of the processor, which are changed.
+            rendered: The conversation.
         """
         if 'qformer_input_ids' not in encoded:  # BLIP-2, whose query transformer reads no text
-            return encoded
-        changed = {}
-        for key, value in encoded.items():
-            if not key.startswith('qformer_'):
-                changed[key] = value
+            return
+        for key in ('input_ids', 'attention_mask'):
+            del encoded[f'qformer_{key}']
         if encoded.get('pixel_values') is None:
-            return changed
+            return
+        instruction = rendered.text
+        if rendered.answers:
+            instruction = rendered.text[: rendered.answers[0].start]
+        instruction = self.control.unhide(instruction)
         tokenizer = self.processor.qformer_tokenizer
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]
@@ -556,8 +557,7 @@ class ConversationEncoder:
                 f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
             )
         for key in ('input_ids', 'attention_mask'):
-            changed[f'qformer_{key}'] = instruction_tokens[key]
-        return changed
+            encoded[f'qformer_{key}'] = instruction_tokens[key]
 
     def _find_token_spans(self, rendered: Rendered, input_ids: torch.Tensor) -> list[tuple[int, int]]:
         """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
@@ -581,21 +581,20 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            expanded_span = None
-            if len(places_in_text) == len(places_in_ids):
-                # The media have added no such token. So the k-th of the text is the k-th in `input_ids`.
+            # If the media have added no such token, the k-th of the text is the k-th in `input_ids`.
+            is_found = len(places_in_text) == len(places_in_ids)
+            if is_found:
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
-                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
-                    expanded_span = (expanded_start, expanded_end)
-            if expanded_span is None:
+                is_found = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
+                spans.append((expanded_start, expanded_end))
+            if not is_found:
                 answer_text = rendered.text[answer.start : answer.end]
                 name = type(self.processor).__name__
                 raise InvalidInputError(
                     f'`processor` must expand only placeholders, but {name} writes other tokens for '
                     f'{answer_text[:200]!r}.'
                 )
-            spans.append(expanded_span)
         return spans
 
 

@@ -119,7 +119,7 @@ def image_folder(path: PathLike) -> Path:
 
 
 def _split_name(path: PathLike) -> tuple[str, str | None]:
-    """Splits ``file#name`` into both. The name is None if there is no #, or if the # belongs to the file's own name."""
+    """Splits ``file#name`` into both. The name is None without a #, or if the whole text is the name of a file."""
     file, mark, name = os.fspath(path).rpartition('#')
     if not mark or os.path.exists(path):
         return os.fspath(path), None
@@ -182,23 +182,22 @@ def _read_json(file: str) -> Iterator[RawRecord]:
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
-        entries = DECODER_WITH_ERRORS.decode(text)
-        # Inside of `try`, because for deep nesting perhaps only `_first_error` raises RecursionError.
-        errors = [_first_error(entry) for entry in entries]
+        decoded = DECODER_WITH_ERRORS.decode(text)
+        # Inside of `try`, because for deep nesting perhaps only `_value_or_error` raises RecursionError.
+        entries = [_value_or_error(entry) for entry in decoded]
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidInputError(
             f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
             'there one bad line costs one sample.'
         ) from error
-    for number, (entry, error) in enumerate(zip(entries, errors, strict=True), start=1):
-        yield RawRecord(file, f'entry {number}', error or entry)
+    for number, entry in enumerate(entries, start=1):
+        yield RawRecord(file, f'entry {number}', entry)
 
 
 def _decode_value(text: str) -> object:
     """Returns the value of a JSON text, such as a line, or the error of decoding it."""
     try:
-        value = DECODER_WITH_ERRORS.decode(text)
-        return _first_error(value) or value
+        return _value_or_error(DECODER_WITH_ERRORS.decode(text))
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
     except RecursionError:
@@ -225,12 +224,12 @@ def _decode_integer(digits: str) -> int | ValueError:
         return error
 
 
-def _first_error(value: object) -> ValueError | None:
-    """Returns the first error that the decoder has put into a value."""
+def _value_or_error(value: object) -> object:
+    """Returns a decoded value, or the first error that the decoder has put into it."""
     for leaf in leaves_of(value):
         if isinstance(leaf, ValueError):
             return leaf
-    return None
+    return value
 
 
 DECODER_WITH_ERRORS = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_integer)  # pyright: ignore[reportArgumentType]
@@ -360,13 +359,14 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
         name = '.'.join(map(str, keys))
         return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
     if isinstance(value, Mapping):
-        replaced = {}
-        for key, inner in value.items():
-            replaced[key] = _replace_bytes(inner, read_value, (*keys, key))
-        return replaced
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    else:
+        return value
+    replaced = {}
+    for key, inner in items:
+        replaced[key] = _replace_bytes(inner, read_value, (*keys, key))
     if isinstance(value, list):
-        replaced_items = []
-        for index, inner in enumerate(value):
-            replaced_items.append(_replace_bytes(inner, read_value, (*keys, index)))
-        return replaced_items
-    return value
+        return list(replaced.values())
+    return replaced

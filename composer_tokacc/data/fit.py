@@ -11,7 +11,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from io import IOBase
 from typing import Any
 
 import numpy as np
@@ -178,9 +177,6 @@ class FittingEncoder(ConversationEncoder):
         shapes_only: bool,
     ) -> EncodedSample:
         """Encodes a record with the budgets that are left after some steps."""
-        for file in files:
-            if isinstance(file, IOBase):
-                file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
         # The base class's method, because the method of this class would search for steps again.
         sample = ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)

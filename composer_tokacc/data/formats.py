@@ -186,14 +186,14 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
     Raises:
         BadSampleError: If the entry is not a conversation in a known format. The error names the sample.
     """
-    sample_id = ''
+    sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything. Lone surrogates, line breaks and length must not break the messages that show it.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
-        sample_id = ' '.join(printable.split())[:200]
+        sample_id = ' '.join(printable.split())[:200] or raw.where
     # It has no turns yet, but it can already name the sample in an error.
     record = Record(
-        sample_id=sample_id or raw.where,
+        sample_id=sample_id,
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
@@ -241,7 +241,9 @@ def _parse_data(data: object, record: Record) -> Record:
     if has_videos_only and set(slots) == {Medium('image')}:
         # LLaVA-Video writes `<image>` for a video.
         slots = [Medium('video')] * len(slots)
-        turns = [_with_videos(turn) for turn in turns]
+        for index, turn in enumerate(turns):
+            if turn.placeholders:
+                turns[index] = turn._replace(text=turn.text.replace('<image>', '<video>'))
     media = _fill_slots(slots, listed)
     _check_turns(turns)
     for turn in turns:
@@ -262,18 +264,11 @@ def _parse_data(data: object, record: Record) -> Record:
     )
 
 
-def _with_videos(turn: Turn) -> Turn:
-    """Returns the turn with ``<video>`` in the place of ``<image>``."""
-    if not turn.placeholders:
-        return turn
-    return turn._replace(text=turn.text.replace('<image>', '<video>'))
-
-
 def _parse_loss_weights(value: Any) -> float | None:
     """Returns ``Record.loss_weights``, the weight of each token of a sample. None if the record has no weight."""
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = type(value) in (int, float)  # True is no number
     if is_number and (value == 0 or MIN_LOSS_WEIGHT <= value <= MAX_LOSS_WEIGHT):
         return float(value)
     raise InvalidInputError(
@@ -323,7 +318,9 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        if _role_of(turn) == 'assistant':
+        # A table that unites two spellings has both keys in each turn, one of them without a value.
+        role_name = turn.get('role') or turn.get('from')
+        if ROLES.get(str(role_name)) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
     return [*turns, *completion]
@@ -371,18 +368,6 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
             )
         pairs.append((entry['q'], entry['a']))
     return [*turns, *_turns_of(pairs)]
-
-
-def _role_of(turn: JsonObject) -> str | None:
-    """Returns ``Turn.role`` of a turn as it stands in a record. None if it names no known role.
-
-    A table that unites two spellings has both keys in each turn, one of them without a value.
-    """
-    for key in ('role', 'from'):
-        role_name = turn.get(key)
-        if is_given(role_name):
-            return ROLES.get(str(role_name))
-    return None
 
 
 FORMATS = (
@@ -553,20 +538,19 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
 
     Tables may have the same files under two keys. They are read once. Different files are refused.
     """
-    lists = []
+    listed: list[Medium] = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
-        if is_given(value):
-            files = value if isinstance(value, list) else [value]
-            media = []
-            for file in files:
-                media.append(_parse_medium(modality, file))
-            lists.append(media)
-    if not lists:
-        return []
-    if any(media != lists[0] for media in lists):
-        raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
-    return lists[0]
+        if not is_given(value):
+            continue
+        files = value if isinstance(value, list) else [value]
+        media = []
+        for file in files:
+            media.append(_parse_medium(modality, file))
+        if listed and media != listed:
+            raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
+        listed = media
+    return listed
 
 
 def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Medium]], slots: list[Medium]) -> list[Turn]:
@@ -586,8 +570,10 @@ def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Mediu
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
     """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
+    filled = list(slots)
     for modality, media in listed.items():
-        num_empty = slots.count(Medium(modality))
+        empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
+        num_empty = len(empty_places)
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
             num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
@@ -596,13 +582,8 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
                 f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
                 f'as in HTML, write `<{modality} >`'
             )
-    next_media = {modality: iter(media) for modality, media in listed.items()}
-    filled = []
-    for slot in slots:
-        if slot.files:
-            filled.append(slot)
-        else:
-            filled.append(next(next_media[slot.modality]))
+        for place, medium in zip(empty_places, media, strict=True):
+            filled[place] = medium
     return filled
 
 

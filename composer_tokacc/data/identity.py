@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from composer_tokacc.cache import fingerprint
+from composer_tokacc.data.chat_template import owner_of_template
 from composer_tokacc.data.conversation import PROCESSOR_PARTS
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.refusals import InvalidInputError
@@ -62,8 +63,7 @@ def identify_processor(processor: Any) -> str:
 
     The vocabulary has its own fingerprint, see :func:`identify_vocabulary`.
     """
-    tokenizer = getattr(processor, 'tokenizer', processor)
-    template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
+    template = getattr(owner_of_template(processor), 'chat_template', None)
     settings = _settings_of(processor)
     settings_of_parts = []
     for attributes in PROCESSOR_PARTS.values():

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from composer.utils import dist
@@ -28,6 +28,7 @@ from composer_tokacc.cache import (
     load_kept,
     whole_file,
 )
+from composer_tokacc.collectives import values_of_ranks
 from composer_tokacc.data.identity import (
     class_name,
     identify_data,
@@ -62,7 +63,6 @@ NUM_CHECKED = 64
 log = logging.getLogger(__name__)
 
 OnError = Literal['raise', 'skip']
-RankValue = TypeVar('RankValue')
 MeasuredRow = TableRow | str | None
 """The row of a sample, the reason why it is bad, or None if it was not measured."""
 
@@ -136,7 +136,7 @@ class LengthTable:
 
     @classmethod
     def from_rows(cls, rows: Sequence[MeasuredRow]) -> LengthTable:
-        """Makes a table of what is known of each sample. The numbers of bad and of unmeasured samples are 0."""
+        """Makes a table of the rows of all samples. The numbers of bad and of unmeasured samples are 0."""
         errors = {}
         numbers = np.zeros((len(rows), len(TABLE_COLUMNS)), np.int32)
         for index, row in enumerate(rows):
@@ -196,8 +196,8 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # The dataset already makes its samples fit, so a table that is measured now has only 0 in `shrink_steps`. It is
-        # not kept in a file: a later run with this patch size would read it, and not make its samples fit.
+        # The dataset makes its samples fit by now, so they are measured with 0 in `shrink_steps`. The table is not kept
+        # in a file: a dataset that is opened later with this patch size would read it, and not make its samples fit.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     if _uses_headers(dataset, on_error):
@@ -208,7 +208,7 @@ def length_table(
     table = load_kept(path, LengthTable.load)
     # All ranks take part in the measurement, even if only one of them cannot load its file, or has bad samples in it.
     # These are read again, because a file may be repaired since, or a decoder installed.
-    if not any(_gather(table is None or len(table.errors) > 0)):
+    if not any(values_of_ranks(table is None or len(table.errors) > 0)):
         assert table is not None
         return _check_table(table, on_error)
     table = build_length_table(dataset, processor, earlier=table, **options)
@@ -243,56 +243,44 @@ def build_length_table(
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     run = partial(map_samples, num_workers=num_workers, shows_bar=rank == 0)
-    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor))
+    measurer = SampleMeasurer(dataset, processor, patch_size_of(patch_size, processor), run)
     indices = range(rank, len(dataset), num_ranks)
-    rows = _measure_rows(measurer, indices, run, on_error, earlier)
-    rows_of_all: list[MeasuredRow] = [None] * len(dataset)
-    # Rank r has measured the samples r, r + num_ranks, ...
-    for other_rank, rows_of_rank in enumerate(_gather(rows)):
-        rows_of_all[other_rank::num_ranks] = rows_of_rank
-    return _check_table(LengthTable.from_rows(rows_of_all), on_error)
+    rows: dict[int, MeasuredRow] = dict.fromkeys(range(len(dataset)))
+    for rows_of_rank in values_of_ranks(_measure_rows(measurer, indices, on_error, earlier)):
+        rows.update(rows_of_rank)
+    return _check_table(LengthTable.from_rows(list(rows.values())), on_error)
 
 
 def _measure_rows(
     measurer: SampleMeasurer,
     indices: Sequence[int],
-    run: Callable[..., Iterator[Any]],
     on_error: OnError,
     earlier: LengthTable | None,
-) -> list[MeasuredRow]:
-    """Returns the rows of some samples. With ``'raise'`` it stops at the first bad one: those after it stay None.
+) -> dict[int, TableRow | str]:
+    """Returns the rows of some samples, by index. With ``'raise'`` it stops at the first bad one.
 
     If headers are used, :func:`_check_rows` reads its samples before, and does not stop at a bad one.
 
     Args:
         measurer: Measures one sample.
         indices: The samples.
-        run: :func:`.map_samples`, which knows the number of processes.
         on_error: See :func:`length_table`.
         earlier: A table that has the rows of good samples. It is not used with headers, because then no bad sample is
             kept.
     """
-    rows: list[MeasuredRow] = [None] * len(indices)
+    rows: dict[int, TableRow | str] = {}
     if _uses_headers(measurer.dataset, on_error):
-        rows = _check_rows(measurer.from_headers(indices, run), indices, measurer)
+        rows = _check_rows(measurer.from_headers(indices), measurer)
     elif earlier is not None:
-        rows = [_good_row(earlier, index) for index in indices]
-    missing_places = [place for place, row in enumerate(rows) if row is None]
-    missing_indices = [indices[place] for place in missing_places]
-    missing_rows = run(measurer.read, missing_indices)
-    for place, row in zip(missing_places, missing_rows, strict=True):
-        rows[place] = row
+        for index in set(indices).difference(earlier.errors):
+            numbers = [int(getattr(earlier, name)[index]) for name in TABLE_COLUMNS]
+            rows[index] = TableRow(*numbers)
+    missing_indices = [index for index in indices if index not in rows]
+    for index, row in zip(missing_indices, measurer.run(measurer.read, missing_indices), strict=True):
+        rows[index] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # no error is raised here, because all ranks raise it together when they have exchanged their rows
     return rows
-
-
-def _good_row(table: LengthTable, index: int) -> TableRow | None:
-    """Returns the row of a sample in a table. None if the sample is bad."""
-    if index in table.errors:
-        return None
-    numbers = [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
-    return TableRow(*numbers)
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
@@ -323,32 +311,30 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     return on_error == 'raise' and len(dataset) > MOST_SAMPLES_WITHOUT_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measurer: SampleMeasurer) -> list[MeasuredRow]:
+def _check_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> dict[int, TableRow | str]:
     """Reads some random samples and compares their rows with those from headers.
 
     Returns the rows. A sample that was read has its new row, or the reason why it is bad. If a row differs on any rank,
-    returns None for all samples on all ranks, so that all are read.
+    all ranks return no row, so that all samples are read.
 
     Args:
-        rows: Rows from headers of this rank's samples. None for a sample that must be read.
-        indices: Indices of these samples in the dataset.
+        rows: Rows from headers of this rank's samples, by index.
         measurer: Reads samples.
     """
     num_samples = len(measurer.dataset)
     # Every rank and every run chooses the same samples, so that the result does not change between starts.
     generator = np.random.default_rng(0)
     chosen = set(generator.choice(num_samples, NUM_CHECKED, replace=False).tolist())
-    checked: list[MeasuredRow] = list(rows)
+    checked: dict[int, TableRow | str] = dict(rows)
     difference = ''
-    for place, index in enumerate(indices):
-        row = rows[place]
-        if index not in chosen or row is None:
+    for index, row in rows.items():
+        if index not in chosen:
             continue
         row_read = measurer.read(index)
-        checked[place] = row_read
+        checked[index] = row_read
         if row_read != row and not isinstance(row_read, str):
             difference = f'sample {index}: {tuple(row)} instead of {tuple(row_read)}'
-    differences = [text for text in _gather(difference) if text]
+    differences = [text for text in values_of_ranks(difference) if text]
     if not differences:
         return checked
     log.warning(
@@ -356,7 +342,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], measure
         differences[0],
         num_samples,
     )
-    return [None] * len(rows)
+    return {}
 
 
 def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
@@ -370,10 +356,3 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
             'them, or add turns of the assistant.'
         )
     return table
-
-
-def _gather(value: RankValue) -> list[RankValue]:
-    """Returns the values of all ranks, in the order of the ranks."""
-    if not dist.is_initialized():
-        return [value]
-    return dist.all_gather_object(value)

@@ -106,9 +106,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        Leaves out the keys that are no column of the entry, as LLaMA-Factory does. Only those are kept that must be
-        refused: keys that are not supported, and media, if the entry says nothing about media. An entry can leave them
-        out, too, by a null: ``"chosen": null``.
+        LLaMA-Factory ignores the keys that are no column of the entry. So does this method, with two exceptions, which
+        it keeps so that `formats.py` refuses them: keys that are not supported, and media, if the entry names no column
+        of media. An entry that names such a key with null has it ignored: ``"chosen": null``.
         """
         record = {
             'id': data.get('id'),
@@ -156,11 +156,9 @@ def _names_of(entry: JsonObject, key: str, supported: Collection[str]) -> JsonOb
         supported: LLaMA-Factory's names that are read. Any other is refused.
     """
     names = entry.get(key) or {}
-    if not isinstance(names, Mapping):
+    if not isinstance(names, Mapping) or not all(isinstance(name, str | None) for name in names.values()):
         raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
-    for name, name_in_file in names.items():
+    for name in names:
         if name not in supported:
             raise InvalidInputError(f'`{name[:60]}` is not supported')
-        if not isinstance(name_in_file, str | None):
-            raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

@@ -341,22 +341,18 @@ def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
     Returns nothing for a single file, to which several paths may lead.
     """
     files = {}
-    short_names = {}
+    names = {}
     for path in paths:
-        file = os.path.abspath(path)
-        files[path] = file
-        short_names[path] = os.path.basename(file)
-    num_files = len(set(files.values()))
-    num_names = len(set(short_names.values()))
-    if num_files < 2:
+        files[path] = os.path.abspath(path)
+        names[path] = os.path.basename(files[path])
+    distinct_files = set(files.values())
+    if len(distinct_files) < 2:
         return {}
-    if num_names == num_files:
-        return short_names
-    common_folder = os.path.commonpath(files.values())
-    long_names = {}
-    for path, file in files.items():
-        long_names[path] = os.path.relpath(file, common_folder)
-    return long_names
+    if len(set(names.values())) < len(distinct_files):
+        common_folder = os.path.commonpath(distinct_files)
+        for path, file in files.items():
+            names[path] = os.path.relpath(file, common_folder)
+    return names
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:

@@ -193,8 +193,8 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 
 
 MeasuredText = tuple[TableRow | None, ImageSizes | None]
-"""The row of a text, and the sizes of its images. The row of a sample with videos is complete, so it has no sizes. A
-sample that must be read has no row either."""
+"""The row of a text, and the sizes of its images, whose tokens are not in the row yet. The sizes are None for a sample
+with videos, whose row is complete. Both are None for a sample that must be read."""
 
 
 class AddedRow(NamedTuple):
@@ -212,10 +212,12 @@ class SampleMeasurer:
         dataset: Any dataset. For ``from_headers`` it has the methods of :class:`.LlavaDataset`.
         processor: Its processor.
         patch_size: Side of a patch in pixels.
+        run: :func:`map_samples`, which knows the number of processes.
     """
 
-    def __init__(self, dataset: Any, processor: Any, patch_size: int) -> None:
+    def __init__(self, dataset: Any, processor: Any, patch_size: int, run: Callable[..., Iterator[Any]]) -> None:
         self.dataset = dataset
+        self.run = run
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
 
@@ -245,37 +247,34 @@ class SampleMeasurer:
             message = f'The dataset has raised StopIteration for sample {index}. Look for a `next()` without a default.'
             raise RuntimeError(message) from error
 
-    def from_headers(
-        self,
-        indices: Sequence[int],
-        run: Callable[..., Iterator[Any]],
-    ) -> list[TableRow | None]:
-        """Returns the rows of samples without decoding their images. None for a sample that must be read.
-
-        Args:
-            indices: The samples.
-            run: :func:`map_samples`, which knows the number of processes.
-        """
+    def from_headers(self, indices: Sequence[int]) -> dict[int, TableRow]:
+        """Returns the rows of samples by index, without decoding their images. A sample that must be read has none."""
+        # Some processors make the same tokens of images of any size, so one size can stand for all. If the processor
+        # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        # If every image adds the same row, all images are treated as images of one size. The same happens if every row
-        # is None. Then the rows of all samples with images are None below, and these samples are read.
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
         rows_and_sizes: list[MeasuredText] = []
-        for rows_and_sizes_of_batch in run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
-            rows_and_sizes.extend(rows_and_sizes_of_batch)
+        for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+            rows_and_sizes.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
         distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
-        added_rows = run(self._added_by, distinct_sizes)
+        added_rows = self.run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
-        rows: list[TableRow | None] = []
-        for row, sizes in rows_and_sizes:
+        rows: dict[int, TableRow] = {}
+        for index, (row, sizes) in zip(indices, rows_and_sizes, strict=True):
             if row is not None and sizes is not None:
                 row = self._add_images(row, additions[sizes])
-            rows.append(row)
+            if row is not None:
+                rows[index] = row
         return rows
 
     def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[MeasuredText]:
-        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes."""
+        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes.
+
+        Args:
+            indices: The samples.
+            sizes_matter: False if an image of any size adds the same row. Then all images get the same size.
+        """
         rows_and_sizes: list[MeasuredText] = []
         for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
             if result is None:  # the sample has videos or audio, or is bad

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from io import BytesIO
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -264,10 +263,8 @@ def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
         media=tuple(media),
         loss_weights=raw_record.get('loss_weights'),
     )
-    contents = []
-    file_bounds = accumulate(raw_record['bytes'], initial=0)
-    for start, end in pairwise(file_bounds):
-        contents.append(row['media'][start:end])
+    media_bytes = BytesIO(row['media'])
+    contents = [media_bytes.read(num_bytes) for num_bytes in raw_record['bytes']]
     return record, contents
 
 

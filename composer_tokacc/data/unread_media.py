@@ -72,8 +72,8 @@ class MediaSign(NamedTuple):
     file_name: str = ''
     """Name of the file without folders. '' if there is none, as for bytes. No medium that is read has this name."""
     may_be_source: bool = False
-    """Whether it may only note where a medium comes from: the value is a URL in a network, or the sign is the key's
-    name."""
+    """Whether the key may only note where a medium was downloaded from. True if the value is a URL in a network, or if
+    the sign is the name of the key."""
 
 
 def check_unread_keys(
@@ -83,8 +83,8 @@ def check_unread_keys(
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
-    A key may note where a medium comes from that is read under another key. So two signs are allowed: the file name of
-    a medium that is read; and a sign that may be a source, if a medium of the same modality is read.
+    A key may be a note about a medium that is read under another key. So a sign is allowed if it is the file name of a
+    medium that is read. It is also allowed if it may be a source and a medium of the same modality is read.
 
     Args:
         data: The record.

@@ -447,18 +447,16 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     seconds = len(files) * step
     chosen = sampling.choose(times, seconds)
     images: dict[int, Image.Image] = {}
-    first_size = None
     for number in sorted(set(chosen)):
         image = _read_frame_image(files, number)
+        images[number] = image
+        first_size = images[chosen[0]].size
         # Pixels and size are checked before the next image is decoded, because all images may fill the memory.
-        if first_size is None:
-            first_size = image.size
-            _check_pixels(len(chosen), *first_size)
+        _check_pixels(len(chosen), *first_size)
         if image.size != first_size:
             raise InvalidInputError(
                 f'frames of a video must be of one size, got: {first_size} and {image.size}. Resize them'
             )
-        images[number] = image
     frames = [np.asarray(images[number]) for number in chosen]
     return make_video(frames, chosen, len(files), step)
 
@@ -496,14 +494,14 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     # `_read_timestamps` has read all packets to the end. So the file is opened again to decode frames.
     chosen_timestamps = [timestamps[index] for index in chosen]
     if shapes_only:
-        chosen_timestamps = chosen_timestamps[:1] * len(chosen)
-    frame_of_timestamp = _decode_frames(file, sorted(set(chosen_timestamps)), key_timestamps)
-    chosen_frames = [frame_of_timestamp[timestamp] for timestamp in chosen_timestamps]
+        frames = _decode_frames(file, chosen_timestamps[:1], key_timestamps) * len(chosen)
+    else:
+        frames = _decode_frames(file, chosen_timestamps, key_timestamps)
     # The metadata give times in equal steps, see `make_video`.
     even_step = _even_step(times, step)
     frame_numbers = [round(times[index] / even_step) for index in chosen]
     num_steps = round(duration / even_step)
-    return make_video(chosen_frames, frame_numbers, num_steps, even_step)
+    return make_video(frames, frame_numbers, num_steps, even_step)
 
 
 def _even_step(times: Sequence[float], mean_step: float) -> float:
@@ -562,95 +560,81 @@ def _decode_frames(
     file: MediaFile,
     timestamps: list[int],
     key_timestamps: Sequence[int],
-) -> dict[int, np.ndarray]:
-    """Returns the frames of some timestamps, by timestamp, uint8 ``(height, width, 3)`` each and upright.
+) -> list[np.ndarray]:
+    """Returns the frame of each timestamp, uint8 ``(height, width, 3)`` and upright.
 
     If the decoder does not return the frame of a timestamp, the next frame that it returns is taken.
 
     Args:
         file: The file, which is opened here.
-        timestamps: The timestamps, sorted, at least one.
+        timestamps: The timestamps, sorted, at least one. Some may be equal.
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
-    # With a single key frame, nothing is jumped over. If none is known, the first timestamp takes its place.
-    jump_timestamps = key_timestamps or timestamps[:1]
-    frame_of_timestamp = _decode_after_jumps(file, timestamps, jump_timestamps)
-    decoded_timestamps = [frame.pts for frame in frame_of_timestamp.values()]
-    if decoded_timestamps != timestamps:
-        # A frame is missing. Perhaps a jump went past it, because the container has no index or a wrong one. So
-        # everything is decoded without a jump (one "key frame"), and no frame may be damaged from the first chosen one.
-        frame_of_timestamp = _decode_after_jumps(file, timestamps, timestamps[:1])
-    num_missing = len(timestamps) - len(frame_of_timestamp)
+    # The first attempt jumps to key frames. If a frame is missing, perhaps a jump went past it, because the container
+    # has no index or a wrong one. So the second attempt decodes everything from the start of the file: the first chosen
+    # timestamp takes the place of the key frames, and a damaged frame after it is refused.
+    without_jumps = timestamps[:1]
+    for jump_timestamps in (key_timestamps or without_jumps, without_jumps):
+        with _open_stream(file, 'video') as (container, stream):
+            frames = _take_frames(container, stream, timestamps, jump_timestamps)
+        if [frame.pts for frame in frames] == timestamps:
+            break
+    num_missing = len(timestamps) - len(frames)
     if num_missing:
         raise InvalidInputError(f'the last {num_missing} of its {len(timestamps)} chosen frames cannot be decoded')
-    first_frame = frame_of_timestamp[timestamps[0]]
-    upright = {}
-    for timestamp, frame in frame_of_timestamp.items():
+    upright = []
+    for frame in frames:
         # The size of frames may change within a video, so all get the size of the first.
         resized = frame.reformat(
             format='rgb24',
-            width=first_frame.width,
-            height=first_frame.height,
+            width=frames[0].width,
+            height=frames[0].height,
         )
         display_matrix = frame.side_data.get('DISPLAYMATRIX')
-        upright[timestamp] = _turn_upright(resized.to_ndarray(), display_matrix)
+        upright.append(_turn_upright(resized.to_ndarray(), display_matrix))
     return upright
 
 
-def _decode_after_jumps(
-    file: MediaFile,
+def _take_frames(
+    container: InputContainer,
+    stream: VideoStream,
     timestamps: Sequence[int],
     key_timestamps: Sequence[int],
-) -> dict[int, VideoFrame]:
-    """Returns frames as :func:`_take_frames`. Jumps to the last key frame before each of them, and decodes from there.
-
-    Arguments as for :func:`_decode_frames`, but ``key_timestamps`` has at least one. With only one there is no jump.
-    """
-    timestamps_after_key: dict[int, list[int]] = {}
-    for timestamp in timestamps:
-        num_keys_before = bisect_right(key_timestamps, timestamp)
-        key_timestamp = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
-        timestamps_after_key.setdefault(key_timestamp, []).append(timestamp)
-    frame_of_timestamp: dict[int, VideoFrame] = {}
-    with _open_stream(file, 'video') as (container, stream):
-        for key_timestamp, timestamps_after in timestamps_after_key.items():
-            if key_timestamp != key_timestamps[0]:  # a file is opened at its first key frame
-                container.seek(key_timestamp, stream=stream)
-            frame_of_timestamp |= _take_frames(container.decode(stream), timestamps_after, key_timestamp)
-    return frame_of_timestamp
-
-
-def _take_frames(
-    frames: Iterator[VideoFrame],
-    timestamps: Sequence[int],
-    start: int,
-) -> dict[int, VideoFrame]:
+) -> list[VideoFrame]:
     """Returns for each timestamp the first frame that is shown at this timestamp or later.
 
-    That is a later frame if the decoder does not return the frame of the timestamp. Timestamps after the last frame are
-    not in the result.
+    That is a later frame if the decoder does not return the frame of the timestamp. A timestamp after the last frame
+    has none in the result.
 
     Args:
-        frames: The frames of the decoder, sorted by the time at which they are shown.
+        container: The file, which was just opened.
+        stream: Its video.
         timestamps: The timestamps, sorted.
-        start: From this timestamp on, a frame that the decoder marks as damaged is refused. Earlier frames may be
-            marked after a jump, because they need a key frame that was not decoded.
+        key_timestamps: Timestamps of key frames, sorted, at least one. If there are some between two timestamps, jumps
+            to the last of them.
     """
-    frame_of_timestamp: dict[int, VideoFrame] = {}
-    for frame in frames:
-        if frame.pts is None:
-            continue
-        if frame.is_corrupt and frame.pts >= start:
-            raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
-        # Several timestamps get this frame if the frames between them are missing.
-        remaining_timestamps = timestamps[len(frame_of_timestamp) :]
-        for timestamp in remaining_timestamps:
-            if timestamp > frame.pts:
-                break
-            frame_of_timestamp[timestamp] = frame
-        if len(frame_of_timestamp) == len(timestamps):
-            break
-    return frame_of_timestamp
+    taken_frames = []
+    start = key_timestamps[0]  # a file is opened at its first key frame
+    frames = container.decode(stream)
+    frame = None
+    for timestamp in timestamps:
+        num_keys_before = bisect_right(key_timestamps, timestamp)
+        last_key = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
+        if last_key != start:
+            start = last_key
+            container.seek(start, stream=stream)
+            frames = container.decode(stream)
+            frame = None
+        while frame is None or frame.pts is None or frame.pts < timestamp:
+            frame = next(frames, None)
+            if frame is None:
+                break  # the file has ended
+            # A frame before the start may be marked as damaged, because it needs a key frame that was not decoded.
+            if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
+                raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
+        if frame is not None:
+            taken_frames.append(frame)
+    return taken_frames
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
