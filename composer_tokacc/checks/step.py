@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -135,8 +136,6 @@ class MicrobatchRecord:
     deviations: Tensor | None = None
     # The measured positions, as indices into the flattened logits. None: every position, if any was measured.
     measured_positions: Tensor | None = None
-    # Number of its loss-generating tokens, counted on the device, ``()``. None: `check_step` counts them.
-    loss_tokens_on_device: Tensor | None = None
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
@@ -168,21 +167,14 @@ class MicrobatchRecord:
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
             measures_all: Whether to measure all tokens, or only some.
         """
-        # Detached, because a graph whose hook holds its own logits is never freed.
-        detached = logits.detach()
-
-        def measure_tokens(gradient: Tensor) -> None:
-            self.was_reached = True
-            if unit is not None:
-                self._measure(
-                    gradient,
-                    batch=batch,
-                    logits=detached,
-                    weights=weights,
-                    unit=unit,
-                    measures_all=measures_all,
-                )
-
+        measure_tokens = partial(
+            self._measure,
+            batch=batch,
+            logits=logits.detach(),  # a graph whose hook holds its own logits is never freed
+            weights=weights,
+            unit=unit,
+            measures_all=measures_all,
+        )
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
@@ -202,31 +194,21 @@ class MicrobatchRecord:
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float,
+        unit: float | None,
         measures_all: bool,
     ) -> None:
-        """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
+        """Measures tokens by the gradient by the logits. It is the hook of :meth:`watch`, which has its arguments."""
+        self.was_reached = True
+        if unit is None:
+            return
         # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
-        if self.positions_of_logits is None:
-            # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the
-            # last position has the number of the last token, which is how many there are.
-            ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-            self.loss_tokens_on_device = ordinals[-1]
-            if not measures_all:
-                self.measured_positions = places_of(ordinals, self._sampled_numbers())
-        elif not measures_all:
-            # Logits were computed only for the tokens, in their order. They are not counted: the number of selected
-            # positions came from the CPU, so a count would always agree with it.
-            numbers = self._sampled_numbers()
-            self.measured_positions = torch.arange(
-                numbers.start - 1,
-                numbers.stop - 1,
-                numbers.step,
-                device=logits.device,
-            )
-        if self.measured_positions is not None:
+        if not measures_all:
+            # The running count of tokens: a token has its own number, from 1, and any other position the number of the
+            # last token before it.
+            running_count = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
+            self.measured_positions = places_of(running_count, self._sampled_numbers())
             logits = _at(self.measured_positions, logits)
             gradient = _at(self.measured_positions, gradient)
             targets = _at(self.measured_positions, targets)
@@ -340,15 +322,10 @@ def _read_from_device(step: Step) -> None:
     """
     entries: list[tuple[MicrobatchRecord, str, Tensor]] = []
     for record in step.microbatches:
-        values: dict[str, Tensor] = {}
-        if record.loss_tokens_on_device is not None and not step.is_weighted:
-            values['tokens'] = record.loss_tokens_on_device
-        else:
-            # With token weights the mask is needed anyway, for the sum of the weights.
-            counted = loss_mask(record.batch, record.counts.rule)
-            values['tokens'] = counted.sum(dtype=torch.float64)
-            if step.is_weighted:
-                values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
+        counted = loss_mask(record.batch, record.counts.rule)
+        values = {'tokens': counted.sum()}
+        if step.is_weighted:
+            values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
         if record.factor is not None:
             values['factor'] = record.factor
         if record.deviations is not None:
