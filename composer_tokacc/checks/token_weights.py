@@ -40,12 +40,11 @@ class _Backward(NamedTuple):
     The tensors stay on the device until the report is read, because the host would wait for the device to copy them.
     """
 
-    weights: Tensor  # float32 (positions,)
-    is_reliable: Tensor  # bool (positions,), whether the weight at a position was measured well enough to be reported
-    num_left_out: Tensor  # int64 (), positions that carry loss and have no reliable weight
-    residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
     forward: int  # index of the forward that made the logits
-    num_tokens: Tensor  # int64 (), tokens that add to the gradient
+    weights: Tensor  # float32 (positions,)
+    has_loss: Tensor  # bool (positions,), whether a token adds to the gradient
+    is_reliable: Tensor  # bool (positions,), whether its weight was measured well enough to be reported
+    residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
 
 
 @dataclass
@@ -119,7 +118,7 @@ class TokenWeightsReport:
         """
         num_tokens = [0] * len(self._forwards)  # that add to the gradient
         for backward in self._backwards:
-            num_tokens[backward.forward] += int(backward.num_tokens)
+            num_tokens[backward.forward] += int(backward.has_loss.sum())
         with_gradient = self._forwards_with_gradient()
         sentences = []
         for index, forward in enumerate(self._forwards):
@@ -202,7 +201,10 @@ class TokenWeightsReport:
                 place = ' on this rank (`.spread` asks all)'
             ratio = f'largest over smallest weight {largest / smallest:.7f}'
             lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
-        num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
+        num_left_out = 0
+        for backward in self._backwards:
+            is_left_out = backward.has_loss & ~backward.is_reliable
+            num_left_out += int(is_left_out.sum())
         if num_left_out:
             lines.append(
                 f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
@@ -307,35 +309,20 @@ class TokenWeightsReport:
         if mask is not None:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
-            zero = gradient.new_zeros(())
-            is_reliable = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
-            self._backwards.append(
-                _Backward(
-                    weights,
-                    is_reliable,
-                    num_left_out=zero.long(),
-                    residual=zero,
-                    forward=forward,
-                    num_tokens=is_reliable.sum(),
-                )
-            )
-            return
-        measured = measure(logits, gradient)
-        has_loss = measured.targets != IGNORE_INDEX
-        # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
-        is_sure = measured.plain_norms < SURE
-        is_unexplained = measured.residual_norms > OTHER * measured.norms
-        is_reliable = has_loss & ~is_sure & ~is_unexplained  # NaN fulfils neither condition, so it is reported
-        self._backwards.append(
-            _Backward(
-                measured.weights.flatten(),
-                is_reliable.flatten(),
-                num_left_out=has_loss.sum() - is_reliable.sum(),
-                residual=measured.residual,
-                forward=forward,
-                num_tokens=has_loss.sum(),
-            )
-        )
+            has_loss = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
+            is_reliable = has_loss
+            residual = gradient.new_zeros(())
+        else:
+            measured = measure(logits, gradient)
+            weights = measured.weights.flatten()
+            has_loss = measured.targets.flatten() != IGNORE_INDEX
+            # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
+            is_sure = measured.plain_norms < SURE
+            is_unexplained = measured.residual_norms > OTHER * measured.norms
+            is_unclear = (is_sure | is_unexplained).flatten()
+            is_reliable = has_loss & ~is_unclear  # NaN fulfils neither condition, so it is reported
+            residual = measured.residual
+        self._backwards.append(_Backward(forward, weights, has_loss, is_reliable, residual))
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""
