@@ -109,7 +109,7 @@ class _Change:
     row: int  # number of the row
     error: float  # size of the change, relative to the expected gradient
     factor: float  # how many times as large the whole gradient is. 1: the change is no factor
-    error_without_factor: float  # change that is left after division by the factor, relative to the row's gradient
+    error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
 class RowComparison(Generic[RulesT]):
@@ -208,7 +208,7 @@ class RowComparison(Generic[RulesT]):
         rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
         noise = {}
         for point, expected in self._expected.items():
-            changes = _relative_errors(rounded[point], expected)
+            changes = _relative_errors(rounded[point], expected, _sizes(expected))
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
         return self._probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
@@ -539,19 +539,17 @@ class RowComparison(Generic[RulesT]):
         for point in {**self._expected, **gradients}:
             all_expected = self._expected.get(point, zero)
             row_gradients = gradients.get(point, zero[rows])
-            norms = all_expected.flatten(1).norm(dim=1)
-            largest = float(norms.max())
             expected = all_expected[rows]
+            sizes = _sizes(all_expected)[rows]
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
-            without_factor = row_gradients / factors[:, None, None]
-            # If the loss is not checked, rows may have any weight, so the factor is removed.
-            if not self._check_loss:
-                row_gradients = without_factor
-            errors = _relative_errors(row_gradients, expected, largest)
+            remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
+            # If the loss is not checked, rows may have any weight, so only the remainder counts.
+            errors = remainders
+            if self._check_loss:
+                errors = _relative_errors(row_gradients, expected, sizes)
             worst = int(errors.argmax())
-            remainder = _relative_errors(without_factor[[worst]], expected[[worst]])
-            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainder))
+            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainders[worst]))
             changes.append(change)
         return changes
 
@@ -660,21 +658,17 @@ def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
     return torch.where(has_factor, products / squares, 1.0)
 
 
-def _relative_errors(
-    gradients: Tensor,
-    expected: Tensor,
-    largest: float | None = None,
-) -> Tensor:
-    """Returns the norm of each row's difference divided by the norm of the expected gradient; ``(rows,)``.
+def _sizes(gradients: Tensor) -> Tensor:
+    """Returns by what the change of each row's gradient is divided, see :data:`SMALL_ROW`; ``(rows,)``."""
+    norms = gradients.flatten(1).norm(dim=1)
+    smallest_size = max(SMALL_ROW * float(norms.max()), 1e-30)  # nothing is divided by zero
+    return norms.clamp(min=smallest_size)
 
-    ``largest`` is the largest norm of all rows. The default is the largest of these rows.
-    """
-    sizes = expected.flatten(1).norm(dim=1)
-    if largest is None:
-        largest = float(sizes.max())
-    smallest_size = max(SMALL_ROW * largest, 1e-30)  # nothing is divided by zero
+
+def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the norm of each row's difference divided by the size of its expected gradient; ``(rows,)``."""
     differences = (gradients - expected).flatten(1).norm(dim=1)
-    errors = differences / sizes.clamp(min=smallest_size)
+    errors = differences / sizes
     return errors.nan_to_num(nan=torch.inf)
 
 
