@@ -272,7 +272,7 @@ class _VerifiedRun:
             }
             for name, gradients in steps.items():
                 is_ours = name != 'stock Composer'
-                yield StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients, is_held=is_ours)
+                yield StepCut(name=name, microbatch_size=size, gradients=gradients, is_held=is_ours)
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
