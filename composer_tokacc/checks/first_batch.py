@@ -107,7 +107,8 @@ class Criterion(NamedTuple):
     """Chooses one row of a batch: the one with the lowest cost of those that have a certain property."""
 
     costs: Sequence[float]
-    lacks: Sequence[bool]  # which rows lack the property. One of them is chosen only if all rows lack it.
+    # Which rows have the property. None: it does not matter. If no row has it, any row may be chosen.
+    has_property: Sequence[bool] | None = None
     needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
     needs_label: bool = True  # whether a row with labels comes before one without, whatever their costs are
 
@@ -617,15 +618,15 @@ def chosen_rows(
         max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
-    labels = labels_of(batch)
-    is_masked = labels[:, 1:] == IGNORE_INDEX
+    is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
     has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
-    for criterion in _criteria(facts, missing):
+
+    def add_row(criterion: Criterion) -> None:
         keys = []
         for row, length in enumerate(facts.lengths):
+            lacks_property = criterion.has_property is not None and not criterion.has_property[row]
             is_repeated = criterion.needs_new_row and row in rows
-            lacks_property = criterion.lacks[row]
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
             # A row with labels is better than one that gets them for the check, unless only the latter has the
@@ -635,15 +636,16 @@ def chosen_rows(
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
             rows.append(cheapest)
+
+    for criterion in _criteria(facts, missing):
+        add_row(criterion)
     # All rows with new media are kept, because this check runs for them. They come after the first two criteria.
     num_media_criteria = 2 * len(_new_modalities(missing))
-    rows = rows[: max(max_rows, 2 + num_media_criteria)]
+    del rows[max(max_rows, 2 + num_media_criteria) :]
     # Fill up with short rows, which cost little.
-    remaining = set(range(len(labels))) - set(rows)
-    lengths = facts.lengths
-    shortest_first = sorted(remaining, key=lambda row: (has_no_label[row], lengths[row]))
-    num_to_add = max(MIN_ROWS - len(rows), 0)
-    return rows + shortest_first[:num_to_add]
+    for _ in range(MIN_ROWS - len(rows)):
+        add_row(Criterion(facts.lengths, needs_new_row=True))
+    return rows
 
 
 def _new_modalities(missing: Sequence[str]) -> list[str]:
@@ -654,45 +656,40 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
 def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
-    lacks_nothing = [False] * len(lengths)
     longest_first = [-length for length in lengths]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
-    longest = Criterion(longest_first, lacks_nothing, needs_label=False)
-    criteria = [longest, Criterion(lengths, lacks_nothing)]
+    criteria = [Criterion(longest_first, needs_label=False), Criterion(lengths)]
     for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
-        lacks_modality = [size is None for size in sizes]
+        has_modality = [size is not None for size in sizes]
         smallest_first = [size or 0 for size in sizes]
         largest_first = [-size for size in smallest_first]
-        criteria.append(Criterion(smallest_first, lacks_modality))
+        criteria.append(Criterion(smallest_first, has_modality))
         # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
-        criteria.append(Criterion(largest_first, lacks_modality, needs_new_row=True))
+        criteria.append(Criterion(largest_first, has_modality, needs_new_row=True))
     # A hole is a position without attention between attended ones.
     if {'holes', 'holes beside media'}.intersection(missing):
-        lacks_hole = [not has_hole for has_hole in facts.has_hole]
-        criteria.append(Criterion(lengths, lacks_hole))
+        criteria.append(Criterion(lengths, facts.has_hole))
     if UNATTENDED_LABELS in missing:
-        lacks_such_label = [not has_label for has_label in facts.has_unattended_label]
-        criteria.append(Criterion(lengths, lacks_such_label))
+        criteria.append(Criterion(lengths, facts.has_unattended_label))
     # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
     # chooses the shortest row again.
-    lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
-    criteria.append(Criterion(lengths, lacks_label))
+    criteria.append(Criterion(lengths, facts.has_label_behind_padding))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
-    lacks_padding = [length == facts.width for length in lengths]
+    has_padding = [length < facts.width for length in lengths]
     about_half = (min(lengths) + facts.width) / 2
     medium_first = [abs(length - about_half) for length in lengths]
-    criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
+    criteria_of_widths = [Criterion(longest_first, has_padding), Criterion(medium_first)]
     # They come earlier if the check runs for a new width.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     # The shortest row of text only, and the row with the most media.
-    has_media = [num_media > 0 for num_media in facts.media]
+    is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]
-    criteria.append(Criterion(lengths, lacks=has_media))
-    criteria.append(Criterion(most_media_first, lacks_nothing))
+    criteria.append(Criterion(lengths, is_text_only))
+    criteria.append(Criterion(most_media_first))
     return criteria + criteria_of_widths
 
 
