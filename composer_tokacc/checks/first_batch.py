@@ -326,7 +326,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
-            self.has_logits = result.has_logits is not False
+            self.has_logits = result.has_logits
             self._check_written_state(row)
 
     def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
@@ -342,7 +342,7 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
-        self.has_logits = comparison.reference.has_logits is not False
+        self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
     def _checked_ranges(

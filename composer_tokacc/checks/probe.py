@@ -98,7 +98,7 @@ class ProbeResult:
     measured: MeasuredTokens | None
     output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
     output_address: int | None  # memory address of the output
-    has_logits: bool | None  # whether the loss treats the output as logits, see are_logits(). None: nothing is known
+    has_logits: bool  # whether the loss may treat the output as logits. False: are_logits() has shown that it does not
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -504,10 +504,10 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
             logit_gradient = unit_gradients[-1]
         gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
     measured = None
-    has_logits = None
+    has_logits = True
     if targets is not None and logits is not None and logit_gradient is not None:
-        has_logits = are_logits(logit_gradient, targets)
-        if has_logits is not False:
+        has_logits = are_logits(logit_gradient, targets) is not False
+        if has_logits:
             measured = measure(logits, logit_gradient, targets)
     output_size = None
     output_address = None
