@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias
 
 import torch
@@ -705,12 +703,14 @@ def media_as_collated(
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
         return {}
-    starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
+    # Each row of the batch: the microbatch that holds it, and its number there.
+    sources: list[tuple[Batch, int]] = []
+    for microbatch in microbatches:
+        sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
-        microbatch_index = bisect_right(starts, row) - 1
-        microbatch = without_rows(microbatches[microbatch_index])
-        row_batch = layout.select(microbatch, [row - starts[microbatch_index]])
+        microbatch, number = sources[row]
+        row_batch = layout.select(without_rows(microbatch), [number])
         media = {}
         has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
