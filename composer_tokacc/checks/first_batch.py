@@ -887,10 +887,8 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
     for size in GRADIENT_SIZES:
-        first_noise = torch.randn(local.shape, generator=generator)
-        second_noise = torch.randn(local.shape, generator=generator)
-        first = first_noise.to(local) * size
-        second = second_noise.to(local) * size
+        noise = torch.randn(2, *local.shape, generator=generator)
+        first, second = noise.to(local) * size
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = (changed_sum - sum_of_changed).float()
