@@ -113,12 +113,10 @@ def verify_isolation(
     inputs = dict(packed)
     inputs.pop('labels', None)
     leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
-    ids = inputs.get('input_ids')
-    if isinstance(ids, torch.Tensor):
+    if isinstance(inputs.get('input_ids'), torch.Tensor):
         reserved = _reserved_ids(getattr(outermost, 'config', None))
-        changed_batches = _with_other_ids(ids, documents_of_rows, reserved)
         # A leak that both functions find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, documents_of_rows, changed_batches) | leaks
+        leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
@@ -198,7 +196,7 @@ def _leaks_of_ids(
     model: torch.nn.Module,
     inputs: Batch,
     documents: Sequence[_Document],
-    changed_batches: Iterator[tuple[_Document, torch.Tensor]],
+    reserved: set[int],
 ) -> Leaks:
     """Returns the largest relative change of each document's logits if another document gets other ids.
 
@@ -208,7 +206,7 @@ def _leaks_of_ids(
         model: The model.
         inputs: The batch as it is.
         documents: The documents of all rows.
-        changed_batches: What :func:`_with_other_ids` yields: a document, and ids of the batch in which it has changed.
+        reserved: Ids with a special meaning.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
@@ -220,7 +218,7 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for seen, ids in changed_batches:
+    for seen, ids in _with_other_ids(inputs['input_ids'], documents, reserved):
         logits = _logits(model, {**inputs, 'input_ids': ids})
         for reader in _others(seen, documents):
             before = expected[reader.row][reader.positions]
