@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Generic, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class _Change:
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
-class RowComparison(Generic[RulesT]):
+class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
     All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same numbers.
@@ -180,7 +180,7 @@ class RowComparison(Generic[RulesT]):
             )
 
     @cached_property
-    def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
+    def _at_unvaried_weights(self) -> RowComparison | None:
         """The same comparison without varied weights, because they may hide a fault.
 
         None: no rank has varied a weight, or this is that comparison.

@@ -291,7 +291,7 @@ class FirstBatchCheck(Generic[RulesT]):
             return rules, RowRanges()
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
-        comparison = RowComparison[RulesT](
+        comparison = RowComparison(
             self.probe,
             self.layout,
             self._on_device,
@@ -327,7 +327,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self.has_logits = result.has_logits
             self._check_written_state(row)
 
-    def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
+    def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None
         if self.selector is not None:
@@ -345,7 +345,7 @@ class FirstBatchCheck(Generic[RulesT]):
 
     def _checked_ranges(
         self,
-        comparison: RowComparison[RulesT],
+        comparison: RowComparison,
         rows: Batch,
         rules: RulesT | None,
         largest_packed_row: int,
