@@ -386,7 +386,7 @@ class FirstBatchCheck(Generic[RulesT]):
         """
         config = getattr(transformers_model(self.probe.model), 'config', None)
         window = getattr(config, 'keep_window_size', None)
-        longest = max(real_positions(rows).sum(dim=1).tolist())
+        longest = int(real_positions(rows).sum(dim=1).max())
         if window is not None and longest > window:
             raise NotExactError(
                 f'The model must not choose between keys with equal scores, got: a row of {longest} tokens, and a '
@@ -830,10 +830,9 @@ def with_unequal_row(
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
-    lengths = describe(layout, rows).lengths
     # The first row that is long enough for several labels is copied. If all are short, it is the first row.
-    long_rows = (row for row, length in enumerate(lengths) if length >= ENOUGH_TOKENS)
-    copied_row = next(long_rows, 0)
+    is_long = real_positions(rows).sum(dim=1) >= ENOUGH_TOKENS
+    copied_row = int(is_long.int().argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
