@@ -335,10 +335,7 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`edge_of`.
     """
     visited: set[Node] = set()
-    pending: list[Edge] = []
-    for loss in losses:
-        edge_to_loss = (loss.grad_fn, loss.output_nr)
-        pending.append(edge_to_loss)
+    pending = [edge_of(loss) for loss in losses]
     while pending:
         edge = _before_copies(pending.pop())
         node, _ = edge
