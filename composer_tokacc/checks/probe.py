@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -204,7 +204,6 @@ class Probe:
         # Whether forwards run in float32, without `precision`. The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
         self._uses_float32 = parameter is not None and parameter.dtype == torch.float32
-        self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
@@ -290,7 +289,7 @@ class Probe:
         They also hide faults, so rows are compared without them, too. For example, a bias that begins at 0 becomes
         larger than the states of a fresh model, so a leak between rows is small compared with it.
         """
-        return self._varied_weights.has_any
+        return any(self._varied_weights.names.values())
 
     def _note_written(self, snapshot: StateSnapshot) -> None:
         """Notes state that a forward has written since the snapshot, and that was not judged before."""
@@ -376,10 +375,7 @@ class Probe:
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
         """Judges some states for :meth:`judge_written_state`. The caller puts the state of the model back."""
-
-        def run_forward() -> ProbeResult:
-            return self.run(batch, seed=1, keeps_state=True)
-
+        run_forward = partial(self.run, batch, keeps_state=True)
         run_forward()  # fills the caches
         snapshot = StateSnapshot.of_states(states)
         expected = run_forward()
@@ -415,9 +411,10 @@ class Probe:
         varies_weights: bool,
     ) -> _Forward:
         """Runs the forward and the loss once. For the arguments see :meth:`run`."""
+        labels = labels_of(batch)
         precision = self._precision()
         if self._uses_float32:
-            precision = torch.autocast(self._device_type, enabled=False)
+            precision = torch.autocast(labels.device.type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
         rounded_layers: list[Module] = []
@@ -426,7 +423,7 @@ class Probe:
         varied_weights: AbstractContextManager[object] = nullcontext()
         if varies_weights:
             varied_weights = self._varied_weights.shown()
-        shapes = [tuple(labels_of(batch).shape)]
+        shapes = [tuple(labels.shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
             # The caller disarms it.
@@ -542,13 +539,8 @@ class _VariedWeights:
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self._modules = modules
-        self._names: dict[Module, list[str]] = {}
-        """Names of the weights of each module whose entries are all equal."""
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a module that a forward has reached has such weights."""
-        return any(self._names.values())
+        self.names: dict[Module, list[str]] = {}
+        """Names of the weights whose entries are all equal, by module; only modules that a forward has reached."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -556,21 +548,21 @@ class _VariedWeights:
         with ExitStack() as hooks:
             for module in self._modules:
                 # A module that no forward has reached yet has no entry. It may have such weights.
-                if self._names.get(module, True):
+                if self.names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
     def _show(self, module: Module, args: object) -> None:
-        if module not in self._names:
+        if module not in self.names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             names = []
             for name, weight in module.named_parameters(recurse=False):
                 # A frozen weight will not move, so it hides nothing.
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
                     names.append(name)
-            self._names[module] = names
-        for name in self._names[module]:
+            self.names[module] = names
+        for name in self.names[module]:
             if name not in vars(module):  # a module may call itself
                 vars(module)[name] = _varied(getattr(module, name))
 
@@ -580,7 +572,7 @@ class _VariedWeights:
         args: object,
         output: object,
     ) -> None:
-        for name in self._names.get(module, ()):
+        for name in self.names.get(module, ()):
             vars(module).pop(name, None)
 
 
