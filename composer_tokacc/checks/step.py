@@ -29,6 +29,7 @@ from composer_tokacc.checks.logits import (
     tolerance_of,
     whole_vocabulary,
 )
+from composer_tokacc.compat import tree_flatten, tree_unflatten
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
@@ -320,7 +321,7 @@ def _read_from_device(step: Step) -> None:
 
     All numbers are read at once, because each reading would wait.
     """
-    entries: list[tuple[MicrobatchRecord, str, Tensor]] = []
+    values_of_records = []
     for record in step.microbatches:
         counted = loss_mask(record.batch, record.counts.rule)
         values = {'tokens': counted.sum()}
@@ -330,12 +331,14 @@ def _read_from_device(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        entries += [(record, name, value) for name, value in values.items()]
-    if not entries:
+        values_of_records.append(values)
+    tensors, structure = tree_flatten(values_of_records)
+    if not tensors:
         return
-    in_one_tensor = torch.stack([value.double() for _, _, value in entries])
-    for (record, name, _), number in zip(entries, in_one_tensor.tolist(), strict=True):
-        record.observed[name] = number
+    in_one_tensor = torch.stack([tensor.double() for tensor in tensors])
+    numbers_of_records = tree_unflatten(in_one_tensor.tolist(), structure)
+    for record, numbers in zip(step.microbatches, numbers_of_records, strict=True):
+        record.observed = numbers
 
 
 def _check_totals(step: Step) -> None:
