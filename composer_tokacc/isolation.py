@@ -45,8 +45,8 @@ class IsolationReport:
 
     def __str__(self) -> str:
         lines = []
-        for row, reader, seen, size in self.leaks:
-            lines.append(f'row {row}: document {reader} sees document {seen}: {size:.1e}')
+        for row, reader, source, size in self.leaks:
+            lines.append(f'row {row}: document {reader} sees document {source}: {size:.1e}')
         verdict = 'NOT isolated' if self.leaks else 'isolated'
         lines.append(f'{verdict}: {len(self.leaks)} leaks')
         return '\n'.join(lines)
@@ -183,11 +183,11 @@ def _leaks_of_gradient(
     for reader in documents:
         total = products[reader.row][reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
-        for seen in _others(reader, documents):
-            gradient_by_seen = gradient[seen.row][seen.positions]
-            size = float(gradient_by_seen.float().norm())
+        for source in _others(reader, documents):
+            gradient_by_source = gradient[source.row][source.positions]
+            size = float(gradient_by_source.float().norm())
             if size != 0.0:
-                leaks[reader.row, reader.number, seen.number] = size
+                leaks[reader.row, reader.number, source.number] = size
     return leaks
 
 
@@ -218,14 +218,14 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for seen, ids in _with_other_ids(inputs['input_ids'], documents, reserved):
+    for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved):
         logits = _logits(model, {**inputs, 'input_ids': ids})
-        for reader in _others(seen, documents):
+        for reader in _others(source, documents):
             before = expected[reader.row][reader.positions]
             after = logits[reader.row][reader.positions]
             change = relative_difference(before, after)
             if not change <= tolerance:
-                place = (reader.row, reader.number, seen.number)
+                place = (reader.row, reader.number, source.number)
                 leaks[place] = max(change, leaks.get(place, 0.0))
     return leaks
 
@@ -295,7 +295,8 @@ def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tenso
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
     for number in range(NUM_CONSTANTS):
-        constant = ordinary[number * last // (NUM_CONSTANTS - 1)]  # from the first to the last, evenly spaced
+        evenly_spaced_place = number * last // (NUM_CONSTANTS - 1)  # from the first id to the last
+        constant = ordinary[evenly_spaced_place]
         replacements.append(constant.expand_as(row))
     return replacements
 

@@ -292,9 +292,9 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. Either an earlier candidate has failed, so that this one keeps the padding, or no row
-            # has padding that may be cut off. In the second case nothing was learnt about trimming, and with_side_of()
-            # puts the earlier policy back. In the first case it changes nothing.
+            # No row was trimmed, for one of two reasons. Either trimming has failed before, so that this candidate keeps
+            # the padding. Then with_side_of() changes nothing. Or no row has padding that may be cut off. Then nothing
+            # was learnt about trimming, and with_side_of() puts the earlier policy back.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '

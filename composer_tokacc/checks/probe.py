@@ -147,7 +147,10 @@ class _LayerOutput(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """One forward, with the graph of its last layers."""
+    """One forward, with the graph of its last layers.
+
+    It does not hold the outputs of the model, so that their memory (a cache, hidden states) is free for the gradients.
+    """
 
     terms: Mapping[str, Tensor]  # the terms of the loss, by unit
     points: Sequence[Tensor]  # where gradients are taken, the logits last
