@@ -292,8 +292,8 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. Either trimming has failed before, so that this candidate keeps
-            # the padding. Then with_side_of() changes nothing. Or no row has padding that may be cut off. Then nothing
+            # No row was trimmed, for one of two reasons. Either trimming has failed before, and this candidate keeps
+            # the padding: then with_side_of() changes nothing. Or no row has padding that may be cut off: then nothing
             # was learnt about trimming, and with_side_of() puts the earlier policy back.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
