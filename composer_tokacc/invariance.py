@@ -400,11 +400,11 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
 
 
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
-    """Returns the rows of all ranks, given to the ranks by their numbers of labels. A single rank keeps its order.
+    """Returns the rows, moved between ranks if all ranks have equally many labels.
 
-    If all ranks had equally many labels, the mean over the ranks would be the mean over all tokens. So the fault of a
-    trainer that averages over the ranks would not show. If all rows have equally many labels, the fault of a mean of
-    means would not show in any cut. Then it raises ValueError.
+    If they have, the mean over the ranks is the mean over all tokens. So the fault of a trainer that averages over the
+    ranks would not show. If all rows have equally many labels, the fault of a mean of means would not show in any cut.
+    Then it raises ValueError.
     """
     rows = _joined(rows_by_rank)
     num_labels = torch.tensor([_labels_by_rule(row) for row in rows])  # (rows of all ranks, rules)
@@ -414,7 +414,10 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
                 f'`rows` must differ in their numbers of labels, got: {labels[0]} in each of {len(rows)} rows, counted '
                 f'{rule}. Among such rows a mean of means is the mean over all tokens, and nothing is proven.'
             )
-    if len(rows_by_rank) == 1:
+    num_ranks = len(rows_by_rank)
+    labels_of_ranks = num_labels.view(num_ranks, -1, len(RULES_TO_COUNT)).sum(dim=1)  # (ranks, rules)
+    are_equal = (labels_of_ranks == labels_of_ranks[0]).all(dim=0)
+    if num_ranks == 1 or not are_equal.any():
         return rows_by_rank
     # The first ranks get the rows with few labels.
     rows.sort(key=_labels_by_rule)
