@@ -89,10 +89,8 @@ class TokenChoice:
             if num_missing > 0:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
             is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
-            has_new_label_here = is_new.any(dim=1).tolist()
-            has_new_label += has_new_label_here
-            if any(has_new_label_here):
-                new_labels.append(labels[is_new])
+            has_new_label += is_new.any(dim=1).tolist()
+            new_labels.append(labels[is_new])
         # Labels become known only after the loop, so that every row of the batch that has a new label is marked.
         for labels in new_labels:
             self._is_unknown[labels] = False
