@@ -217,9 +217,11 @@ class StepWatch:
         return [state_of_gradient(parameter) for parameter in self._parameters.values()]
 
     def _gradient_checksums(self) -> dict[str, Checksum]:
-        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
-        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        return dict.fromkeys(gradients, ZERO) | _checksums(present)
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        return dict.fromkeys(self._parameters, ZERO) | _checksums(gradients)
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         # A hook that computes logits only at labels replaces the labels, and does so once. So if the forward is
