@@ -309,7 +309,13 @@ class FirstBatchCheck(Generic[RulesT]):
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, self._checked_ranges(comparison, rows, rules, shared.largest_packed_row)
+        largest_packed_row = 0
+        if rules is not None and rules.packing:
+            largest_packed_row = shared.largest_packed_row
+        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
+        if not comparison.has_shown_trimming:
+            ranges = ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
+        return rules, ranges
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
         """Warns that rows are not compared.
@@ -342,21 +348,6 @@ class FirstBatchCheck(Generic[RulesT]):
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
-
-    def _checked_ranges(
-        self,
-        comparison: RowComparison,
-        rows: Batch,
-        rules: RulesT | None,
-        largest_packed_row: int,
-    ) -> RowRanges:
-        """Returns the ranges of the rows that were compared under the rules."""
-        if rules is None or not rules.packing:
-            largest_packed_row = 0
-        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
-        if comparison.has_shown_trimming:
-            return ranges
-        return ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
 
     def _check_written_state(self, rows: Batch) -> None:
         """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
