@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -144,20 +144,15 @@ class StateSnapshot:
                     state.value.copy_(state.content)
 
     def lend_copies(self) -> None:
-        """Lets the model use the copies in the place of the tensors, until :meth:`restore` puts the tensors back.
+        """Lets the model use copies in the place of the tensors, until :meth:`restore` puts the tensors back.
 
         So a forward writes into the copies. If it wrote into a tensor that the graph of an earlier forward needs for
         its backward, that backward would raise, even if the old content came back.
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
-        lent = []
         for state in self.states:
             if isinstance(state.content, Tensor) and not state.is_sampled:
-                state.container[state.key] = copies.setdefault(id(state.value), state.content)
-                # The copy no longer holds the old content. `restore` needs only the tensor, which nobody writes.
-                state = replace(state, content=None)
-            lent.append(state)
-        self.states = lent
+                state.container[state.key] = copies.setdefault(id(state.value), state.content.clone())
 
 
 @torch.no_grad()
