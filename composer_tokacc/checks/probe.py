@@ -465,29 +465,23 @@ class Probe:
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
         kind_to_switch = BatchNorm if self.is_training else Module
-        modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
-        probabilities: dict[Any, float] = {}  # of dropout, by module
+        saved: list[tuple[Module, str, object]] = []  # modules, and an attribute of each with its value
         for module in self._modules:
-            if not isinstance(module, WITH_DROPOUT):
-                continue
-            probability = module.dropout
+            if isinstance(module, kind_to_switch):
+                saved.append((module, 'training', module.training))
+                module.training = False
             # A class that is derived from one of them may have a layer in this attribute.
-            if isinstance(probability, int | float):
-                probabilities[module] = probability
+            if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
+                saved.append((module, 'dropout', module.dropout))
+                module.dropout = 0.0
         # The same random numbers for every forward, so that forwards can be compared.
         seed_everything(seed)
-        for module in modules:
-            module.training = False
-        for module in probabilities:
-            module.dropout = 0.0
         try:
             with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
                 yield
         finally:
-            for module in modules:
-                module.training = True
-            for module, probability in probabilities.items():
-                module.dropout = probability
+            for module, name, value in saved:
+                setattr(module, name, value)
 
 
 def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
