@@ -262,7 +262,6 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
                     # tensor is not copied, only its number of writes tells whether it was written.
                     may_be_weight = container is attributes or not value.is_floating_point()
                     is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                    copies = not is_parameter and not is_too_large
-                    yield State.now(prefix + key, container, key, copies=copies, is_sampled=is_parameter)
+                    yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
                 elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
                     yield State.now(prefix + key, container, key)
