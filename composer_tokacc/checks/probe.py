@@ -440,7 +440,7 @@ class Probe:
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
-        logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
+        logits = _checked_logits(outputs, shapes)
         if logits is not None:
             # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
             # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the
@@ -757,15 +757,17 @@ def _loss_of(
         ) from error
 
 
-def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
-    """Returns the logits if there are any. Raises RuntimeError if they have another width than the labels."""
+def _checked_logits(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
+    """Returns the logits if there are any. Raises RuntimeError if their rows and width are none of the ``shapes``.
+
+    The first shape is that of the labels.
+    """
     logits = logits_of(outputs)
-    labels = labels_of(batch)
-    if logits is not None and logits.shape[:2] != labels.shape:
+    if logits is not None and tuple(logits.shape[:2]) not in shapes:
         raise NotExactError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward. Expand image '
-            'placeholders in the processor instead (docs/errors.md#loss-rule).'
+            f'{shapes[0]}. The model expands or truncates the sequence inside forward. Expand image placeholders in '
+            'the processor instead (docs/errors.md#loss-rule).'
         )
     return logits
 
