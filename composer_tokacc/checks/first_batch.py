@@ -612,6 +612,7 @@ def chosen_rows(
     rows: list[int] = []
 
     def add_row(criterion: Criterion) -> None:
+        """Adds the row that the criterion chooses, unless an earlier one has chosen it."""
         keys = []
         for row, length in enumerate(facts.lengths):
             lacks_property = criterion.has_property is not None and not criterion.has_property[row]
