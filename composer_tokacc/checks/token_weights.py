@@ -162,10 +162,8 @@ class TokenWeightsReport:
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
         """
-        has_no_number = ratios.isnan()
-        is_far = (ratios - 1).abs() > self.known_to
-        is_unequal = has_no_number | is_far
-        unequal = is_unequal.nonzero().flatten()
+        is_equal = (ratios - 1).abs() <= self.known_to  # False for NaN
+        unequal = (~is_equal).nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'
