@@ -256,9 +256,8 @@ class Probe:
         while True:
             may_leave_float32 = decides_precision and self._uses_float32
             result: ProbeResult | None = None
-            guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
-                with torch.no_grad(), guard as snapshot:
+                with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
                     with self._as_probed(seed):
                         forward = self._forward(
                             batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
