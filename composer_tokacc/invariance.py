@@ -146,11 +146,10 @@ class InvarianceReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCut:
-    """A way to cut and pad the rows of a step, before it is computed. :class:`InvarianceCase` explains the fields."""
+    """A way to cut the rows of a step, before it is computed. :class:`InvarianceCase` explains the fields."""
 
     name: str
     """``cut`` of the case."""
-    padding: str
     microbatch_size: int
     gradients: Callable[[], Gradients]
     """Computes the step in this cut, and returns its gradients on this rank."""
@@ -329,12 +328,7 @@ def verify_invariance(
         # so this shows whether a repeated step has the same gradient.
         once_again = ('again', len(rows_of_rank), [all_rows(padding)])
         for name, size, microbatches in chain([once_again], _cuts(layout, rows_of_rank, padding, sizes)):
-            yield StepCut(
-                name=name,
-                padding=padding,
-                microbatch_size=size,
-                gradients=partial(gradients_of, microbatches),
-            )
+            yield StepCut(name=name, microbatch_size=size, gradients=partial(gradients_of, microbatches))
 
     report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
     num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))

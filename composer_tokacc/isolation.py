@@ -45,8 +45,8 @@ class IsolationReport:
 
     def __str__(self) -> str:
         lines = []
-        for row, reader, seen, size in self.leaks:
-            lines.append(f'row {row}: document {reader} sees document {seen}: {size:.1e}')
+        for row, reader, source, size in self.leaks:
+            lines.append(f'row {row}: document {reader} sees document {source}: {size:.1e}')
         verdict = 'NOT isolated' if self.leaks else 'isolated'
         lines.append(f'{verdict}: {len(self.leaks)} leaks')
         return '\n'.join(lines)
@@ -76,8 +76,8 @@ def verify_isolation(
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
     makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
     experts with a capacity. So each document gets other ids in turn, and the logits of the others must stay the same,
-    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if there are fewer than two
-    ids to choose from.
+    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if its documents have fewer
+    than two different ids without a special meaning.
 
     Args:
         model: A Hugging Face model, or a module around one. It is checked in its present mode, training or evaluation.
@@ -113,13 +113,10 @@ def verify_isolation(
     inputs = dict(packed)
     inputs.pop('labels', None)
     leaks = _leaks_of_gradient(model, embedding, inputs, documents_of_rows)
-    ids = inputs.get('input_ids')
-    if isinstance(ids, torch.Tensor):
+    if isinstance(inputs.get('input_ids'), torch.Tensor):
         reserved = _reserved_ids(getattr(outermost, 'config', None))
-        num_embeddings = getattr(embedding, 'num_embeddings', 0)
-        changed_batches = _with_other_ids(ids, documents_of_rows, reserved, num_embeddings)
         # A leak that both functions find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, documents_of_rows, changed_batches) | leaks
+        leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
@@ -186,11 +183,11 @@ def _leaks_of_gradient(
     for reader in documents:
         total = products[reader.row][reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
-        for seen in _others(reader, documents):
-            gradient_by_seen = gradient[seen.row][seen.positions]
-            size = float(gradient_by_seen.float().norm())
+        for source in _others(reader, documents):
+            gradient_by_source = gradient[source.row][source.positions]
+            size = float(gradient_by_source.float().norm())
             if size != 0.0:
-                leaks[reader.row, reader.number, seen.number] = size
+                leaks[reader.row, reader.number, source.number] = size
     return leaks
 
 
@@ -199,7 +196,7 @@ def _leaks_of_ids(
     model: torch.nn.Module,
     inputs: Batch,
     documents: Sequence[_Document],
-    changed_batches: Iterator[tuple[_Document, torch.Tensor]],
+    reserved: set[int],
 ) -> Leaks:
     """Returns the largest relative change of each document's logits if another document gets other ids.
 
@@ -209,7 +206,7 @@ def _leaks_of_ids(
         model: The model.
         inputs: The batch as it is.
         documents: The documents of all rows.
-        changed_batches: What :func:`_with_other_ids` yields: a document, and ids of the batch in which it has changed.
+        reserved: Ids with a special meaning.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
@@ -221,14 +218,14 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for seen, ids in changed_batches:
+    for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved):
         logits = _logits(model, {**inputs, 'input_ids': ids})
-        for reader in _others(seen, documents):
+        for reader in _others(source, documents):
             before = expected[reader.row][reader.positions]
             after = logits[reader.row][reader.positions]
             change = relative_difference(before, after)
             if not change <= tolerance:
-                place = (reader.row, reader.number, seen.number)
+                place = (reader.row, reader.number, source.number)
                 leaks[place] = max(change, leaks.get(place, 0.0))
     return leaks
 
@@ -251,7 +248,6 @@ def _with_other_ids(
     ids: torch.Tensor,
     documents: Sequence[_Document],
     reserved: set[int],
-    num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
     """Yields a document, and a copy of ``ids`` in which only this document has other ids.
 
@@ -263,7 +259,6 @@ def _with_other_ids(
         ids: ``input_ids`` of the batch, ``(rows, width)``.
         documents: The documents of all rows.
         reserved: Ids with a special meaning.
-        num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
     # If all documents begin (or end) with the same id, it may separate them, even if the config does not name it.
@@ -272,7 +267,7 @@ def _with_other_ids(
     for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
             reserved = reserved | tokens
-    ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
+    ordinary = ids.new_tensor(sorted(set().union(*texts) - reserved))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
@@ -283,20 +278,6 @@ def _with_other_ids(
             changed = ids.clone()
             changed[document.row] = torch.where(is_changed, other_ids, row)
             yield document, changed
-
-
-def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
-    """Returns the ids that may be inserted, in ascending order: those of the documents, without the reserved ones.
-
-    If these are fewer than two, the first ids of the vocabulary are added.
-    """
-    ordinary = set().union(*texts) - reserved
-    for token in range(num_embeddings):
-        if len(ordinary) >= 2:
-            break
-        if token not in reserved:
-            ordinary.add(token)
-    return sorted(ordinary)
 
 
 def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
@@ -314,7 +295,8 @@ def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tenso
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
     for number in range(NUM_CONSTANTS):
-        constant = ordinary[number * last // (NUM_CONSTANTS - 1)]  # from the first to the last, evenly spaced
+        evenly_spaced_place = number * last // (NUM_CONSTANTS - 1)  # from the first id to the last
+        constant = ordinary[evenly_spaced_place]
         replacements.append(constant.expand_as(row))
     return replacements
 

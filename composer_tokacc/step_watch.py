@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -112,9 +111,7 @@ class StepWatch:
             self._hooks.enter_context(handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.close()
 
     def _on_backward_start(self, gradients: object) -> None:
@@ -220,9 +217,11 @@ class StepWatch:
         return [state_of_gradient(parameter) for parameter in self._parameters.values()]
 
     def _gradient_checksums(self) -> dict[str, Checksum]:
-        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
-        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        return dict.fromkeys(gradients, ZERO) | _checksums(present)
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
+        return dict.fromkeys(self._parameters, ZERO) | _checksums(gradients)
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         # A hook that computes logits only at labels replaces the labels, and does so once. So if the forward is

@@ -37,7 +37,6 @@ from composer.utils import dist
 from pydantic import Field
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.algorithm.setup import AlgorithmOptions
 from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
@@ -48,7 +47,7 @@ from composer_tokacc.invariance import Gradients, InvarianceReport, StepCut, com
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.build import RunParts, build_parts
+from composer_tokacc.programs.build import build_parts
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.registry import token_accumulation_options
 from composer_tokacc.programs.runner import run_program
@@ -137,7 +136,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
             has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
-    run = _VerifiedRun.from_config(config, max_rows)
+    run = _VerifiedRun(config, max_rows)
     references: dict[str, _WholeStep] = {}
 
     def reference(padding: str) -> Gradients:
@@ -169,54 +168,40 @@ class _WholeStep:
     has_router_loss: bool
 
 
-@dataclass(frozen=True)
 class _VerifiedRun:
-    """A run's model, rows of its first batch, and the options of its TokenAccumulation."""
+    """A run's model in float32, rows of its first batch, and the options of its TokenAccumulation.
 
-    parts: RunParts
-    device: Device
-    layout: BatchLayout
-    rows: list[dict[str, Any]]
-    """Single rows of this rank."""
-    rows_of_all_ranks: list[dict[str, Any]]
-    options: AlgorithmOptions
-    loss_rule: str
-    """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
+    Building it is a collective.
+    """
 
-    @classmethod
-    def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:
-        """Builds the model in float32, because the round-off of a shorter type would hide an error; a collective."""
+    def __init__(self, config: TrainConfig, max_rows: int) -> None:
+        # In float32, because the round-off of a shorter type would hide an error.
         model_section = replace(config.model, dtype='float32')
-        parts = build_parts(replace(config, model=model_section))
+        self.parts = build_parts(replace(config, model=model_section))
         # Without TF32, because its round-off would be taken for an error.
-        device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
-        device.module_to_device(parts.model)
-        _make_deterministic(parts.model)
-        layout = BatchLayout.for_model(parts.model)
-        rows = _rows(next(iter(parts.train_loader.dataloader)), layout, max_rows)
-        rows_of_all_ranks = []
-        for rows_of_rank in dist.all_gather_object(rows):
-            rows_of_all_ranks += rows_of_rank
-        if len(rows_of_all_ranks) < 2:
+        self.device: Device = DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
+        self.device.module_to_device(self.parts.model)
+        _make_deterministic(self.parts.model)
+        self.layout = BatchLayout.for_model(self.parts.model)
+        first_batch = next(iter(self.parts.train_loader.dataloader))
+        self.rows = _rows(first_batch, self.layout, max_rows)
+        """Single rows of this rank."""
+        self.rows_of_all_ranks: list[dict[str, Any]] = []
+        for rows_of_rank in dist.all_gather_object(self.rows):
+            self.rows_of_all_ranks += rows_of_rank
+        if len(self.rows_of_all_ranks) < 2:
             raise ConfigError(
                 'loader.global_batch_size',
-                f'and --rows must leave rows to cut apart, got: {len(rows_of_all_ranks)}',
+                f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
-        options = TokenAccumulation(**token_accumulation_options(config)).options
-        loss_rule = ''
-        if options.token_weights != 'token':
+        self.options = TokenAccumulation(**token_accumulation_options(config)).options
+        self.loss_rule = ''
+        """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
+        if self.options.is_weighted:
             # One row is enough to find the rule. It gets the labels that this needs.
-            row = layout.with_media(rule_batch(layout, layout.concat(rows_of_all_ranks)))
-            loss_rule = find_loss_rule(Probe.from_model(parts.model), device.batch_to_device(row))
-        return cls(
-            parts=parts,
-            device=device,
-            layout=layout,
-            rows=rows,
-            rows_of_all_ranks=rows_of_all_ranks,
-            options=options,
-            loss_rule=loss_rule,
-        )
+            row = rule_batch(self.layout, self.layout.concat(self.rows_of_all_ranks))
+            on_device = self.device.batch_to_device(self.layout.with_media(row))
+            self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
 
     def whole_step(self, batch: Batch) -> _WholeStep:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
@@ -228,7 +213,7 @@ class _VerifiedRun:
         model.zero_grad(set_to_none=True)
         outputs = model(batch)
         loss = model.loss(outputs, batch)
-        if self.options.token_weights != 'token':
+        if self.options.is_weighted:
             weights = token_weights_of(batch, self.options.token_weights, self.loss_rule)
             weights = at_predictions(weights, self.loss_rule)
             targets = targets_of(batch, self.loss_rule)
@@ -272,7 +257,7 @@ class _VerifiedRun:
             }
             for name, gradients in steps.items():
                 is_ours = name != 'stock Composer'
-                yield StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients, is_held=is_ours)
+                yield StepCut(name=name, microbatch_size=size, gradients=gradients, is_held=is_ours)
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Generic, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -109,10 +109,10 @@ class _Change:
     row: int  # number of the row
     error: float  # size of the change, relative to the expected gradient
     factor: float  # how many times as large the whole gradient is. 1: the change is no factor
-    error_without_factor: float  # change that is left after division by the factor, relative to the row's gradient
+    error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
-class RowComparison(Generic[RulesT]):
+class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
     All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same numbers.
@@ -180,7 +180,7 @@ class RowComparison(Generic[RulesT]):
             )
 
     @cached_property
-    def _at_unvaried_weights(self) -> RowComparison[RulesT] | None:
+    def _at_unvaried_weights(self) -> RowComparison | None:
         """The same comparison without varied weights, because they may hide a fault.
 
         None: no rank has varied a weight, or this is that comparison.
@@ -208,7 +208,7 @@ class RowComparison(Generic[RulesT]):
         rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
         noise = {}
         for point, expected in self._expected.items():
-            changes = _relative_errors(rounded[point], expected)
+            changes = _relative_errors(rounded[point], expected, _sizes(expected))
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
         return self._probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
@@ -292,9 +292,9 @@ class RowComparison(Generic[RulesT]):
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed. Either an earlier candidate has failed, so that this one keeps the padding, or no row
-            # has padding that may be cut off. In the second case nothing was learnt about trimming, and with_side_of()
-            # puts the earlier policy back. In the first case it changes nothing.
+            # No row was trimmed, for one of two reasons. Either trimming has failed before, and this candidate keeps
+            # the padding: then with_side_of() changes nothing. Or no row has padding that may be cut off: then nothing
+            # was learnt about trimming, and with_side_of() puts the earlier policy back.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
@@ -539,19 +539,17 @@ class RowComparison(Generic[RulesT]):
         for point in {**self._expected, **gradients}:
             all_expected = self._expected.get(point, zero)
             row_gradients = gradients.get(point, zero[rows])
-            norms = all_expected.flatten(1).norm(dim=1)
-            largest = float(norms.max())
             expected = all_expected[rows]
+            sizes = _sizes(all_expected)[rows]
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
-            without_factor = row_gradients / factors[:, None, None]
-            # If the loss is not checked, rows may have any weight, so the factor is removed.
-            if not self._check_loss:
-                row_gradients = without_factor
-            errors = _relative_errors(row_gradients, expected, largest)
+            remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
+            # If the loss is not checked, rows may have any weight, so only the remainder counts.
+            errors = remainders
+            if self._check_loss:
+                errors = _relative_errors(row_gradients, expected, sizes)
             worst = int(errors.argmax())
-            remainder = _relative_errors(without_factor[[worst]], expected[[worst]])
-            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainder))
+            change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainders[worst]))
             changes.append(change)
         return changes
 
@@ -660,21 +658,17 @@ def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
     return torch.where(has_factor, products / squares, 1.0)
 
 
-def _relative_errors(
-    gradients: Tensor,
-    expected: Tensor,
-    largest: float | None = None,
-) -> Tensor:
-    """Returns the norm of each row's difference divided by the norm of the expected gradient; ``(rows,)``.
+def _sizes(gradients: Tensor) -> Tensor:
+    """Returns by what the change of each row's gradient is divided, see :data:`SMALL_ROW`; ``(rows,)``."""
+    norms = gradients.flatten(1).norm(dim=1)
+    smallest_size = max(SMALL_ROW * float(norms.max()), 1e-30)  # nothing is divided by zero
+    return norms.clamp(min=smallest_size)
 
-    ``largest`` is the largest norm of all rows. The default is the largest of these rows.
-    """
-    sizes = expected.flatten(1).norm(dim=1)
-    if largest is None:
-        largest = float(sizes.max())
-    smallest_size = max(SMALL_ROW * largest, 1e-30)  # nothing is divided by zero
+
+def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the norm of each row's difference divided by the size of its expected gradient; ``(rows,)``."""
     differences = (gradients - expected).flatten(1).norm(dim=1)
-    errors = differences / sizes.clamp(min=smallest_size)
+    errors = differences / sizes
     return errors.nan_to_num(nan=torch.inf)
 
 

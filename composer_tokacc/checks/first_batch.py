@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias
 
 import torch
@@ -107,7 +105,8 @@ class Criterion(NamedTuple):
     """Chooses one row of a batch: the one with the lowest cost of those that have a certain property."""
 
     costs: Sequence[float]
-    lacks: Sequence[bool]  # which rows lack the property. One of them is chosen only if all rows lack it.
+    # Which rows have the property. None: it does not matter. If no row has it, any row may be chosen.
+    has_property: Sequence[bool] | None = None
     needs_new_row: bool = False  # whether to choose a row that no earlier criterion has chosen, if there is one
     needs_label: bool = True  # whether a row with labels comes before one without, whatever their costs are
 
@@ -292,7 +291,7 @@ class FirstBatchCheck(Generic[RulesT]):
             return rules, RowRanges()
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
-        comparison = RowComparison[RulesT](
+        comparison = RowComparison(
             self.probe,
             self.layout,
             self._on_device,
@@ -310,7 +309,13 @@ class FirstBatchCheck(Generic[RulesT]):
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, self._checked_ranges(comparison, rows, rules, shared.largest_packed_row)
+        largest_packed_row = 0
+        if rules is not None and rules.packing:
+            largest_packed_row = shared.largest_packed_row
+        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
+        if not comparison.has_shown_trimming:
+            ranges = ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
+        return rules, ranges
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
         """Warns that rows are not compared.
@@ -325,10 +330,10 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
-            self.has_logits = result.has_logits is not False
+            self.has_logits = result.has_logits
             self._check_written_state(row)
 
-    def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
+    def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None
         if self.selector is not None:
@@ -341,23 +346,8 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.token_scale is None and None not in scales:
             self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
-        self.has_logits = comparison.reference.has_logits is not False
+        self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
-
-    def _checked_ranges(
-        self,
-        comparison: RowComparison[RulesT],
-        rows: Batch,
-        rules: RulesT | None,
-        largest_packed_row: int,
-    ) -> RowRanges:
-        """Returns the ranges of the rows that were compared under the rules."""
-        if rules is None or not rules.packing:
-            largest_packed_row = 0
-        ranges = ranges_of(describe_all(self.layout, rows), largest_packed_row)
-        if comparison.has_shown_trimming:
-            return ranges
-        return ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
 
     def _check_written_state(self, rows: Batch) -> None:
         """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
@@ -387,7 +377,7 @@ class FirstBatchCheck(Generic[RulesT]):
         """
         config = getattr(transformers_model(self.probe.model), 'config', None)
         window = getattr(config, 'keep_window_size', None)
-        longest = max(real_positions(rows).sum(dim=1).tolist())
+        longest = int(real_positions(rows).sum(dim=1).max())
         if window is not None and longest > window:
             raise NotExactError(
                 f'The model must not choose between keys with equal scores, got: a row of {longest} tokens, and a '
@@ -617,15 +607,16 @@ def chosen_rows(
         max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
-    labels = labels_of(batch)
-    is_masked = labels[:, 1:] == IGNORE_INDEX
+    is_masked = labels_of(batch)[:, 1:] == IGNORE_INDEX
     has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
-    for criterion in _criteria(facts, missing):
+
+    def add_row(criterion: Criterion) -> None:
+        """Adds the row that the criterion chooses, unless an earlier one has chosen it."""
         keys = []
         for row, length in enumerate(facts.lengths):
+            lacks_property = criterion.has_property is not None and not criterion.has_property[row]
             is_repeated = criterion.needs_new_row and row in rows
-            lacks_property = criterion.lacks[row]
             lacks_label = criterion.needs_label and has_no_label[row]
             cost = criterion.costs[row]
             # A row with labels is better than one that gets them for the check, unless only the latter has the
@@ -635,15 +626,16 @@ def chosen_rows(
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
             rows.append(cheapest)
+
+    for criterion in _criteria(facts, missing):
+        add_row(criterion)
     # All rows with new media are kept, because this check runs for them. They come after the first two criteria.
     num_media_criteria = 2 * len(_new_modalities(missing))
-    rows = rows[: max(max_rows, 2 + num_media_criteria)]
+    del rows[max(max_rows, 2 + num_media_criteria) :]
     # Fill up with short rows, which cost little.
-    remaining = set(range(len(labels))) - set(rows)
-    lengths = facts.lengths
-    shortest_first = sorted(remaining, key=lambda row: (has_no_label[row], lengths[row]))
-    num_to_add = max(MIN_ROWS - len(rows), 0)
-    return rows + shortest_first[:num_to_add]
+    for _ in range(MIN_ROWS - len(rows)):
+        add_row(Criterion(facts.lengths, needs_new_row=True))
+    return rows
 
 
 def _new_modalities(missing: Sequence[str]) -> list[str]:
@@ -654,45 +646,40 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
 def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
-    lacks_nothing = [False] * len(lengths)
     longest_first = [-length for length in lengths]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
-    longest = Criterion(longest_first, lacks_nothing, needs_label=False)
-    criteria = [longest, Criterion(lengths, lacks_nothing)]
+    criteria = [Criterion(longest_first, needs_label=False), Criterion(lengths)]
     for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
-        lacks_modality = [size is None for size in sizes]
+        has_modality = [size is not None for size in sizes]
         smallest_first = [size or 0 for size in sizes]
         largest_first = [-size for size in smallest_first]
-        criteria.append(Criterion(smallest_first, lacks_modality))
+        criteria.append(Criterion(smallest_first, has_modality))
         # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
-        criteria.append(Criterion(largest_first, lacks_modality, needs_new_row=True))
+        criteria.append(Criterion(largest_first, has_modality, needs_new_row=True))
     # A hole is a position without attention between attended ones.
     if {'holes', 'holes beside media'}.intersection(missing):
-        lacks_hole = [not has_hole for has_hole in facts.has_hole]
-        criteria.append(Criterion(lengths, lacks_hole))
+        criteria.append(Criterion(lengths, facts.has_hole))
     if UNATTENDED_LABELS in missing:
-        lacks_such_label = [not has_label for has_label in facts.has_unattended_label]
-        criteria.append(Criterion(lengths, lacks_such_label))
+        criteria.append(Criterion(lengths, facts.has_unattended_label))
     # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
     # chooses the shortest row again.
-    lacks_label = [not has_label for has_label in facts.has_label_behind_padding]
-    criteria.append(Criterion(lengths, lacks_label))
+    criteria.append(Criterion(lengths, facts.has_label_behind_padding))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
-    lacks_padding = [length == facts.width for length in lengths]
+    has_padding = [length < facts.width for length in lengths]
     about_half = (min(lengths) + facts.width) / 2
     medium_first = [abs(length - about_half) for length in lengths]
-    criteria_of_widths = [Criterion(longest_first, lacks_padding), Criterion(medium_first, lacks_nothing)]
+    criteria_of_widths = [Criterion(longest_first, has_padding), Criterion(medium_first)]
     # They come earlier if the check runs for a new width.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
     # The shortest row of text only, and the row with the most media.
-    has_media = [num_media > 0 for num_media in facts.media]
+    is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]
-    criteria.append(Criterion(lengths, lacks=has_media))
-    criteria.append(Criterion(most_media_first, lacks_nothing))
+    criteria.append(Criterion(lengths, is_text_only))
+    criteria.append(Criterion(most_media_first))
     return criteria + criteria_of_widths
 
 
@@ -708,12 +695,14 @@ def media_as_collated(
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
         return {}
-    starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
+    # Each row of the batch: the microbatch that holds it, and its number there.
+    sources: list[tuple[Batch, int]] = []
+    for microbatch in microbatches:
+        sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
-        microbatch_index = bisect_right(starts, row) - 1
-        microbatch = without_rows(microbatches[microbatch_index])
-        row_batch = layout.select(microbatch, [row - starts[microbatch_index]])
+        microbatch, number = sources[row]
+        row_batch = layout.select(without_rows(microbatch), [number])
         media = {}
         has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():
@@ -833,10 +822,9 @@ def with_unequal_row(
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
-    lengths = describe(layout, rows).lengths
     # The first row that is long enough for several labels is copied. If all are short, it is the first row.
-    long_rows = (row for row, length in enumerate(lengths) if length >= ENOUGH_TOKENS)
-    copied_row = next(long_rows, 0)
+    is_long = real_positions(rows).sum(dim=1) >= ENOUGH_TOKENS
+    copied_row = int(is_long.int().argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
@@ -890,10 +878,8 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
     for size in GRADIENT_SIZES:
-        first_noise = torch.randn(local.shape, generator=generator)
-        second_noise = torch.randn(local.shape, generator=generator)
-        first = first_noise.to(local) * size
-        second = second_noise.to(local) * size
+        noise = torch.randn(2, *local.shape, generator=generator)
+        first, second = noise.to(local) * size
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = (changed_sum - sum_of_changed).float()

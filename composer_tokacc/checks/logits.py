@@ -227,19 +227,18 @@ def sketch(gradient: Tensor) -> Tensor:
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
         return gradient.float().cpu()
+    num_missing = -size % SKETCH_BLOCK  # entries of the last block
+    num_blocks = (size + num_missing) // SKETCH_BLOCK
     # The same signs for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
-    zeros_and_ones = torch.randint(2, (size, SKETCH_WIDTH), generator=generator)
+    zeros_and_ones = torch.randint(2, (num_blocks, SKETCH_BLOCK, SKETCH_WIDTH), generator=generator)
     signs = 2 * zeros_and_ones - 1
-    num_missing = -size % SKETCH_BLOCK
     signs = signs.to(gradient.device).float()
-    padded_signs = F.pad(signs, (0, 0, 0, num_missing))
-    blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
     parts = []
     for _, (part_gradient,) in _float_parts(gradient):
         padded = F.pad(part_gradient, (0, num_missing))
         blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
-        sums_of_blocks = blocks @ blocks_of_signs
+        sums_of_blocks = blocks @ signs
         parts.append(sums_of_blocks.sum(dim=0))
     rows, width = gradient.shape[:2]
     sums = torch.cat(parts).view(rows, width, SKETCH_WIDTH)
@@ -335,10 +334,7 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`edge_of`.
     """
     visited: set[Node] = set()
-    pending: list[Edge] = []
-    for loss in losses:
-        edge_to_loss = (loss.grad_fn, loss.output_nr)
-        pending.append(edge_to_loss)
+    pending = [edge_of(loss) for loss in losses]
     while pending:
         edge = _before_copies(pending.pop())
         node, _ = edge

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -98,7 +98,7 @@ class ProbeResult:
     measured: MeasuredTokens | None
     output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
     output_address: int | None  # memory address of the output
-    has_logits: bool | None  # whether the loss treats the output as logits, see are_logits(). None: nothing is known
+    has_logits: bool  # whether the loss may treat the output as logits. False: are_logits() has shown that it does not
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -147,7 +147,10 @@ class _LayerOutput(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """One forward, with the graph of its last layers."""
+    """One forward, with the graph of its last layers.
+
+    It does not hold the outputs of the model, so that their memory (a cache, hidden states) is free for the gradients.
+    """
 
     terms: Mapping[str, Tensor]  # the terms of the loss, by unit
     points: Sequence[Tensor]  # where gradients are taken, the logits last
@@ -204,7 +207,6 @@ class Probe:
         # Whether forwards run in float32, without `precision`. The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
         self._uses_float32 = parameter is not None and parameter.dtype == torch.float32
-        self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
@@ -254,9 +256,8 @@ class Probe:
         while True:
             may_leave_float32 = decides_precision and self._uses_float32
             result: ProbeResult | None = None
-            guard = undisturbed(self.model, keeps_state=keeps_state)
             try:
-                with torch.no_grad(), guard as snapshot:
+                with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
                     with self._as_probed(seed):
                         forward = self._forward(
                             batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
@@ -290,7 +291,7 @@ class Probe:
         They also hide faults, so rows are compared without them, too. For example, a bias that begins at 0 becomes
         larger than the states of a fresh model, so a leak between rows is small compared with it.
         """
-        return self._varied_weights.has_any
+        return any(self._varied_weights.names.values())
 
     def _note_written(self, snapshot: StateSnapshot) -> None:
         """Notes state that a forward has written since the snapshot, and that was not judged before."""
@@ -376,10 +377,7 @@ class Probe:
 
     def _judge(self, states: Sequence[State], batch: Batch) -> None:
         """Judges some states for :meth:`judge_written_state`. The caller puts the state of the model back."""
-
-        def run_forward() -> ProbeResult:
-            return self.run(batch, seed=1, keeps_state=True)
-
+        run_forward = partial(self.run, batch, keeps_state=True)
         run_forward()  # fills the caches
         snapshot = StateSnapshot.of_states(states)
         expected = run_forward()
@@ -415,9 +413,10 @@ class Probe:
         varies_weights: bool,
     ) -> _Forward:
         """Runs the forward and the loss once. For the arguments see :meth:`run`."""
+        labels = labels_of(batch)
         precision = self._precision()
         if self._uses_float32:
-            precision = torch.autocast(self._device_type, enabled=False)
+            precision = torch.autocast(labels.device.type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
         rounded_layers: list[Module] = []
@@ -426,7 +425,7 @@ class Probe:
         varied_weights: AbstractContextManager[object] = nullcontext()
         if varies_weights:
             varied_weights = self._varied_weights.shown()
-        shapes = [tuple(labels_of(batch).shape)]
+        shapes = [tuple(labels.shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
             # The caller disarms it.
@@ -440,7 +439,7 @@ class Probe:
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
-        logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
+        logits = _checked_logits(outputs, shapes)
         if logits is not None:
             # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
             # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the
@@ -465,29 +464,23 @@ class Probe:
         Switches BatchNorm to evaluation. If the forward is random in training, switches all modules to evaluation.
         """
         kind_to_switch = BatchNorm if self.is_training else Module
-        modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
-        probabilities: dict[Any, float] = {}  # of dropout, by module
+        saved: list[tuple[Module, str, object]] = []  # modules, and an attribute of each with its value
         for module in self._modules:
-            if not isinstance(module, WITH_DROPOUT):
-                continue
-            probability = module.dropout
+            if isinstance(module, kind_to_switch):
+                saved.append((module, 'training', module.training))
+                module.training = False
             # A class that is derived from one of them may have a layer in this attribute.
-            if isinstance(probability, int | float):
-                probabilities[module] = probability
+            if isinstance(module, WITH_DROPOUT) and isinstance(module.dropout, int | float):
+                saved.append((module, 'dropout', module.dropout))
+                module.dropout = 0.0
         # The same random numbers for every forward, so that forwards can be compared.
         seed_everything(seed)
-        for module in modules:
-            module.training = False
-        for module in probabilities:
-            module.dropout = 0.0
         try:
             with _WithoutDropout(), torch.compiler.set_stance('force_eager'), _without_tf32():
                 yield
         finally:
-            for module in modules:
-                module.training = True
-            for module, probability in probabilities.items():
-                module.dropout = probability
+            for module, name, value in saved:
+                setattr(module, name, value)
 
 
 def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
@@ -504,10 +497,10 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
             logit_gradient = unit_gradients[-1]
         gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
     measured = None
-    has_logits = None
+    has_logits = True
     if targets is not None and logits is not None and logit_gradient is not None:
-        has_logits = are_logits(logit_gradient, targets)
-        if has_logits is not False:
+        has_logits = are_logits(logit_gradient, targets) is not False
+        if has_logits:
             measured = measure(logits, logit_gradient, targets)
     output_size = None
     output_address = None
@@ -542,13 +535,8 @@ class _VariedWeights:
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self._modules = modules
-        self._names: dict[Module, list[str]] = {}
-        """Names of the weights of each module whose entries are all equal."""
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a module that a forward has reached has such weights."""
-        return any(self._names.values())
+        self.names: dict[Module, list[str]] = {}
+        """Names of the weights whose entries are all equal, by module; only modules that a forward has reached."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -556,21 +544,21 @@ class _VariedWeights:
         with ExitStack() as hooks:
             for module in self._modules:
                 # A module that no forward has reached yet has no entry. It may have such weights.
-                if self._names.get(module, True):
+                if self.names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
     def _show(self, module: Module, args: object) -> None:
-        if module not in self._names:
+        if module not in self.names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             names = []
             for name, weight in module.named_parameters(recurse=False):
                 # A frozen weight will not move, so it hides nothing.
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
                     names.append(name)
-            self._names[module] = names
-        for name in self._names[module]:
+            self.names[module] = names
+        for name in self.names[module]:
             if name not in vars(module):  # a module may call itself
                 vars(module)[name] = _varied(getattr(module, name))
 
@@ -580,7 +568,7 @@ class _VariedWeights:
         args: object,
         output: object,
     ) -> None:
-        for name in self._names.get(module, ()):
+        for name in self.names.get(module, ()):
             vars(module).pop(name, None)
 
 
@@ -768,15 +756,17 @@ def _loss_of(
         ) from error
 
 
-def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
-    """Returns the logits if there are any. Raises RuntimeError if they have another width than the labels."""
+def _checked_logits(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
+    """Returns the logits if there are any. Raises RuntimeError if their rows and width are none of the ``shapes``.
+
+    The first shape is that of the labels.
+    """
     logits = logits_of(outputs)
-    labels = labels_of(batch)
-    if logits is not None and logits.shape[:2] != labels.shape:
+    if logits is not None and tuple(logits.shape[:2]) not in shapes:
         raise NotExactError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
-            f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward. Expand image '
-            'placeholders in the processor instead (docs/errors.md#loss-rule).'
+            f'{shapes[0]}. The model expands or truncates the sequence inside forward. Expand image placeholders in '
+            'the processor instead (docs/errors.md#loss-rule).'
         )
     return logits
 

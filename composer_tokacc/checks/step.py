@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from composer_tokacc.checks.logits import (
     tolerance_of,
     whole_vocabulary,
 )
+from composer_tokacc.compat import tree_flatten, tree_unflatten
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
@@ -87,10 +89,8 @@ class TokenChoice:
             if num_missing > 0:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
             is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
-            has_new_label_here = is_new.any(dim=1).tolist()
-            has_new_label += has_new_label_here
-            if any(has_new_label_here):
-                new_labels.append(labels[is_new])
+            has_new_label += is_new.any(dim=1).tolist()
+            new_labels.append(labels[is_new])
         # Labels become known only after the loop, so that every row of the batch that has a new label is marked.
         for labels in new_labels:
             self._is_unknown[labels] = False
@@ -135,8 +135,6 @@ class MicrobatchRecord:
     deviations: Tensor | None = None
     # The measured positions, as indices into the flattened logits. None: every position, if any was measured.
     measured_positions: Tensor | None = None
-    # Number of its loss-generating tokens, counted on the device, ``()``. None: `check_step` counts them.
-    loss_tokens_on_device: Tensor | None = None
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
@@ -168,21 +166,14 @@ class MicrobatchRecord:
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
             measures_all: Whether to measure all tokens, or only some.
         """
-        # Detached, because a graph whose hook holds its own logits is never freed.
-        detached = logits.detach()
-
-        def measure_tokens(gradient: Tensor) -> None:
-            self.was_reached = True
-            if unit is not None:
-                self._measure(
-                    gradient,
-                    batch=batch,
-                    logits=detached,
-                    weights=weights,
-                    unit=unit,
-                    measures_all=measures_all,
-                )
-
+        measure_tokens = partial(
+            self._measure,
+            batch=batch,
+            logits=logits.detach(),  # a graph whose hook holds its own logits is never freed
+            weights=weights,
+            unit=unit,
+            measures_all=measures_all,
+        )
         on_gradient(logits, measure_tokens)
 
     def observe(self, gradient: Tensor) -> None:
@@ -202,31 +193,21 @@ class MicrobatchRecord:
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float,
+        unit: float | None,
         measures_all: bool,
     ) -> None:
-        """Measures tokens by the gradient by the logits. For the arguments see :meth:`watch`."""
+        """Measures tokens by the gradient by the logits. It is the hook of :meth:`watch`, which has its arguments."""
+        self.was_reached = True
+        if unit is None:
+            return
         # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
-        if self.positions_of_logits is None:
-            # Tokens are numbered from 1. A position without a token has the number of the last token before it. So the
-            # last position has the number of the last token, which is how many there are.
-            ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-            self.loss_tokens_on_device = ordinals[-1]
-            if not measures_all:
-                self.measured_positions = places_of(ordinals, self._sampled_numbers())
-        elif not measures_all:
-            # Logits were computed only for the tokens, in their order. They are not counted: the number of selected
-            # positions came from the CPU, so a count would always agree with it.
-            numbers = self._sampled_numbers()
-            self.measured_positions = torch.arange(
-                numbers.start - 1,
-                numbers.stop - 1,
-                numbers.step,
-                device=logits.device,
-            )
-        if self.measured_positions is not None:
+        if not measures_all:
+            # The running count of tokens: a token has its own number, from 1, and any other position the number of the
+            # last token before it.
+            running_count = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
+            self.measured_positions = places_of(running_count, self._sampled_numbers())
             logits = _at(self.measured_positions, logits)
             gradient = _at(self.measured_positions, gradient)
             targets = _at(self.measured_positions, targets)
@@ -338,27 +319,24 @@ def _read_from_device(step: Step) -> None:
 
     All numbers are read at once, because each reading would wait.
     """
-    entries: list[tuple[MicrobatchRecord, str, Tensor]] = []
+    values_of_records = []
     for record in step.microbatches:
-        values: dict[str, Tensor] = {}
-        if record.loss_tokens_on_device is not None and not step.is_weighted:
-            values['tokens'] = record.loss_tokens_on_device
-        else:
-            # With token weights the mask is needed anyway, for the sum of the weights.
-            counted = loss_mask(record.batch, record.counts.rule)
-            values['tokens'] = counted.sum(dtype=torch.float64)
-            if step.is_weighted:
-                values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
+        counted = loss_mask(record.batch, record.counts.rule)
+        values = {'tokens': counted.sum()}
+        if step.is_weighted:
+            values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
         if record.factor is not None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        entries += [(record, name, value) for name, value in values.items()]
-    if not entries:
+        values_of_records.append(values)
+    tensors, structure = tree_flatten(values_of_records)
+    if not tensors:
         return
-    in_one_tensor = torch.stack([value.double() for _, _, value in entries])
-    for (record, name, _), number in zip(entries, in_one_tensor.tolist(), strict=True):
-        record.observed[name] = number
+    in_one_tensor = torch.stack([tensor.double() for tensor in tensors])
+    numbers_of_records = tree_unflatten(in_one_tensor.tolist(), structure)
+    for record, numbers in zip(step.microbatches, numbers_of_records, strict=True):
+        record.observed = numbers
 
 
 def _check_totals(step: Step) -> None:
@@ -407,16 +385,8 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # nothing required a gradient
     expected = [record.composers_weight for record in step.microbatches]
-    are_right = len(factors) == len(expected)
-    for factor, expected_factor in zip(factors, expected, strict=False):
-        # The weight of a microbatch without samples is 0, which has no relative error.
-        are_right &= math.isclose(
-            factor,
-            expected_factor,
-            rel_tol=RELATIVE_TOLERANCE,
-            abs_tol=1e-9,
-        )
-    if not are_right:
+    # The weight of a microbatch without samples is 0, which has no relative error.
+    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
             f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '

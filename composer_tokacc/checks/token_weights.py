@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -41,14 +42,12 @@ class _Backward(NamedTuple):
     """
 
     weights: Tensor  # float32 (positions,)
-    is_reliable: Tensor  # bool (positions,), whether the weight at a position was measured well enough to be reported
-    num_left_out: Tensor  # int64 (), positions that carry loss and have no reliable weight
+    has_loss: Tensor  # bool (positions,), whether a token adds to the gradient
+    is_reliable: Tensor  # bool (positions,), whether its weight was measured well enough to be reported
     residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
-    forward: int  # index of the forward that made the logits
-    num_tokens: Tensor  # int64 (), tokens that add to the gradient
 
 
-@dataclass
+@dataclass(eq=False)
 class _WatchedForward:
     """A forward whose logits are watched."""
 
@@ -57,13 +56,21 @@ class _WatchedForward:
     gradient."""
     num_labels: Tensor | None
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
+    backwards: list[_Backward] = field(default_factory=list)
+    """The gradients that its logits got."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are."""
+        reliable_weights = [backward.weights.where(backward.is_reliable, 0) for backward in self.backwards]
+        weights = torch.stack(reliable_weights).sum(dim=0)
+        return weights[weights != 0]
 
 
 class TokenWeightsReport:
     """The measurements of :func:`.measure_token_weights` so far. Printed as a table."""
 
     def __init__(self) -> None:
-        self._backwards: list[_Backward] = []
         self._forwards: list[_WatchedForward] = []  # forwards that made logits
         self._had_forward = False  # whether there was any forward with gradients
         self._is_open = True  # False after the end of the context: nothing is measured any more
@@ -75,15 +82,12 @@ class TokenWeightsReport:
 
         If several backwards reach the logits of a forward, their weights are added, as their gradients are.
         """
-        return list(self._weights_of_forwards().values())
+        return [forward.weights for forward in self._forwards if forward.backwards]
 
-    def _weights_of_forwards(self) -> dict[int, Tensor]:
-        """Returns the :attr:`weights` by the index of their forward."""
-        sums: dict[int, Tensor] = {}  # (positions,)
-        for backward in self._backwards:
-            weights = backward.weights.where(backward.is_reliable, 0)
-            sums[backward.forward] = sums.get(backward.forward, 0) + weights
-        return {index: sums[index][sums[index] != 0] for index in sorted(sums)}
+    @property
+    def _backwards(self) -> list[_Backward]:
+        """The backwards of all forwards, in the order of the forwards."""
+        return list(chain.from_iterable(forward.backwards for forward in self._forwards))
 
     @property
     def spread(self) -> float:
@@ -117,24 +121,21 @@ class TokenWeightsReport:
 
         All of its labels should, unless they are ignored. If a forward gets no labels, some token should.
         """
-        num_tokens = [0] * len(self._forwards)  # that add to the gradient
-        for backward in self._backwards:
-            num_tokens[backward.forward] += int(backward.num_tokens)
-        with_gradient = self._forwards_with_gradient()
         sentences = []
-        for index, forward in enumerate(self._forwards):
+        for number, forward in enumerate(self._forwards, start=1):
+            num_tokens = sum(int(backward.has_loss.sum()) for backward in forward.backwards)
             num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
-            if num_tokens[index] >= num_labels or forward.in_backward:
+            if num_tokens >= num_labels or forward.in_backward:
                 continue
-            name = f'Forward {index + 1} of {len(self._forwards)}'
-            if num_tokens[index] > 0:
+            name = f'Forward {number} of {len(self._forwards)}'
+            if num_tokens > 0:
                 sentences.append(
-                    f'{name} adds only {num_tokens[index]} of its {num_labels} labels to the gradient. Set labels that '
+                    f'{name} adds only {num_tokens} of its {num_labels} labels to the gradient. Set labels that '
                     'the loss leaves out to -100, or let the loss use all of them.'
                 )
                 continue
             reason = '`backward` did not reach its logits'
-            if index in with_gradient:
+            if forward.backwards:
                 reason = 'its gradient is 0'
             sentences.append(f'{name} adds nothing to the gradient: {reason}.')
         return sentences
@@ -147,10 +148,12 @@ class TokenWeightsReport:
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).nanmedian().cpu()
         lines = []
-        for index, weights in self._weights_of_forwards().items():
-            line = self._line_of_unequal(weights.cpu() / median)
+        for number, forward in enumerate(self._forwards, start=1):
+            if not forward.backwards:
+                continue
+            line = self._line_of_unequal(forward.weights.cpu() / median)
             if line:
-                lines.append(f'forward {index + 1}: {line}')
+                lines.append(f'forward {number}: {line}')
         return '\n'.join(lines)
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
@@ -159,10 +162,8 @@ class TokenWeightsReport:
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
         """
-        has_no_number = ratios.isnan()
-        is_far = (ratios - 1).abs() > self.known_to
-        is_unequal = has_no_number | is_far
-        unequal = is_unequal.nonzero().flatten()
+        is_equal = (ratios - 1).abs() <= self.known_to  # False for NaN
+        unequal = (~is_equal).nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'
@@ -202,21 +203,20 @@ class TokenWeightsReport:
                 place = ' on this rank (`.spread` asks all)'
             ratio = f'largest over smallest weight {largest / smallest:.7f}'
             lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
-        num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
+        num_left_out = 0
+        for backward in self._backwards:
+            is_left_out = backward.has_loss & ~backward.is_reliable
+            num_left_out += int(is_left_out.sum())
         if num_left_out:
             lines.append(
                 f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
             )
-        num_without_gradient = len(self._forwards) - len(self._forwards_with_gradient())
+        num_without_gradient = sum(not forward.backwards for forward in self._forwards)
         if num_without_gradient:
             lines.append(
                 f'{num_without_gradient:,} of {len(self._forwards):,} forwards had no gradient at their logits'
             )
         return '\n'.join(lines)
-
-    def _forwards_with_gradient(self) -> set[int]:
-        """Returns the indices of the forwards whose logits got a gradient. One forward may have several backwards."""
-        return {backward.forward for backward in self._backwards}
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest absolute weight on this rank; -inf and inf if there is no weight."""
@@ -259,17 +259,17 @@ class TokenWeightsReport:
             batch = next(iter(args), None)
         num_labels = _num_labels(batch)
         # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. So the
-        # index of the forward is kept at the node of the graph that made the logits. If the part got no labels, those
-        # of the whole model count.
+        # forward is kept at the node of the graph that made the logits. If the part got no labels, those of the whole
+        # model count.
         metadata_of_node: Any = node.metadata
-        if (self, index) in metadata_of_node:
-            forward = self._forwards[metadata_of_node[self, index]]
-            if forward.num_labels is None:
-                forward.num_labels = num_labels
+        earlier: _WatchedForward | None = metadata_of_node.get((self, index))
+        if earlier is not None:
+            if earlier.num_labels is None:
+                earlier.num_labels = num_labels
             return
-        forward_index = len(self._forwards)
-        metadata_of_node[self, index] = forward_index
-        self._forwards.append(_WatchedForward(is_in_backward(), num_labels))
+        forward = _WatchedForward(is_in_backward(), num_labels)
+        metadata_of_node[self, index] = forward
+        self._forwards.append(forward)
         # Detached, because a graph whose hook holds its own logits is never freed.
         node.register_prehook(
             partial(
@@ -277,7 +277,7 @@ class TokenWeightsReport:
                 logits=logits.detach(),
                 mask=mask,
                 index=index,
-                forward=forward_index,
+                forward=forward,
             )
         )
 
@@ -288,7 +288,7 @@ class TokenWeightsReport:
         logits: Tensor,
         mask: Tensor | None,
         index: int,
-        forward: int,
+        forward: _WatchedForward,
     ) -> None:
         """Measures a gradient of logits and does not change it. It is a hook at the node that made the logits.
 
@@ -298,7 +298,7 @@ class TokenWeightsReport:
             mask: None: the gradient is by logits. Else it is by log-probabilities of labels, and this bool tensor in
                 their shape says which of them are of real labels.
             index: Number of the logits among the outputs.
-            forward: Index of the forward.
+            forward: The forward that made the logits.
         """
         gradient = gradients[index]
         if gradient is None or not self._is_open:
@@ -307,35 +307,20 @@ class TokenWeightsReport:
         if mask is not None:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
-            zero = gradient.new_zeros(())
-            is_reliable = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
-            self._backwards.append(
-                _Backward(
-                    weights,
-                    is_reliable,
-                    num_left_out=zero.long(),
-                    residual=zero,
-                    forward=forward,
-                    num_tokens=is_reliable.sum(),
-                )
-            )
-            return
-        measured = measure(logits, gradient)
-        has_loss = measured.targets != IGNORE_INDEX
-        # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
-        is_sure = measured.plain_norms < SURE
-        is_unexplained = measured.residual_norms > OTHER * measured.norms
-        is_reliable = has_loss & ~is_sure & ~is_unexplained  # NaN fulfils neither condition, so it is reported
-        self._backwards.append(
-            _Backward(
-                measured.weights.flatten(),
-                is_reliable.flatten(),
-                num_left_out=has_loss.sum() - is_reliable.sum(),
-                residual=measured.residual,
-                forward=forward,
-                num_tokens=has_loss.sum(),
-            )
-        )
+            has_loss = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
+            is_reliable = has_loss
+            residual = gradient.new_zeros(())
+        else:
+            measured = measure(logits, gradient)
+            weights = measured.weights.flatten()
+            has_loss = measured.targets.flatten() != IGNORE_INDEX
+            # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
+            is_sure = measured.plain_norms < SURE
+            is_unexplained = measured.residual_norms > OTHER * measured.norms
+            is_unclear = (is_sure | is_unexplained).flatten()
+            is_reliable = has_loss & ~is_unclear  # NaN fulfils neither condition, so it is reported
+            residual = measured.residual
+        forward.backwards.append(_Backward(weights, has_loss, is_reliable, residual))
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""

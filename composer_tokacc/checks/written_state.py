@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -144,20 +144,15 @@ class StateSnapshot:
                     state.value.copy_(state.content)
 
     def lend_copies(self) -> None:
-        """Lets the model use the copies in the place of the tensors, until :meth:`restore` puts the tensors back.
+        """Lets the model use copies in the place of the tensors, until :meth:`restore` puts the tensors back.
 
         So a forward writes into the copies. If it wrote into a tensor that the graph of an earlier forward needs for
         its backward, that backward would raise, even if the old content came back.
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
-        lent = []
         for state in self.states:
             if isinstance(state.content, Tensor) and not state.is_sampled:
-                state.container[state.key] = copies.setdefault(id(state.value), state.content)
-                # The copy no longer holds the old content. `restore` needs only the tensor, which nobody writes.
-                state = replace(state, content=None)
-            lent.append(state)
-        self.states = lent
+                state.container[state.key] = copies.setdefault(id(state.value), state.content.clone())
 
 
 @torch.no_grad()
@@ -267,7 +262,6 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
                     # tensor is not copied, only its number of writes tells whether it was written.
                     may_be_weight = container is attributes or not value.is_floating_point()
                     is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                    copies = not is_parameter and not is_too_large
-                    yield State.now(prefix + key, container, key, copies=copies, is_sampled=is_parameter)
+                    yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
                 elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
                     yield State.now(prefix + key, container, key)
