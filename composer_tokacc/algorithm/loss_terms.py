@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from composer_tokacc.checks.logits import edge_of, router_loss_of
+from composer_tokacc.checks.logits import edge_of, nodes_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 
@@ -284,23 +284,27 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 
 
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
-    """Returns a zero in the graph of the outputs. Its backward gives every parameter in the graph a gradient of zero.
+    """Returns a zero in the graph of the loss. Its backward gives every parameter in the graph a gradient of zero.
 
-    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the outputs, because an output may
-    be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient, slices of the loss are taken, whose own gradient
-    may be NaN.
+    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the outputs that the loss is made
+    of, because an output may be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient, slices of the loss are
+    taken, whose own gradient may be NaN.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
-    sources = []
+    attached = []
     for output in tensors_in(outputs):
         # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
         is_loss = any(output is value for value in losses)
         is_scalar = output.dim() == 0
         if output.requires_grad and not is_loss and not is_scalar:
-            sources.append(output)
+            attached.append(output)
+    # Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this
+    # rank would then reduce more gradients than the others, and all would wait forever.
+    nodes = set(nodes_of(losses))
+    of_loss = [output for output in attached if edge_of(output)[0] in nodes]
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
-    for source in sources or losses:
+    for source in of_loss or attached or losses:
         no_elements = torch.atleast_1d(source)[:0]
         zero = zero + no_elements.sum().to(zero)
     return zero

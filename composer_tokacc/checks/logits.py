@@ -331,7 +331,15 @@ def _before_copies(edge: Edge) -> Edge:
 def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
     """Returns whether losses depend on parameters in another way than through some tensors.
 
-    It follows the graph, so nothing waits for the device. ``ends`` are the edges of these tensors, see :func:`edge_of`.
+    ``ends`` are the edges of these tensors, see :func:`edge_of`.
+    """
+    return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))  # the node of a parameter has a variable
+
+
+def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:
+    """Yields the nodes of the graph that makes some losses, but none that they reach only through the ``ends``.
+
+    It follows the graph, so nothing waits for the device.
     """
     visited: set[Node] = set()
     pending = [edge_of(loss) for loss in losses]
@@ -342,11 +350,9 @@ def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
         # one node.
         if node is None or node in visited or edge in ends:
             continue
-        if hasattr(node, 'variable'):  # a parameter
-            return True
         visited.add(node)
+        yield node
         pending += node.next_functions
-    return False
 
 
 # Helpers.

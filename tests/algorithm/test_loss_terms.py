@@ -13,7 +13,7 @@ from composer.core import DataSpec
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.algorithm.loss_terms import LossTerms
+from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
 from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import fit, gradients_of, loader, relative_error
@@ -292,3 +292,17 @@ def test_state_of_a_composer_algorithm():
     """Composer compares the `repr` in a checkpoint with that of the algorithm which resumes."""
     algorithm = TokenAccumulation()
     assert algorithm.state_dict()['repr'] == repr(algorithm)
+
+
+def test_zero_reaches_only_parameters_of_the_loss():
+    """Under FSDP ranks must reduce gradients of the same parameters, also if a microbatch of one has no label."""
+    head = torch.nn.Linear(3, 5)
+    pooler = torch.nn.Linear(3, 5)
+    hidden = torch.ones(2, 3)
+    outputs = {'logits': head(hidden), 'pooled': pooler(hidden)}
+    no_labels = torch.full((2,), -100)
+    loss = torch.nn.functional.cross_entropy(outputs['logits'], no_labels)
+    assert loss.isnan()
+    attached_zero(outputs, loss).backward()
+    assert torch.equal(head.weight.grad, torch.zeros(5, 3))
+    assert pooler.weight.grad is None
