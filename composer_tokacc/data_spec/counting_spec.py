@@ -25,7 +25,14 @@ from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, r
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
+from composer_tokacc.row_counts import (
+    RowCounts,
+    is_counted,
+    num_samples,
+    row_counts_of,
+    with_counts,
+    without_row_counts,
+)
 
 
 class CountingDataSpec(DataSpec):
@@ -76,7 +83,7 @@ class CountingDataSpec(DataSpec):
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         rows = self._rows_of(batch)
-        has_counts = all(row.rule for row in rows)  # rows_of() gives an empty rule to rows that were not counted
+        has_counts = all(row.rule for row in rows)  # row_counts_of() gives an empty rule to rows that were not counted
         if token_type == 'total':
             if has_counts:
                 return sum(row.real_tokens for row in rows)
@@ -89,7 +96,7 @@ class CountingDataSpec(DataSpec):
         if not has_counts:
             # The rule need not be proven, because this number weights no loss. Only a user's own code asks for it.
             # Composer asks for the loss tokens of microbatches, which have counts.
-            rows = rows_of(with_counts(batch, self._loss_rule))
+            rows = row_counts_of(with_counts(batch, self._loss_rule))
         elif not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
@@ -201,8 +208,8 @@ class CountingDataSpec(DataSpec):
             return batch
         # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
-        self._computed_rows = rows_of(batch)
-        return without_rows(batch)
+        self._computed_rows = row_counts_of(batch)
+        return without_row_counts(batch)
 
     # Called by Composer.
 
@@ -210,7 +217,7 @@ class CountingDataSpec(DataSpec):
         """Returns the counts of each row, also if :meth:`_transform_microbatch` has removed them."""
         if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
             return self._computed_rows
-        return rows_of(batch)
+        return row_counts_of(batch)
 
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._rows_of(batch))

@@ -27,7 +27,7 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +209,8 @@ def zero_weight(batch: Batch) -> BatchDict:
     """Returns a copy in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     without_labels = {**batch, 'labels': labels}
-    rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
-    return with_rows(without_labels, rows)
+    rows = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
+    return attach_row_counts(without_labels, rows)
 
 
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
@@ -319,7 +319,7 @@ class Piece:
             if size == 'image_tokens':
                 sizes[size] = facts.image_tokens
             elif size == 'loss_tokens':
-                sizes[size] = [row.loss_tokens for row in rows_of(facts.batch)]
+                sizes[size] = [row.loss_tokens for row in row_counts_of(facts.batch)]
         rows = range(len(facts.lengths))
         return cls(facts, rules, options, rows, rules.widths(facts), sizes)
 

@@ -42,7 +42,7 @@ from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.row_counts import rows_of, without_rows
+from composer_tokacc.row_counts import row_counts_of, without_row_counts
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -251,7 +251,7 @@ class MicrobatchSplit:
             dummies = _dummies_of_first_modality([facts])
             (piece,) = with_dummies([piece], dummies)
         (microbatch,) = build([piece], self._attention)
-        return without_rows(microbatch)
+        return without_row_counts(microbatch)
 
     # The model.
 
@@ -429,7 +429,7 @@ class MicrobatchSplit:
             piece.check_caps(indices)
             if has_ranks:
                 # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
-                rows = rows_of(facts.batch)
+                rows = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if rows[row].samples]
                 piece = piece.take(samples)
             if pre_split is not None and piece.rows and piece.fits:
@@ -605,7 +605,7 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
     """Calls :func:`.check_first_labels` for each batch, with the loss rule by which its rows were counted."""
     for facts in facts_of_batches:
-        check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
+        check_first_labels(facts, row_counts_of(facts.batch)[0].rule, kind)
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:

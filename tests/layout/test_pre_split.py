@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
 from tests.layout.test_families import assert_same_batch
 from tests.support.small_batches import text_batch
 
@@ -127,8 +127,8 @@ def test_counting_joins_no_tensor(monkeypatch):
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
     counted = with_counts(batch)
-    assert [row.loss_tokens for row in rows_of(counted)] == [4, 1, 2]
-    assert counted[ROWS_KEY] == rows_of(counted)
+    assert [row.loss_tokens for row in row_counts_of(counted)] == [4, 1, 2]
+    assert counted[ROWS_KEY] == row_counts_of(counted)
     assert num_samples(counted) == num_samples(batch) == 3
     assert ROWS_KEY not in batch
 
@@ -147,10 +147,10 @@ def test_deep_copies_share_nothing(monkeypatch):
 
 def test_counts_travel_with_their_microbatch():
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
-    counted = with_counts(with_rows(batch, [RowCounts(), RowCounts(samples=0), RowCounts()]))
+    counted = with_counts(attach_row_counts(batch, [RowCounts(), RowCounts(samples=0), RowCounts()]))
     received = pickle.loads(pickle.dumps(counted))
-    assert rows_of(received) == rows_of(counted)
-    assert [row.loss_tokens for row in rows_of(received)] == [4, 0, 2]
+    assert row_counts_of(received) == row_counts_of(counted)
+    assert [row.loss_tokens for row in row_counts_of(received)] == [4, 0, 2]
     assert [num_samples(part) for part in received.microbatches] == [1, 1]
 
 
