@@ -147,19 +147,13 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
         earlier = joined.get(key, possible)
         joined[key] = agreed_readings(earlier, possible)
         if not joined[key]:
-            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
+            later_meaning = ' or '.join(reading.value for reading in possible)
+            earlier_meaning = ' or '.join(reading.value for reading in earlier)
+            raise InvalidInputError(
+                f'`batch[{key!r}]` must mean the same in every batch, got: {later_meaning}, where earlier batches '
+                f'hold {earlier_meaning}. Register it: `layout.with_entries({key}=Entry(unit=...))`.'
+            )
     return joined
-
-
-def changed_meaning_message(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
-    """Returns the message for a key that has no reading which both earlier batches and this batch allow."""
-    later_meaning = ' or '.join(reading.value for reading in possible) or 'none of these'
-    earlier_meaning = ' or '.join(reading.value for reading in earlier)
-    return (
-        f'`batch[{key!r}]` must mean the same in every batch, got: {later_meaning}, where earlier batches '
-        f'hold {earlier_meaning}. '
-        f'Register it: `layout.with_entries({key}=Entry(unit=...))`.'
-    )
 
 
 def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:

@@ -28,14 +28,13 @@ from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
     Reading,
     Readings,
-    agreed_readings,
     carried_counts,
-    changed_meaning_message,
     entries_per_row,
     entry_of_reading,
     has_audio_along_text,
     inferred_family,
     items_of_rows,
+    joined_readings,
     possible_readings,
     sums_of_groups,
 )
@@ -258,11 +257,8 @@ class BatchLayout:
                 f'it: `layout.with_entries({key}=Entry(unit=...))`, '
                 "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
             )
-        earlier = self.readings.get(key, possible)
-        agreed = agreed_readings(earlier, possible)
-        if not agreed:
-            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
-        return entry_of_reading(agreed[0], batch, key)
+        most_likely, *_ = joined_readings(self.readings, {key: possible})[key]
+        return entry_of_reading(most_likely, batch, key)
 
     def _possible_readings(self, batch: Batch, key: str) -> tuple[Reading, ...]:
         """Returns the possible readings of an unregistered key by this batch, the most likely one first."""
