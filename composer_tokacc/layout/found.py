@@ -182,6 +182,15 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     )
 
 
+def _tensors_of(batch: Batch, modality: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names tell this modality, by key."""
+    tensors = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and modality_of(key) == modality:
+            tensors[key] = value
+    return tensors
+
+
 def _may_have_items(
     batch: Batch,
     modality: str,
@@ -195,11 +204,9 @@ def _may_have_items(
     """
     if config is None:
         return True
-    for key, other in batch.items():
+    for key, value in _tensors_of(batch, modality).items():
         is_of_rows = key in registered and not registered[key].is_media
-        if modality_of(key) != modality or is_of_rows:
-            continue
-        if isinstance(other, torch.Tensor) and other.dim() > 1:
+        if value.dim() > 1 and not is_of_rows:
             return True
     if any(carried_counts(batch, modality) or []):
         return True
@@ -214,12 +221,9 @@ def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
     are floats ``(entries, ..., width, ...)``.
     """
     num_entries, mask_width = mask.shape[:2]
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        if modality_of(key) != modality or value.dim() <= mask.dim():
-            continue
-        if len(value) == num_entries and mask_width in value.shape[1:]:
+    for value in _tensors_of(batch, modality).values():
+        is_media = value.is_floating_point() and value.dim() > mask.dim()
+        if is_media and len(value) == num_entries and mask_width in value.shape[1:]:
             return True
     return False
 
@@ -232,10 +236,8 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     if value.dim() != 4 or value.shape[0] != 1:
         return False
     patch_side = value.shape[-2]
-    for key, sizes in batch.items():
-        if modality_of(key) != modality:
-            continue
-        if not isinstance(sizes, torch.Tensor) or sizes.shape[1:] != (2,):
+    for sizes in _tensors_of(batch, modality).values():
+        if sizes.shape[1:] != (2,):
             continue
         num_patches = int(sizes.prod(dim=1).sum())
         if num_patches * patch_side == value.shape[-1]:
@@ -249,9 +251,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
     Such text cannot be trimmed, because the frames would have to be trimmed with it.
     """
     num_rows, width = text_of(batch).shape[:2]
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
-            continue
+    for value in _tensors_of(batch, 'audio').values():
         if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
             # If audios have placeholders, they belong to these, and the shape is a coincidence.
             return not placeholder_ids(config, 'audio')
@@ -336,13 +336,9 @@ def entries_per_row(
         return [1] * num_rows
     # The entries of each row, by the key or by the way that tells them.
     answers: dict[str, list[int]] = {}
-    for key, value in batch.items():
-        if modality_of(key) != modality:
-            continue
-        if not isinstance(value, torch.Tensor) or value.is_floating_point():
-            continue
-        if value.dtype == torch.bool:
-            # A mask of items or tiles holds no sizes.
+    for key, value in _tensors_of(batch, modality).items():
+        # A mask of items or tiles holds no sizes.
+        if value.is_floating_point() or value.dtype == torch.bool:
             continue
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
