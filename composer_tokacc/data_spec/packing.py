@@ -23,7 +23,7 @@ from composer_tokacc.batch import (
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import ROWS_KEY, summed
+from composer_tokacc.row_counts import ROWS_KEY, row_counts_of, summed
 
 _ITEM_COUNTS = frozenset(f'num_{modality}s' for modality in MODALITIES)
 """Keys of the numbers of images, videos and audios of each row."""
@@ -56,7 +56,7 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    is_shifted = ROWS_KEY not in batch or batch[ROWS_KEY][0].rule != 'unshifted'
+    is_shifted = row_counts_of(batch)[0].rule != 'unshifted'
     real = real_positions(batch)
     _check_rows(batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):

@@ -218,20 +218,17 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 
     The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
     """
-    candidates: list[tuple[RowFacts, int]] = []
-    for facts in facts_of_batches:
+    # Sizes come first, so that min() compares them. The numbers of batch and row tell where the row is.
+    candidates: list[tuple[int, int, int, int]] = []
+    for batch_number, facts in enumerate(facts_of_batches):
         items_per_row = facts.counts.get(modality, ())
         for row, num_items in enumerate(items_per_row):
             if num_items > 0:
-                candidates.append((facts, row))
+                candidates.append((num_items, facts.lengths[row], batch_number, row))
     if not candidates:
         return None
-
-    def size(candidate: tuple[RowFacts, int]) -> tuple[int, int]:
-        facts, row = candidate
-        return facts.counts[modality][row], facts.lengths[row]
-
-    facts, row = min(candidates, key=size)
+    _, _, batch_number, row = min(candidates)
+    facts = facts_of_batches[batch_number]
     selected = facts.layout.select(facts.batch, [row])
     trimmed = facts.layout.trim(selected)
     return zero_weight(trimmed)
