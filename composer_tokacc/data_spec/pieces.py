@@ -25,6 +25,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
+from composer_tokacc.layout.layout import values_of_rows
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of
@@ -267,18 +268,14 @@ def add_rows(
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs.
-
-    A list that the dummy row lacks gets the value None, or 0 if its key is that of a count, such as ``num_images``.
-    """
+    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs."""
     dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
             del dummy[key]
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
-            missing = [0] if key.startswith('num_') else [None]
-            dummy[key] = row.get(key, missing)
+            dummy[key] = values_of_rows(key, [row])
     return dummy
 
 

@@ -560,8 +560,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
-        Plain values that differ become a list with one entry per row, None for the rows of a batch without the key. If
-        all batches with the key have the same value, all rows get it. Arrays of numpy always become a list.
+        Plain values that differ become a list with one entry per row, see :func:`values_of_rows`. If all batches with
+        the key have the same value, all rows get it. Arrays of numpy always become a list.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -596,24 +596,13 @@ class BatchLayout:
                 joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
-                joined[key] = self._values_of_rows(key, batches)
+                joined[key] = values_of_rows(key, batches)
             # Arrays cannot be compared by `!=`, which returns another array.
             elif any(isinstance(value, np.ndarray) or value != values[0] for value in values):
-                joined[key] = self._values_of_rows(key, batches)
+                joined[key] = values_of_rows(key, batches)
             else:
                 joined[key] = values[0] if values else None
         return joined
-
-    def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:
-        """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows."""
-        values: list[Any] = []
-        for batch in batches:
-            value = batch.get(key)
-            if isinstance(value, (list, tuple)):
-                values += value
-            else:
-                values += [value] * self.num_rows(batch)
-        return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the number of items of each row of a batch.
@@ -751,6 +740,25 @@ def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
             if values.get(key) is None:
                 values[key] = value
     return BatchLayout.infer(values)
+
+
+def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
+    """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows.
+
+    The rows of a batch without the key have 0 if it is the key of a count, such as ``num_images``, and None otherwise.
+    """
+    missing = 0 if key.startswith('num_') else None
+    values: list[Any] = []
+    for batch in batches:
+        value = batch.get(key)
+        if value is None:
+            value = missing
+        if isinstance(value, (list, tuple)):
+            values += value
+        else:
+            num_rows = len(text_of(batch))
+            values += [value] * num_rows
+    return values
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:

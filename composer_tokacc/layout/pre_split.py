@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side, text_of
+from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
-from composer_tokacc.layout.layout import BatchLayout, with_masks
+from composer_tokacc.layout.layout import BatchLayout, values_of_rows, with_masks
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
@@ -115,19 +115,9 @@ class PreSplitBatch(Mapping[str, Any]):
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
             return self._joined_tensor(key, with_key[0])
-        if not isinstance(value, (list, tuple)):
-            return value
-        # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
-        # In a list of anything else they have None.
-        missing = 0 if key.startswith('num_') else None
-        values: list[Any] = []
-        for microbatch in self.microbatches:
-            values_of_rows = microbatch.get(key)
-            if values_of_rows is None:
-                num_rows = len(text_of(microbatch))
-                values_of_rows = [missing] * num_rows
-            values += values_of_rows
-        return values
+        if isinstance(value, (list, tuple)):
+            return values_of_rows(key, self.microbatches)
+        return value
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
         """Returns the tensor for all rows, without joining the tensors of other keys.
