@@ -44,7 +44,7 @@ from composer_tokacc.layout.tensors import (
     Entry,
     cat_padded,
     compact,
-    renumber,
+    renumbered,
     select_rows,
 )
 from composer_tokacc.planning import check_choice, check_count, check_kind
@@ -641,18 +641,17 @@ class BatchLayout:
             values = present_values
         else:
             values = self._with_absent(key, present, batches, entry)
+        if entry.points_into is not None:
+            # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
+            first_patch = 0
+            for number, batch in enumerate(present):
+                values[number] = renumbered(values[number], first_patch)
+                pixels: torch.Tensor = batch[entry.points_into]
+                first_patch += pixels.shape[:2].numel()  # (images, patches of an image, ...)
         if key == 'input_ids':
             entry = replace(entry, fill=pad_token_id)
         width = max(self.width(batch) for batch in batches)
-        joined = cat_padded(values, entry, width, side)
-        if entry.points_into is None:
-            return joined
-        # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
-        num_entries = [len(batch[key]) for batch in present]
-        pixels_of_batches = [batch[entry.points_into] for batch in present]
-        num_patches = [pixels.shape[:2].numel() for pixels in pixels_of_batches]  # (images, patches of an image, ...)
-        first_patches = [0, *accumulate(num_patches)][:-1]
-        return renumber(joined, num_entries, first_patches)
+        return cat_padded(values, entry, width, side)
 
     def _with_entry_for_each_row(
         self,
