@@ -593,7 +593,7 @@ class BatchLayout:
                 for batch in batches:
                     joined[key] += self._carried_or_counted(batch, modality_of_count[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
                 joined[key] = values_of_rows(key, batches)
@@ -617,29 +617,25 @@ class BatchLayout:
     def _joined_tensor(
         self,
         key: str,
-        present: Sequence[Batch],
         batches: Sequence[Batch],
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
-        present_values = [batch[key] for batch in present]
-        _check_are_tensors(key, present_values)
+        """Returns one tensor for the rows of all batches. Some batches may lack the key."""
+        present = [batch for batch in batches if batch.get(key) is not None]
+        values = [batch[key] for batch in present]
+        _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
-        if _are_only_some_shared(present_values, entries):
-            batches = [self._with_entry_for_each_row(batch, key) for batch in batches]
-            present = [batch for batch in batches if batch.get(key) is not None]
-            present_values = [batch[key] for batch in present]
-            entries = [self.entry_of(batch, key) for batch in present]
-        _check_same_form(key, present_values, entries)
+        if _are_only_some_shared(values, entries):
+            batches_of_own_rows = [self._with_entry_for_each_row(batch, key) for batch in batches]
+            return self._joined_tensor(key, batches_of_own_rows, side, pad_token_id)
+        _check_same_form(key, values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
-            return _widest_shared(key, present_values, entry, side)
+            return _widest_shared(key, values, entry, side)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
-        if entry.is_media and entry.slot_dim is None:
-            values = present_values
-        else:
+        if not entry.is_media or entry.slot_dim is not None:
             values = self._with_absent(key, present, batches, entry)
         if entry.points_into is not None:
             # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
