@@ -152,15 +152,13 @@ class RowFacts:
     @cached_property
     def decoder_width(self) -> int:
         """Width of the decoder's text in an encoder-decoder model with ``input_ids``, else 0. It is never trimmed."""
-        if not self.has_ids:
+        # Only the labels of a decoder do not lie along `input_ids`.
+        if not self.has_ids or labels_at_text(self.batch) is not None:
             return 0
         widths = [0]
         for key in ('labels', 'decoder_input_ids'):
             text = self.batch.get(key)
-            if not isinstance(text, torch.Tensor) or text.dim() != 2:
-                continue
-            # Only a decoder's text does not lie along `input_ids`.
-            if not self.layout.entry_of(self.batch, key).seq_dims:
+            if isinstance(text, torch.Tensor) and text.dim() == 2:
                 widths.append(text.shape[1])
         return max(widths)
 
