@@ -197,11 +197,9 @@ class RowFacts:
         """
         if self.side != 'left':
             return [False] * len(self.real)
-        is_first_column_real = self.real[:, 0].tolist()
-        has_label = []
-        for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
-            has_label.append(is_labelled and not is_real)
-        return has_label
+        has_padding = ~self.real[:, 0]
+        has_label = torch.tensor(self.has_first_label, device=self.real.device)
+        return (has_label & has_padding).tolist()
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
