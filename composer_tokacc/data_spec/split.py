@@ -134,7 +134,7 @@ class MicrobatchSplit:
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
-        self._restore_attention()
+        self._set_attention('')
         self._model = None
         self.layout = self.fixed_layout
         self.checked = False
@@ -263,19 +263,18 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _set_attention(self, packing: str) -> None:
-        """Changes the model's attention for rows that are packed in this way, see :class:`CutRules`."""
+        """Changes the model's attention for rows that are packed in this way, see ``CutRules.packing``.
+
+        If it is empty, the model gets its own attention back.
+        """
         current = '' if self._attention is None else self._attention.packing
         if packing == current:
             return
-        self._restore_attention()
-        if packing and self._model is not None:
-            self._attention = DocumentAttention(self._model, packing)
-
-    def _restore_attention(self) -> None:
-        """Restores the model's own attention if it was changed."""
         if self._attention is not None:
             self._attention.undo()
         self._attention = None
+        if packing and self._model is not None:
+            self._attention = DocumentAttention(self._model, packing)
 
     # The split.
 
