@@ -568,20 +568,17 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
-        return list(pieces)
-    completed = []
-    pending = list(reversed(pieces))
-    while pending:
-        piece = pending.pop()
+        return list(pieces)  # media are not counted, because nothing may tell them apart
+    completed: list[Piece] = []
+    for piece in pieces:
         missing = missing_dummies(dummies, piece.facts, piece.rows)
         _check_rotary_limit(piece.facts, missing)
         with_missing = replace(piece, dummies=missing)
         num_rows = len(piece.rows)
-        if num_rows > 1 and with_missing.dummies and not with_missing.fits:
+        if num_rows > 1 and missing and not with_missing.fits:
             middle = num_rows // 2
-            # The last of `pending` is taken first, so the halves stay in order.
-            pending.append(piece.take(range(middle, num_rows)))
-            pending.append(piece.take(range(middle)))
+            halves = [piece.take(range(middle)), piece.take(range(middle, num_rows))]
+            completed += with_dummies(halves, dummies)
         else:
             completed.append(with_missing)
     return completed
