@@ -9,7 +9,6 @@ import copy
 import sys
 from collections.abc import (
     Callable,
-    Container,
     Iterator,
     Mapping,
     Sequence,
@@ -132,7 +131,11 @@ class PreSplitBatch(Mapping[str, Any]):
             layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
-        return _with_keys(self, needed_keys).joined(layout)[key]
+
+        def needed_entries(microbatch: Batch) -> Batch:
+            return {name: value for name, value in microbatch.items() if name in needed_keys}
+
+        return self.map(needed_entries).joined(layout)[key]
 
     # A worker process pickles the batch to send it.
 
@@ -168,15 +171,6 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     if isinstance(batch, PreSplitBatch):
         return batch.microbatches
     return [batch]
-
-
-def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:
-    """Returns the batch with only the entries of these keys."""
-
-    def chosen(microbatch: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in microbatch.items() if key in keys}
-
-    return batch.map(chosen)
 
 
 def widened(
