@@ -267,10 +267,9 @@ def _check_zero_on_padding(
     may have any value: LLaMA-Factory hides the placeholders of a dummy image in this way, if a batch has no image.
     """
     # A hole between real positions is not padding. There the collator may write any value.
-    has_real_before = real.cumsum(dim=1) > 0
-    num_real_from_here = real.flip(1).cumsum(dim=1).flip(1)
-    has_real_after = num_real_from_here > 0
-    is_padding = ~(has_real_before & has_real_after)
+    is_before_row = real.cumsum(dim=1) == 0
+    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
+    is_padding = is_before_row | is_after_row
     is_wrong = is_padding & (batch[key] != 0) & ~layout.is_placeholder(batch)
     _refuse_if_any(is_wrong, batch, key, 'be 0 where `attention_mask` is 0')
 
