@@ -210,8 +210,8 @@ def zero_weight(batch: Batch) -> BatchDict:
     """Returns a copy in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     without_labels = {**batch, 'labels': labels}
-    rows = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
-    return attach_row_counts(without_labels, rows)
+    counts = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
+    return attach_row_counts(without_labels, counts)
 
 
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:

@@ -428,8 +428,8 @@ class MicrobatchSplit:
             piece.check_caps(indices)
             if has_ranks:
                 # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
-                rows = row_counts_of(facts.batch)
-                samples = [row for row in piece.rows if rows[row].samples]
+                counts = row_counts_of(facts.batch)
+                samples = [row for row in piece.rows if counts[row].samples]
                 piece = piece.take(samples)
             if pre_split is not None and piece.rows and piece.fits:
                 pieces.append(piece)
