@@ -286,18 +286,13 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     num_rows = len(is_placeholder)
     lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
     padded = torch.nn.functional.pad(is_placeholder, (1, 1))
-    left = padded[:, :-1]
-    right = padded[:, 1:]
-    is_change = left != right
+    is_change = padded.diff(dim=1)  # of bools: whether two neighbours differ
     # `nonzero` goes row by row, so the start of a run is followed by its end.
     changes = is_change.nonzero().tolist()
     starts = changes[::2]
     ends = changes[1::2]
-    for start, end in zip(starts, ends, strict=True):
-        row, first_column = start
-        _, end_column = end
-        length = end_column - first_column
-        lengths_of_rows[row].append(length)
+    for (row, first_column), (_, end_column) in zip(starts, ends, strict=True):
+        lengths_of_rows[row].append(end_column - first_column)
     return lengths_of_rows
 
 
