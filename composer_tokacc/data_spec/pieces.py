@@ -26,6 +26,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.layout.layout import values_of_rows
+from composer_tokacc.layout.pre_split import id_for_padding
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of
@@ -260,10 +261,7 @@ def add_rows(
             any_positions = torch.arange(layout.width(row))[None]
             dummy.setdefault('position_ids', any_positions)
         batches.append(dummy)
-    # The id of the padding is not known here. Any id but a placeholder of media will do, because padding is masked.
-    is_text = ~layout.is_placeholder(microbatch)
-    text_ids = microbatch['input_ids'][is_text]
-    pad_token_id = int(text_ids[-1])
+    pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
 

@@ -9,6 +9,7 @@ import copy
 import sys
 from collections.abc import (
     Callable,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -78,7 +79,7 @@ class PreSplitBatch(Mapping[str, Any]):
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
         side = common_padding_side(self.microbatches)
-        pad_token_id = _pad_token_id(self.microbatches)
+        pad_token_id = id_for_padding(layout, self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 
     def pin_memory(self) -> PreSplitBatch:
@@ -206,26 +207,34 @@ def widened(
             continue
         entry = layout.entry_of(batch, key)
         if key == 'input_ids':
-            entry = replace(entry, fill=_pad_token_id([batch]))
+            entry = replace(entry, fill=id_for_padding(layout, [batch]))
         if entry.seq_dims:
             wider[key] = cat_padded([value], entry, new_width, side)
     return wider
 
 
-def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, the last id of a row.
+def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
+    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, an id of the text.
 
     A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
-    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. Rows
-    rarely end with media. Without ``input_ids`` it returns 0, which is not used.
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted.
+    Without ``input_ids`` it returns 0, which is not used.
     """
-    text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
-    for batch in text_batches:
-        ids = batch['input_ids']
+    id_of_text = 0
+    for batch in batches:
+        ids = batch.get('input_ids')
+        if ids is None:
+            continue
+        is_text = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
-        if mask is not None and mask.shape == ids.shape and not bool(mask.all()):
-            return int(ids[mask == 0][0])
-    return int(text_batches[0]['input_ids'][0, -1]) if text_batches else 0
+        if mask is not None and mask.shape == ids.shape:
+            hidden_ids = ids[is_text & (mask == 0)]
+            if len(hidden_ids) > 0:
+                return int(hidden_ids[0])
+        text_ids = ids[is_text]
+        if len(text_ids) > 0:
+            id_of_text = int(text_ids[-1])
+    return id_of_text
 
 
 class _Place(NamedTuple):

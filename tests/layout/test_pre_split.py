@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,17 @@ def test_reads_as_one_batch(side):
     assert_same_batch(batch.joined(BatchLayout.infer(batch)), collated_at_once)
     assert list(batch) == list(collated_at_once)
     assert batch['labels'] is batch['labels'], 'joined once'
+
+
+def test_padding_is_no_hidden_placeholder():
+    """LLaMA-Factory hides the placeholders of a dummy image behind the first row of a batch without images."""
+    placeholder = 99
+    with_dummy = text_batch([3], width=5)
+    with_dummy['input_ids'][0, 3] = placeholder
+    layout = BatchLayout.infer(with_dummy)
+    layout = BatchLayout(family=layout.family, config=SimpleNamespace(image_token_id=placeholder))
+    joined = PreSplitBatch([with_dummy, text_batch([7])], max_tokens=20).joined(layout)
+    assert int(layout.is_placeholder(joined).sum()) == 1
 
 
 def test_reads_numbers_of_patches_of_all_microbatches():
