@@ -91,27 +91,31 @@ def possible_readings(
     shape = tuple(value.shape)
     if not shape:
         return (Reading.SHARED,)
-    has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
-    if modality is not None:
-        # The name of the tensor is that of media. But the dataset may have a column with such a name, as `image_id`.
-        if shape == (num_rows,):
-            is_column = earlier[:1] == (Reading.ROWS,)
-            # A batch without items shows it. Once that is known, or excluded, the text is not searched, because for a
-            # batch on a GPU the host would wait.
-            if not is_column and len(earlier) != 1:
-                is_column = not _may_have_items(batch, modality, config, registered)
-            if is_column:
-                return (Reading.ROWS, Reading.MEDIA)
-            return (Reading.MEDIA, Reading.ROWS)
-        # Integers in the shape of the text may be a mask over its tokens.
-        if value.is_floating_point() or not has_text_shape:
-            return (Reading.MEDIA,)
-        if _masks_media(batch, value, modality):
-            return (Reading.MEDIA, Reading.TEXT)
-        return (Reading.TEXT, Reading.MEDIA)
+    if modality is None:
+        return _readings_by_shape(shape, num_rows, width)
+    # The name of the tensor is that of media.
+    if shape == (num_rows,):
+        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. Once that
+        # is known, or excluded, the text is not searched, because for a batch on a GPU the host would wait.
+        is_column = earlier[:1] == (Reading.ROWS,)
+        if not is_column and len(earlier) != 1:
+            is_column = not _may_have_items(batch, modality, config, registered)
+        if is_column:
+            return (Reading.ROWS, Reading.MEDIA)
+        return (Reading.MEDIA, Reading.ROWS)
+    # Integers in the shape of the text may be a mask over its tokens.
+    if value.is_floating_point() or shape[:2] != (num_rows, width):
+        return (Reading.MEDIA,)
+    if _masks_media(batch, value, modality):
+        return (Reading.MEDIA, Reading.TEXT)
+    return (Reading.TEXT, Reading.MEDIA)
+
+
+def _readings_by_shape(shape: tuple[int, ...], num_rows: int, width: int) -> tuple[Reading, ...]:
+    """Returns the possible readings of a tensor whose name tells nothing. ``width`` is the width of the text."""
     readings = []
-    if has_text_shape:
+    if shape[:2] == (num_rows, width):
         readings.append(Reading.TEXT)
     if shape[0] == num_rows:
         readings.append(Reading.ROWS)
