@@ -21,6 +21,8 @@ BatchDict = dict[str, Any]
 IGNORE_INDEX = -100
 """Label of a position without loss."""
 MODALITIES = ('image', 'video', 'audio')
+COUNT_KEYS = {'num_images': 'image', 'num_videos': 'video', 'num_audios': 'audio'}
+"""Keys of the numbers of images, videos and audios of each row, with their modality."""
 
 
 def text_of(batch: Batch) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import (
+    COUNT_KEYS,
     MODALITIES,
     Batch,
     Reach,
@@ -580,18 +581,17 @@ class BatchLayout:
         if len(widths) > 1:
             batches = with_masks(batches)
         keys = dict.fromkeys(chain.from_iterable(batches))  # each key once, in order
-        modality_of_count = {f'num_{modality}s': modality for modality in MODALITIES}
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
-            if values and key in modality_of_count:
+            if values and key in COUNT_KEYS:
                 # The carried numbers may count the user's images, which the processor has cut into tiles. So if there
                 # are registered tensors of the items, these are counted. Each batch is counted by itself, because in a
                 # batch of one row it is certain that all tiles belong to that row.
                 joined[key] = []
                 for batch in batches:
-                    joined[key] += self._carried_or_counted(batch, modality_of_count[key])
+                    joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
                 joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
