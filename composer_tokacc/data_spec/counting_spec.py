@@ -174,10 +174,9 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # Without a fixed layout it is inferred from each batch. The readings of earlier batches stay.
-        if check.layout is not None:
-            layout = layout.with_readings(check.layout.readings)
-        check.layout = layout
+        # The layout of this batch, but with the readings that earlier batches have left.
+        assert check.layout is not None
+        check.layout = layout.with_readings(check.layout.readings)
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
