@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -39,7 +38,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.layout.layout import inferred_layout
+from composer_tokacc.layout.layout import inferred_layout, layout_of_model
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import row_counts_of, without_row_counts
@@ -127,10 +126,7 @@ class MicrobatchSplit:
         self.loss_rule = loss_rule
         if self.checked:
             return  # this is also the split of training, which has its layout
-        self.layout = self.fixed_layout
-        if self.layout is None:
-            with suppress(TypeError):  # a model without a config
-                self.layout = BatchLayout.for_model(model)
+        self.layout = self.fixed_layout or layout_of_model(model)
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
@@ -661,10 +657,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
     """
     if split is not None and split.fixed_layout is not None:
         return split.fixed_layout
-    try:
-        layout = BatchLayout.for_model(state.model)
-    except TypeError:
-        # The model has no config.
+    layout = layout_of_model(state.model)
+    if layout is None:
         layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout

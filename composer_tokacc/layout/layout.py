@@ -705,6 +705,12 @@ def config_of(model: Any) -> Any:
     return None
 
 
+def layout_of_model(model: Any) -> BatchLayout | None:
+    """Returns the layout of a model, see :meth:`BatchLayout.for_model`; None if it has no config of Transformers."""
+    config = config_of(model)
+    return None if config is None else BatchLayout.for_model(config)
+
+
 def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
     """Returns the entry of a known key: ``entry``, except for masks of more than 2 dimensions and positions of one row.
 
