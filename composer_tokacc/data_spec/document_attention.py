@@ -443,6 +443,15 @@ def _attend(
     if is_for_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
+    if not has_mask and len(set(documents.lengths)) == 1:
+        # Documents of equal length are a batch, so their states and the result are not copied.
+        batch_of_documents = []
+        for states in (query, key, value):
+            # From (1, heads, tokens, size) to (documents, heads, length, size).
+            by_document = states[0].unflatten(1, (len(documents.lengths), -1))
+            batch_of_documents.append(by_document.transpose(0, 1))
+        attended, _ = plain_attention(module, *batch_of_documents, None, **kwargs)
+        return attended.flatten(0, 1)[None], None
     # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
     queries = query.split(documents.lengths, dim=2)
     keys = key.split(documents.lengths, dim=2)
