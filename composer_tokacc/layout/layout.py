@@ -561,7 +561,7 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
-        Plain values that differ become a list with one entry per row, see :func:`values_of_rows`. If all batches with
+        Plain values that differ become a list with one entry per row, see ``values_of_rows``. If all batches with
         the key have the same value, all rows get it. Arrays of numpy always become a list.
 
         Args:
