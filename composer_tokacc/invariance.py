@@ -28,7 +28,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import without_rows
+from composer_tokacc.row_counts import without_row_counts
 from composer_tokacc.step_watch import written_buffers
 
 # `IsolationReport` and `verify_isolation` are here because both checks are public names of this module.
@@ -376,7 +376,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         )
     # Without the counts of this package, because they belong to another cut. Copies, because a row may be a view, and
     # pickle would send the whole tensor behind each view.
-    plain_batches = [with_copied_tensors(without_rows(batch)) for batch in batches]
+    plain_batches = [with_copied_tensors(without_row_counts(batch)) for batch in batches]
     batches_by_rank = all_gather_object(plain_batches)
     if layout is None:
         # From the batches of all ranks: perhaps only one rank has media, but all ranks need the same layout.

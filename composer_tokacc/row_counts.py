@@ -105,13 +105,13 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
     if token_weights != 'token':
         weights = token_weights_of(batch, token_weights, loss_tokens)
         batch = {**batch, LOSS_WEIGHTS: weights}
-    return with_rows(batch, count_rows(batch, loss_tokens, weights))
+    return attach_row_counts(batch, count_rows(batch, loss_tokens, weights))
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
     """Masks the labels of dummy rows and repeated samples."""
     labels = labels_of(batch)
-    added_rows = [row.samples == 0 for row in rows_of(batch)]
+    added_rows = [row.samples == 0 for row in row_counts_of(batch)]
     if not any(added_rows):
         return batch
     is_added = torch.tensor(added_rows, device=labels.device)
@@ -135,7 +135,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
         loss_weights = weights.sum(dim=1, dtype=torch.float64).tolist()
     sources = sources_of(batch)
     counted = []
-    for number, row in enumerate(rows_of(batch)):
+    for number, row in enumerate(row_counts_of(batch)):
         if row.samples == 0:
             counted.append(RowCounts(samples=0, rule=loss_tokens))
             continue
@@ -163,34 +163,34 @@ def sources_of(batch: Batch) -> Sequence[str | None] | None:
 
 
 @overload
-def with_rows(batch: PreSplitBatch, rows: Iterable[RowCounts]) -> PreSplitBatch: ...
+def attach_row_counts(batch: PreSplitBatch, counts: Iterable[RowCounts]) -> PreSplitBatch: ...
 
 
 @overload
-def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
+def attach_row_counts(batch: Batch, counts: Iterable[RowCounts]) -> BatchDict: ...
 
 
-def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
+def attach_row_counts(batch: Batch, counts: Iterable[RowCounts]) -> Batch:
     """Returns the batch with these counts of its rows, one for each row."""
     if isinstance(batch, PreSplitBatch):
-        remaining = iter(rows)
+        remaining = iter(counts)
 
-        def with_next_rows(microbatch: Batch) -> BatchDict:
-            return with_rows(microbatch, islice(remaining, num_rows(microbatch)))
+        def attach_next_counts(microbatch: Batch) -> BatchDict:
+            return attach_row_counts(microbatch, islice(remaining, num_rows(microbatch)))
 
-        return batch.map(with_next_rows)
-    return {**batch, ROWS_KEY: list(rows)}
+        return batch.map(attach_next_counts)
+    return {**batch, ROWS_KEY: list(counts)}
 
 
-def without_rows(batch: Batch) -> BatchDict:
+def without_row_counts(batch: Batch) -> BatchDict:
     """Returns the batch without the counts of its rows."""
     return {key: value for key, value in batch.items() if key != ROWS_KEY}
 
 
-def rows_of(batch: Batch) -> list[RowCounts]:
+def row_counts_of(batch: Batch) -> list[RowCounts]:
     """Returns the counts of each row. If the batch has none, each row is one sample, without further counts."""
     if isinstance(batch, PreSplitBatch):
-        return list(chain.from_iterable(map(rows_of, batch.microbatches)))
+        return list(chain.from_iterable(map(row_counts_of, batch.microbatches)))
     rows = batch.get(ROWS_KEY)
     if rows is None:
         return [RowCounts()] * num_rows(batch)
@@ -212,4 +212,4 @@ def num_rows(batch: Batch) -> int:
 
 def num_samples(batch: Batch) -> int:
     """Returns the number of samples of the dataset in the batch."""
-    return sum(row.samples for row in rows_of(batch))
+    return sum(row.samples for row in row_counts_of(batch))

@@ -54,7 +54,7 @@ from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import without_rows
+from composer_tokacc.row_counts import without_row_counts
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -315,7 +315,7 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
     groups = [[round(place)] for place in places]
-    return [without_rows(layout.trim(row)) for row in layout.split(batch, groups)]
+    return [without_row_counts(layout.trim(row)) for row in layout.split(batch, groups)]
 
 
 class UnusedParameters(Algorithm):

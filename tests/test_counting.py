@@ -10,7 +10,7 @@ import torch
 from composer.core.data_spec import DataSpec
 
 from composer_tokacc import TokenCounts, count_tokens, counting, token_data_spec
-from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.small_batches import additive, square_mask
 from tests.support.text import collate, one_layer_model, packed_row, positions_of, ragged_batch, text_row
@@ -82,7 +82,7 @@ def test_each_rule_counts_its_own_tokens():
     # A batch that is already counted by another rule is counted once more.
     for rule, num_first_tokens in [('causal', 2), ('unshifted', 3), ('causal', 2)]:
         batch = with_counts(batch, rule)
-        first, second = rows_of(batch)
+        first, second = row_counts_of(batch)
         assert first == RowCounts(real_tokens=3, loss_tokens=num_first_tokens, loss_weight=num_first_tokens, rule=rule)
         assert second == RowCounts(real_tokens=6, loss_tokens=4, loss_weight=4, rule=rule)
         # Not numbers of torch or numpy, because checkpoints and loggers get them.
@@ -91,17 +91,17 @@ def test_each_rule_counts_its_own_tokens():
 
 def test_token_weights_are_added_to_counts():
     batch = with_counts(ragged_batch([(3, 3), (6, 4)]))
-    assert [row.loss_weight for row in rows_of(batch)] == [2, 4]
+    assert [row.loss_weight for row in row_counts_of(batch)] == [2, 4]
     weighted = with_counts(batch, token_weights='sample')
-    assert [row.loss_weight for row in rows_of(weighted)] == pytest.approx([1.0, 1.0])
+    assert [row.loss_weight for row in row_counts_of(weighted)] == pytest.approx([1.0, 1.0])
     assert weighted[LOSS_WEIGHTS].sum(dim=1).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_dummy_rows_count_nothing():
     batch = ragged_batch([(3, 2), (6, 4)])
-    batch = with_rows(batch, [RowCounts(samples=0), RowCounts()])
+    batch = attach_row_counts(batch, [RowCounts(samples=0), RowCounts()])
     counted = with_counts(batch, 'causal', 'sqrt')
-    dummy, sample = rows_of(counted)
+    dummy, sample = row_counts_of(counted)
     assert dummy == RowCounts(samples=0, rule='causal')
     assert (sample.samples, sample.real_tokens, sample.loss_tokens) == (1, 6, 4)
     assert num_samples(counted) == 1
@@ -133,7 +133,7 @@ def test_first_tokens_of_packed_documents(masks_starts):
 def test_unshifted_counts_first_tokens_of_documents():
     batch = packed([FIVE_TOKENS, THREE_TOKENS], masks_starts=False)
     assert count_tokens(batch, 'unshifted').loss_generating == (8,)
-    (row,) = rows_of(with_counts(batch, 'unshifted'))
+    (row,) = row_counts_of(with_counts(batch, 'unshifted'))
     assert row.loss_tokens == 8
 
 

@@ -20,7 +20,7 @@ from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import rows_of, with_counts, without_rows
+from composer_tokacc.row_counts import row_counts_of, with_counts, without_row_counts
 from composer_tokacc.weights import weights_at
 
 
@@ -100,7 +100,7 @@ def step_loss_weights(
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
         # A row that counts as 0 samples is a repeated one. It only gives this rank as many rows as the others have.
-        samples = [row.samples > 0 for row in rows_of(microbatch)]
+        samples = [row.samples > 0 for row in row_counts_of(microbatch)]
         is_sample = torch.tensor(samples, device=has_loss.device)
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
@@ -133,11 +133,11 @@ def weighted_microbatches(
     counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches, loss_tokens)]
     token_counts = []
     for microbatch in counted_microbatches:
-        token_counts.append(sum(row.loss_tokens for row in rows_of(microbatch)))
+        token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
     plan = getattr(microbatches, 'plan', None)
     factors = _factors(token_counts, device, plan)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
-        model_batch = without_rows(microbatch)
+        model_batch = without_row_counts(microbatch)
         if num_tokens == 0:
             model_batch = with_one_label(model_batch)
         yield model_batch, factor

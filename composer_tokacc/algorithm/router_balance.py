@@ -28,7 +28,7 @@ from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import add_over_ranks, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
+from composer_tokacc.row_counts import RowCounts, row_counts_of, without_row_counts
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
@@ -129,7 +129,7 @@ class StepBalance:
         num_positions = torch.tensor(0)
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
-                batch = without_rows(microbatch)
+                batch = without_row_counts(microbatch)
                 if hides_weights:
                     del batch[LOSS_WEIGHTS]
                 batch = self._to_device(with_copied_tensors(batch))
@@ -270,7 +270,7 @@ def counted_positions(microbatch: Batch) -> Tensor:
     not, because there are none in one forward over the global batch.
     """
     attended = _attended(microbatch)
-    rows = rows_of(microbatch)
+    rows = row_counts_of(microbatch)
     if rows[0].documents:  # packed: the microbatch is this one row
         return _counted_in_packed_row(microbatch, rows[0].documents)[None]
     # Dummy rows and repeated samples are counted as rows without real tokens.

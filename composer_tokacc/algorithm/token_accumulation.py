@@ -53,12 +53,12 @@ from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import first_batch_of, num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
+    attach_row_counts,
     num_rows,
     num_samples,
-    rows_of,
+    row_counts_of,
     with_counts,
-    with_rows,
-    without_rows,
+    without_row_counts,
 )
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -401,7 +401,7 @@ class TokenAccumulation(Algorithm):
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
-            rows=rows_of(state.batch),
+            rows=row_counts_of(state.batch),
             # Composer deep-copies every microbatch, but only metrics of training read the copies. Without metrics
             # CountingDataSpec saves the copy. A function, because metrics may be added late.
             copies_microbatches=lambda: bool(state.train_metrics),
@@ -416,10 +416,10 @@ class TokenAccumulation(Algorithm):
         if not any(has_new_label):
             return batch
         marked_rows = []
-        for row, is_marked in zip(rows_of(batch), has_new_label, strict=True):
+        for row, is_marked in zip(row_counts_of(batch), has_new_label, strict=True):
             marked_row = replace(row, has_new_label=is_marked)
             marked_rows.append(marked_row)
-        return with_rows(batch, marked_rows)
+        return attach_row_counts(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
         """Sums lists of numbers over the ranks, in one all-reduce. Returns the sums by the names of their lists."""
@@ -469,7 +469,7 @@ class TokenAccumulation(Algorithm):
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
-        record = MicrobatchRecord(batch=_checked_entries(batch), rows=rows_of(batch))
+        record = MicrobatchRecord(batch=_checked_entries(batch), rows=row_counts_of(batch))
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
@@ -772,7 +772,7 @@ class ModelBatch:
 
     def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
         self._batch = batch
-        self.entries = without_rows(batch)
+        self.entries = without_row_counts(batch)
         if hides_weights:
             del self.entries[LOSS_WEIGHTS]
         if adds_label:
@@ -797,10 +797,10 @@ def _with_repeated_samples_marked(batch: Batch, num_repeated_samples: int) -> Ba
     """Marks the last rows of the batch as repeated samples, which do not count."""
     if not num_repeated_samples:
         return batch
-    rows = rows_of(batch)
+    rows = row_counts_of(batch)
     first_repeated = len(rows) - num_repeated_samples
     marked_rows = [replace(row, samples=0) for row in rows[first_repeated:]]
-    return with_rows(batch, rows[:first_repeated] + marked_rows)
+    return attach_row_counts(batch, rows[:first_repeated] + marked_rows)
 
 
 def _checked_entries(batch: Batch) -> BatchDict:

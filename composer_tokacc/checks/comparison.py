@@ -31,7 +31,7 @@ from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class RowComparison:
         self._check_loss = check_loss
         self._varies_weights = varies_weights
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
-        self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
+        self._rows = attach_row_counts(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
         has_loss = loss_mask(rows, rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()

@@ -51,7 +51,7 @@ from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
-from composer_tokacc.row_counts import num_rows, without_rows
+from composer_tokacc.row_counts import num_rows, without_row_counts
 
 log = logging.getLogger(__name__)
 
@@ -432,7 +432,7 @@ class FirstBatchCheck(Generic[RulesT]):
 
     def _on_device(self, batch: Batch) -> Batch:
         """Returns a copy of the batch as the model gets it, without the counts of its rows."""
-        return self.to_device(with_copied_tensors(without_rows(batch)))
+        return self.to_device(with_copied_tensors(without_row_counts(batch)))
 
     def _rows_to_share(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
@@ -441,7 +441,7 @@ class FirstBatchCheck(Generic[RulesT]):
         # A row of a probe takes about half of its memory in training, so there is room for twice as many rows.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
-        loader_batch = without_rows(batch)
+        loader_batch = without_row_counts(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         return SharedRows(
             rows=_with_labels(self.layout, rows),
@@ -702,7 +702,7 @@ def media_as_collated(
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
         microbatch, number = sources[row]
-        row_batch = layout.select(without_rows(microbatch), [number])
+        row_batch = layout.select(without_row_counts(microbatch), [number])
         media = {}
         has_other_size = False
         for key, entry in media_entries(layout, row_batch).items():

@@ -25,7 +25,14 @@ from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, r
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
+from composer_tokacc.row_counts import (
+    RowCounts,
+    is_counted,
+    num_samples,
+    row_counts_of,
+    with_counts,
+    without_row_counts,
+)
 
 
 class CountingDataSpec(DataSpec):
@@ -57,7 +64,7 @@ class CountingDataSpec(DataSpec):
         # Labels and counts of the microbatch that the model computes now, if its counts were removed. Composer asks for
         # its samples and tokens later. The microbatch is recognised by its tensor of labels.
         self._computed_labels: torch.Tensor | None = None
-        self._computed_rows: Sequence[RowCounts] = ()
+        self._computed_counts: Sequence[RowCounts] = ()
         super().__init__(
             dataloader,
             batch_transforms=self._transform,
@@ -75,11 +82,12 @@ class CountingDataSpec(DataSpec):
         Raises:
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
-        rows = self._rows_of(batch)
-        has_counts = all(row.rule for row in rows)  # rows_of() gives an empty rule to rows that were not counted
+        counts = self._counts_of(batch)
+        # row_counts_of() gives an empty rule to rows that were not counted.
+        has_counts = all(row.rule for row in counts)
         if token_type == 'total':
             if has_counts:
-                return sum(row.real_tokens for row in rows)
+                return sum(row.real_tokens for row in counts)
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
             for microbatch in microbatches_of(batch):
@@ -89,14 +97,14 @@ class CountingDataSpec(DataSpec):
         if not has_counts:
             # The rule need not be proven, because this number weights no loss. Only a user's own code asks for it.
             # Composer asks for the loss tokens of microbatches, which have counts.
-            rows = rows_of(with_counts(batch, self._loss_rule))
+            counts = row_counts_of(with_counts(batch, self._loss_rule))
         elif not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
                 'notice. Pass `model=`, or use TokenAccumulation with the flag off.'
             )
-        return sum(row.loss_tokens for row in rows)
+        return sum(row.loss_tokens for row in counts)
 
     # Before the split.
 
@@ -166,10 +174,9 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # Without a fixed layout it is inferred from each batch. The readings of earlier batches stay.
-        if check.layout is not None:
-            layout = layout.with_readings(check.layout.readings)
-        check.layout = layout
+        # The layout of this batch, but with the readings that earlier batches have left.
+        assert check.layout is not None
+        check.layout = layout.with_readings(check.layout.readings)
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
@@ -201,19 +208,19 @@ class CountingDataSpec(DataSpec):
             return batch
         # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
-        self._computed_rows = rows_of(batch)
-        return without_rows(batch)
+        self._computed_counts = row_counts_of(batch)
+        return without_row_counts(batch)
 
     # Called by Composer.
 
-    def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
+    def _counts_of(self, batch: Any) -> Sequence[RowCounts]:
         """Returns the counts of each row, also if :meth:`_transform_microbatch` has removed them."""
         if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
-            return self._computed_rows
-        return rows_of(batch)
+            return self._computed_counts
+        return row_counts_of(batch)
 
     def _num_samples(self, batch: Any) -> int:
-        return sum(row.samples for row in self._rows_of(batch))
+        return sum(row.samples for row in self._counts_of(batch))
 
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:

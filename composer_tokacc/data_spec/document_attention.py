@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -105,18 +105,15 @@ class DocumentAttention:
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
-            self._register()
-        self._cached_configs: list[Any] = []
-        self._switch_off_cache()
-        if self.has_masks:
             # undo() leaves these changes in place. They act only on packed masks, and copies of the model share them.
             _call_layers_by_document(model)
             _balance_routers_without_mask(submodels)
-        try:
-            self._check_convolutions()
-        except NotExactError:
-            self.undo()
-            raise
+        self._check_convolutions()
+        # From here on undo() takes the changes back.
+        if self.has_masks:
+            self._register()
+        self._cached_configs: list[Any] = []
+        self._switch_off_cache()
 
     def _switch_off_cache(self) -> None:
         """Switches off the cache of keys and values in the configs of the text models.
@@ -220,32 +217,13 @@ def _padding_position_of(model: nn.Module) -> int | None:
 # Masks of documents.
 
 
-class _Run(NamedTuple):
-    """Consecutive documents that one call of the attention function can compute as a batch.
-
-    Several documents of a run have the same length and no mask. A document with a mask is a run by itself.
-    """
-
-    length: int
-    """Tokens of each document."""
-    count: int
-    """Number of documents."""
-    mask: HostMask
-
-
 class _Documents:
     """The documents of a packed row: their lengths and masks. The layers receive it in place of a mask."""
 
-    def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
-        self.runs: list[_Run] = []
-        for length, mask in zip(lengths, masks, strict=True):
-            last = self.runs[-1] if self.runs else None
-            if last is not None and last.length == length and last.mask is mask:
-                self.runs[-1] = last._replace(count=last.count + 1)
-            else:
-                run = _Run(length, count=1, mask=mask)
-                self.runs.append(run)
+    def __init__(self, lengths: list[int], masks: list[HostMask]) -> None:
         self.lengths = lengths
+        self.masks = masks
+        """The mask that each document would have alone; None: it needs none."""
         self._ends: dict[torch.device, Tensor] = {}
 
     def ends(self, device: torch.device) -> Tensor:
@@ -258,21 +236,6 @@ class _Documents:
             ends_on_cpu = torch.tensor(ends, dtype=torch.int32)
             self._ends[device] = ends_on_cpu.to(device, non_blocking=True)
         return self._ends[device]
-
-    def split(self, states: Tensor) -> list[Tensor]:
-        """Returns a view of the states of each run, ``(documents, heads, length, size)``.
-
-        ``states`` are those of the packed row, ``(1, heads, tokens, size)``.
-        """
-        # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
-        sizes = [run.length * run.count for run in self.runs]
-        parts = states[0].split(sizes, dim=1)
-        states_of_runs = []
-        for part, run in zip(parts, self.runs, strict=True):
-            # From (heads, tokens, size) to (documents, heads, length, size).
-            by_document = part.unflatten(1, (run.count, run.length))
-            states_of_runs.append(by_document.transpose(0, 1))
-        return states_of_runs
 
 
 def _lengths_of(packed_mask: Tensor) -> list[int]:
@@ -474,24 +437,30 @@ def _attend(
     if not isinstance(attention_mask, _Documents):
         return plain_attention(module, query, key, value, attention_mask, **kwargs)
     documents = attention_mask
-    has_mask = any(run.mask is not None for run in documents.runs)
+    has_mask = any(mask is not None for mask in documents.masks)
     is_known_to_kernels = all(kwargs.get(name) is None for name in UNKNOWN_TO_KERNELS)
     is_for_kernels = plain_name == 'sdpa' and not has_mask and is_known_to_kernels
     if is_for_kernels and _on_gpu(query):
         attended = _attend_at_once(documents, module, query, key, value, **kwargs)
         return attended, None
+    if not has_mask and len(set(documents.lengths)) == 1:
+        # Documents of equal length are a batch, so their states and the result are not copied.
+        batch_of_documents = []
+        for states in (query, key, value):
+            # From (1, heads, tokens, size) to (documents, heads, length, size).
+            by_document = states[0].unflatten(1, (len(documents.lengths), -1))
+            batch_of_documents.append(by_document.transpose(0, 1))
+        attended, _ = plain_attention(module, *batch_of_documents, None, **kwargs)
+        return attended.flatten(0, 1)[None], None
+    # split() instead of narrow(): in the backward each narrow() would fill a gradient as large as the whole row.
+    queries = query.split(documents.lengths, dim=2)
+    keys = key.split(documents.lengths, dim=2)
+    values = value.split(documents.lengths, dim=2)
     outputs = []
-    queries = documents.split(query)
-    keys = documents.split(key)
-    values = documents.split(value)
-    for run, run_query, run_key, run_value in zip(documents.runs, queries, keys, values, strict=True):
-        attended, _ = plain_attention(module, run_query, run_key, run_value, run.mask, **kwargs)
-        # From (documents, length, heads, size) to (tokens, heads, size).
-        attended = attended.flatten(0, 1)
+    for states_and_mask in zip(queries, keys, values, documents.masks, strict=True):
+        attended, _ = plain_attention(module, *states_and_mask, **kwargs)
         outputs.append(attended)
-    # Without torch.cat(), a single output is not copied.
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined[None], None
+    return torch.cat(outputs, dim=1), None
 
 
 def _on_gpu(states: Tensor) -> bool:

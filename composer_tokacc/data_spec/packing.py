@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.batch import (
+    COUNT_KEYS,
     IGNORE_INDEX,
-    MODALITIES,
     Batch,
     BatchDict,
     attended_positions,
@@ -23,10 +23,7 @@ from composer_tokacc.batch import (
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import ROWS_KEY, summed
-
-_ITEM_COUNTS = frozenset(f'num_{modality}s' for modality in MODALITIES)
-"""Keys of the numbers of images, videos and audios of each row."""
+from composer_tokacc.row_counts import ROWS_KEY, row_counts_of, summed
 
 
 def pack_rows(
@@ -56,7 +53,7 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    is_shifted = ROWS_KEY not in batch or batch[ROWS_KEY][0].rule != 'unshifted'
+    is_shifted = row_counts_of(batch)[0].rule != 'unshifted'
     real = real_positions(batch)
     _check_rows(batch, real, attention, is_shifted=is_shifted)
     if not bool(real.any()):
@@ -136,7 +133,7 @@ def _pack_tensor(
     """Returns the tensor of the packed row for one key of the batch. ``real`` marks the tokens that are packed."""
     value = batch[key]
     entry = layout.entry_of(batch, key)
-    if key in _ITEM_COUNTS:
+    if key in COUNT_KEYS:
         # The packed row has the items of all rows.
         return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:

@@ -25,9 +25,11 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
+from composer_tokacc.layout.layout import values_of_rows
+from composer_tokacc.layout.pre_split import id_for_padding
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows, padded_widths
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of
 
 log = logging.getLogger(__name__)
 
@@ -209,8 +211,8 @@ def zero_weight(batch: Batch) -> BatchDict:
     """Returns a copy in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     without_labels = {**batch, 'labels': labels}
-    rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
-    return with_rows(without_labels, rows)
+    counts = [RowCounts(samples=0, rule=row.rule) for row in row_counts_of(batch)]
+    return attach_row_counts(without_labels, counts)
 
 
 def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDict | None:
@@ -218,20 +220,17 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 
     The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
     """
-    candidates: list[tuple[RowFacts, int]] = []
-    for facts in facts_of_batches:
+    # Sizes come first, so that min() compares them. The numbers of batch and row tell where the row is.
+    candidates: list[tuple[int, int, int, int]] = []
+    for batch_number, facts in enumerate(facts_of_batches):
         items_per_row = facts.counts.get(modality, ())
         for row, num_items in enumerate(items_per_row):
             if num_items > 0:
-                candidates.append((facts, row))
+                candidates.append((num_items, facts.lengths[row], batch_number, row))
     if not candidates:
         return None
-
-    def size(candidate: tuple[RowFacts, int]) -> tuple[int, int]:
-        facts, row = candidate
-        return facts.counts[modality][row], facts.lengths[row]
-
-    facts, row = min(candidates, key=size)
+    _, _, batch_number, row = min(candidates)
+    facts = facts_of_batches[batch_number]
     selected = facts.layout.select(facts.batch, [row])
     trimmed = facts.layout.trim(selected)
     return zero_weight(trimmed)
@@ -262,26 +261,19 @@ def add_rows(
             any_positions = torch.arange(layout.width(row))[None]
             dummy.setdefault('position_ids', any_positions)
         batches.append(dummy)
-    # The id of the padding is not known here. Any id but a placeholder of media will do, because padding is masked.
-    is_text = ~layout.is_placeholder(microbatch)
-    text_ids = microbatch['input_ids'][is_text]
-    pad_token_id = int(text_ids[-1])
+    pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs.
-
-    A list that the dummy row lacks gets the value None, or 0 if its key is that of a count, such as ``num_images``.
-    """
+    """Returns a dummy row that has exactly those lists that the microbatch has, as :meth:`BatchLayout.concat` needs."""
     dummy = dict(row)
     for key, value in row.items():
         if isinstance(value, (list, tuple)):
             del dummy[key]
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
-            missing = [0] if key.startswith('num_') else [None]
-            dummy[key] = row.get(key, missing)
+            dummy[key] = values_of_rows(key, [row])
     return dummy
 
 
@@ -319,7 +311,7 @@ class Piece:
             if size == 'image_tokens':
                 sizes[size] = facts.image_tokens
             elif size == 'loss_tokens':
-                sizes[size] = [row.loss_tokens for row in rows_of(facts.batch)]
+                sizes[size] = [row.loss_tokens for row in row_counts_of(facts.batch)]
         rows = range(len(facts.lengths))
         return cls(facts, rules, options, rows, rules.widths(facts), sizes)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -39,10 +38,10 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.layout.layout import inferred_layout
+from composer_tokacc.layout.layout import inferred_layout, layout_of_model
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.row_counts import rows_of, without_rows
+from composer_tokacc.row_counts import row_counts_of, without_row_counts
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -127,14 +126,11 @@ class MicrobatchSplit:
         self.loss_rule = loss_rule
         if self.checked:
             return  # this is also the split of training, which has its layout
-        self.layout = self.fixed_layout
-        if self.layout is None:
-            with suppress(TypeError):  # a model without a config
-                self.layout = BatchLayout.for_model(model)
+        self.layout = self.fixed_layout or layout_of_model(model)
 
     def stop(self) -> None:
         """Forgets the model, and restores its attention. The next run may have another model, or no algorithm."""
-        self._restore_attention()
+        self._set_attention('')
         self._model = None
         self.layout = self.fixed_layout
         self.checked = False
@@ -251,7 +247,7 @@ class MicrobatchSplit:
             dummies = _dummies_of_first_modality([facts])
             (piece,) = with_dummies([piece], dummies)
         (microbatch,) = build([piece], self._attention)
-        return without_rows(microbatch)
+        return without_row_counts(microbatch)
 
     # The model.
 
@@ -263,19 +259,18 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _set_attention(self, packing: str) -> None:
-        """Changes the model's attention for rows that are packed in this way, see :class:`CutRules`."""
+        """Changes the model's attention for rows that are packed in this way, see ``CutRules.packing``.
+
+        If it is empty, the model gets its own attention back.
+        """
         current = '' if self._attention is None else self._attention.packing
         if packing == current:
             return
-        self._restore_attention()
-        if packing and self._model is not None:
-            self._attention = DocumentAttention(self._model, packing)
-
-    def _restore_attention(self) -> None:
-        """Restores the model's own attention if it was changed."""
         if self._attention is not None:
             self._attention.undo()
         self._attention = None
+        if packing and self._model is not None:
+            self._attention = DocumentAttention(self._model, packing)
 
     # The split.
 
@@ -429,8 +424,8 @@ class MicrobatchSplit:
             piece.check_caps(indices)
             if has_ranks:
                 # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
-                rows = rows_of(facts.batch)
-                samples = [row for row in piece.rows if rows[row].samples]
+                counts = row_counts_of(facts.batch)
+                samples = [row for row in piece.rows if counts[row].samples]
                 piece = piece.take(samples)
             if pre_split is not None and piece.rows and piece.fits:
                 pieces.append(piece)
@@ -569,20 +564,17 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
-        return list(pieces)
-    completed = []
-    pending = list(reversed(pieces))
-    while pending:
-        piece = pending.pop()
+        return list(pieces)  # media are not counted, because nothing may tell them apart
+    completed: list[Piece] = []
+    for piece in pieces:
         missing = missing_dummies(dummies, piece.facts, piece.rows)
         _check_rotary_limit(piece.facts, missing)
         with_missing = replace(piece, dummies=missing)
         num_rows = len(piece.rows)
-        if num_rows > 1 and with_missing.dummies and not with_missing.fits:
+        if num_rows > 1 and missing and not with_missing.fits:
             middle = num_rows // 2
-            # The last of `pending` is taken first, so the halves stay in order.
-            pending.append(piece.take(range(middle, num_rows)))
-            pending.append(piece.take(range(middle)))
+            halves = [piece.take(range(middle)), piece.take(range(middle, num_rows))]
+            completed += with_dummies(halves, dummies)
         else:
             completed.append(with_missing)
     return completed
@@ -605,7 +597,7 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
     """Calls :func:`.check_first_labels` for each batch, with the loss rule by which its rows were counted."""
     for facts in facts_of_batches:
-        check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
+        check_first_labels(facts, row_counts_of(facts.batch)[0].rule, kind)
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
@@ -665,10 +657,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
     """
     if split is not None and split.fixed_layout is not None:
         return split.fixed_layout
-    try:
-        layout = BatchLayout.for_model(state.model)
-    except TypeError:
-        # The model has no config.
+    layout = layout_of_model(state.model)
+    if layout is None:
         layout = largest_of_ranks(inferred_layout(microbatches_of(state.batch)))
     if split is not None:
         return layout

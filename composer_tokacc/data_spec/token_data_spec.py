@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.layout.layout import config_of
+from composer_tokacc.layout.layout import layout_of_model
 from composer_tokacc.planning import CostModel, CutOptions, check_kind
 from composer_tokacc.refusals import InvalidInputError
 
@@ -129,10 +129,8 @@ def token_data_spec(
         check_kind('layout', layout, BatchLayout)
     if model is not None:
         check_kind('model', model, Module)
-        config = config_of(model)
         # Without a config of Transformers the layout is inferred from each batch.
-        if layout is None and config is not None:
-            layout = BatchLayout.for_model(config)
+        layout = layout or layout_of_model(model)
     microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
     split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
     register_split(dataloader, split)

@@ -152,15 +152,13 @@ class RowFacts:
     @cached_property
     def decoder_width(self) -> int:
         """Width of the decoder's text in an encoder-decoder model with ``input_ids``, else 0. It is never trimmed."""
-        if not self.has_ids:
+        # Only the labels of a decoder do not lie along `input_ids`.
+        if not self.has_ids or labels_at_text(self.batch) is not None:
             return 0
         widths = [0]
         for key in ('labels', 'decoder_input_ids'):
             text = self.batch.get(key)
-            if not isinstance(text, torch.Tensor) or text.dim() != 2:
-                continue
-            # Only a decoder's text does not lie along `input_ids`.
-            if not self.layout.entry_of(self.batch, key).seq_dims:
+            if isinstance(text, torch.Tensor) and text.dim() == 2:
                 widths.append(text.shape[1])
         return max(widths)
 
@@ -199,11 +197,9 @@ class RowFacts:
         """
         if self.side != 'left':
             return [False] * len(self.real)
-        is_first_column_real = self.real[:, 0].tolist()
-        has_label = []
-        for is_labelled, is_real in zip(self.has_first_label, is_first_column_real, strict=True):
-            has_label.append(is_labelled and not is_real)
-        return has_label
+        has_padding = ~self.real[:, 0]
+        has_label = torch.tensor(self.has_first_label, device=self.real.device)
+        return (has_label & has_padding).tolist()
 
 
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
@@ -271,10 +267,9 @@ def _check_zero_on_padding(
     may have any value: LLaMA-Factory hides the placeholders of a dummy image in this way, if a batch has no image.
     """
     # A hole between real positions is not padding. There the collator may write any value.
-    has_real_before = real.cumsum(dim=1) > 0
-    num_real_from_here = real.flip(1).cumsum(dim=1).flip(1)
-    has_real_after = num_real_from_here > 0
-    is_padding = ~(has_real_before & has_real_after)
+    is_before_row = real.cumsum(dim=1) == 0
+    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
+    is_padding = is_before_row | is_after_row
     is_wrong = is_padding & (batch[key] != 0) & ~layout.is_placeholder(batch)
     _refuse_if_any(is_wrong, batch, key, 'be 0 where `attention_mask` is 0')
 

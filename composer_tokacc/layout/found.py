@@ -91,27 +91,31 @@ def possible_readings(
     shape = tuple(value.shape)
     if not shape:
         return (Reading.SHARED,)
-    has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
-    if modality is not None:
-        # The name of the tensor is that of media. But the dataset may have a column with such a name, as `image_id`.
-        if shape == (num_rows,):
-            is_column = earlier[:1] == (Reading.ROWS,)
-            # A batch without items shows it. Once that is known, or excluded, the text is not searched, because for a
-            # batch on a GPU the host would wait.
-            if not is_column and len(earlier) != 1:
-                is_column = not _may_have_items(batch, modality, config, registered)
-            if is_column:
-                return (Reading.ROWS, Reading.MEDIA)
-            return (Reading.MEDIA, Reading.ROWS)
-        # Integers in the shape of the text may be a mask over its tokens.
-        if value.is_floating_point() or not has_text_shape:
-            return (Reading.MEDIA,)
-        if _masks_media(batch, value, modality):
-            return (Reading.MEDIA, Reading.TEXT)
-        return (Reading.TEXT, Reading.MEDIA)
+    if modality is None:
+        return _readings_by_shape(shape, num_rows, width)
+    # The name of the tensor is that of media.
+    if shape == (num_rows,):
+        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. Once that
+        # is known, or excluded, the text is not searched, because for a batch on a GPU the host would wait.
+        is_column = earlier[:1] == (Reading.ROWS,)
+        if not is_column and len(earlier) != 1:
+            is_column = not _may_have_items(batch, modality, config, registered)
+        if is_column:
+            return (Reading.ROWS, Reading.MEDIA)
+        return (Reading.MEDIA, Reading.ROWS)
+    # Integers in the shape of the text may be a mask over its tokens.
+    if value.is_floating_point() or shape[:2] != (num_rows, width):
+        return (Reading.MEDIA,)
+    if _masks_media(batch, value, modality):
+        return (Reading.MEDIA, Reading.TEXT)
+    return (Reading.TEXT, Reading.MEDIA)
+
+
+def _readings_by_shape(shape: tuple[int, ...], num_rows: int, width: int) -> tuple[Reading, ...]:
+    """Returns the possible readings of a tensor whose name tells nothing. ``width`` is the width of the text."""
     readings = []
-    if has_text_shape:
+    if shape[:2] == (num_rows, width):
         readings.append(Reading.TEXT)
     if shape[0] == num_rows:
         readings.append(Reading.ROWS)
@@ -147,19 +151,13 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
         earlier = joined.get(key, possible)
         joined[key] = agreed_readings(earlier, possible)
         if not joined[key]:
-            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
+            later_meaning = ' or '.join(reading.value for reading in possible)
+            earlier_meaning = ' or '.join(reading.value for reading in earlier)
+            raise InvalidInputError(
+                f'`batch[{key!r}]` must mean the same in every batch, got: {later_meaning}, where earlier batches '
+                f'hold {earlier_meaning}. Register it: `layout.with_entries({key}=Entry(unit=...))`.'
+            )
     return joined
-
-
-def changed_meaning_message(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
-    """Returns the message for a key that has no reading which both earlier batches and this batch allow."""
-    later_meaning = ' or '.join(reading.value for reading in possible) or 'none of these'
-    earlier_meaning = ' or '.join(reading.value for reading in earlier)
-    return (
-        f'`batch[{key!r}]` must mean the same in every batch, got: {later_meaning}, where earlier batches '
-        f'hold {earlier_meaning}. '
-        f'Register it: `layout.with_entries({key}=Entry(unit=...))`.'
-    )
 
 
 def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
@@ -188,6 +186,15 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     )
 
 
+def _tensors_of(batch: Batch, modality: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors whose names tell this modality, by key."""
+    tensors = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and modality_of(key) == modality:
+            tensors[key] = value
+    return tensors
+
+
 def _may_have_items(
     batch: Batch,
     modality: str,
@@ -201,11 +208,9 @@ def _may_have_items(
     """
     if config is None:
         return True
-    for key, other in batch.items():
+    for key, value in _tensors_of(batch, modality).items():
         is_of_rows = key in registered and not registered[key].is_media
-        if modality_of(key) != modality or is_of_rows:
-            continue
-        if isinstance(other, torch.Tensor) and other.dim() > 1:
+        if value.dim() > 1 and not is_of_rows:
             return True
     if any(carried_counts(batch, modality) or []):
         return True
@@ -220,12 +225,9 @@ def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
     are floats ``(entries, ..., width, ...)``.
     """
     num_entries, mask_width = mask.shape[:2]
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            continue
-        if modality_of(key) != modality or value.dim() <= mask.dim():
-            continue
-        if len(value) == num_entries and mask_width in value.shape[1:]:
+    for value in _tensors_of(batch, modality).values():
+        is_media = value.is_floating_point() and value.dim() > mask.dim()
+        if is_media and len(value) == num_entries and mask_width in value.shape[1:]:
             return True
     return False
 
@@ -238,10 +240,8 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     if value.dim() != 4 or value.shape[0] != 1:
         return False
     patch_side = value.shape[-2]
-    for key, sizes in batch.items():
-        if modality_of(key) != modality:
-            continue
-        if not isinstance(sizes, torch.Tensor) or sizes.shape[1:] != (2,):
+    for sizes in _tensors_of(batch, modality).values():
+        if sizes.shape[1:] != (2,):
             continue
         num_patches = int(sizes.prod(dim=1).sum())
         if num_patches * patch_side == value.shape[-1]:
@@ -255,9 +255,7 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
     Such text cannot be trimmed, because the frames would have to be trimmed with it.
     """
     num_rows, width = text_of(batch).shape[:2]
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
-            continue
+    for value in _tensors_of(batch, 'audio').values():
         if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
             # If audios have placeholders, they belong to these, and the shape is a coincidence.
             return not placeholder_ids(config, 'audio')
@@ -292,18 +290,13 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
     num_rows = len(is_placeholder)
     lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
     padded = torch.nn.functional.pad(is_placeholder, (1, 1))
-    left = padded[:, :-1]
-    right = padded[:, 1:]
-    is_change = left != right
+    is_change = padded.diff(dim=1)  # of bools: whether two neighbours differ
     # `nonzero` goes row by row, so the start of a run is followed by its end.
     changes = is_change.nonzero().tolist()
     starts = changes[::2]
     ends = changes[1::2]
-    for start, end in zip(starts, ends, strict=True):
-        row, first_column = start
-        _, end_column = end
-        length = end_column - first_column
-        lengths_of_rows[row].append(length)
+    for (row, first_column), (_, end_column) in zip(starts, ends, strict=True):
+        lengths_of_rows[row].append(end_column - first_column)
     return lengths_of_rows
 
 
@@ -342,13 +335,9 @@ def entries_per_row(
         return [1] * num_rows
     # The entries of each row, by the key or by the way that tells them.
     answers: dict[str, list[int]] = {}
-    for key, value in batch.items():
-        if modality_of(key) != modality:
-            continue
-        if not isinstance(value, torch.Tensor) or value.is_floating_point():
-            continue
-        if value.dtype == torch.bool:
-            # A mask of items or tiles holds no sizes.
+    for key, value in _tensors_of(batch, modality).items():
+        # A mask of items or tiles holds no sizes.
+        if value.is_floating_point() or value.dtype == torch.bool:
             continue
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:

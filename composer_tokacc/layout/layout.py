@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.batch import (
+    COUNT_KEYS,
     MODALITIES,
     Batch,
     Reach,
@@ -28,14 +29,13 @@ from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
     Reading,
     Readings,
-    agreed_readings,
     carried_counts,
-    changed_meaning_message,
     entries_per_row,
     entry_of_reading,
     has_audio_along_text,
     inferred_family,
     items_of_rows,
+    joined_readings,
     possible_readings,
     sums_of_groups,
 )
@@ -45,7 +45,7 @@ from composer_tokacc.layout.tensors import (
     Entry,
     cat_padded,
     compact,
-    renumber,
+    renumbered,
     select_rows,
 )
 from composer_tokacc.planning import check_choice, check_count, check_kind
@@ -258,11 +258,8 @@ class BatchLayout:
                 f'it: `layout.with_entries({key}=Entry(unit=...))`, '
                 "with unit one of 'row', 'image', 'patch', 'video', 'video_patch', 'audio', 'shared'."
             )
-        earlier = self.readings.get(key, possible)
-        agreed = agreed_readings(earlier, possible)
-        if not agreed:
-            raise InvalidInputError(changed_meaning_message(key, earlier, possible))
-        return entry_of_reading(agreed[0], batch, key)
+        most_likely, *_ = joined_readings(self.readings, {key: possible})[key]
+        return entry_of_reading(most_likely, batch, key)
 
     def _possible_readings(self, batch: Batch, key: str) -> tuple[Reading, ...]:
         """Returns the possible readings of an unregistered key by this batch, the most likely one first."""
@@ -564,8 +561,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
-        Plain values that differ become a list with one entry per row, None for the rows of a batch without the key. If
-        all batches with the key have the same value, all rows get it. Arrays of numpy always become a list.
+        Plain values that differ become a list with one entry per row, see ``values_of_rows``. If all batches with
+        the key have the same value, all rows get it. Arrays of numpy always become a list.
 
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries. If rows are padded
@@ -584,40 +581,28 @@ class BatchLayout:
         if len(widths) > 1:
             batches = with_masks(batches)
         keys = dict.fromkeys(chain.from_iterable(batches))  # each key once, in order
-        modality_of_count = {f'num_{modality}s': modality for modality in MODALITIES}
         joined: dict[str, Any] = {}
         for key in keys:
             present = [batch for batch in batches if batch.get(key) is not None]
             values = [batch[key] for batch in present]
-            if values and key in modality_of_count:
+            if values and key in COUNT_KEYS:
                 # The carried numbers may count the user's images, which the processor has cut into tiles. So if there
                 # are registered tensors of the items, these are counted. Each batch is counted by itself, because in a
                 # batch of one row it is certain that all tiles belong to that row.
                 joined[key] = []
                 for batch in batches:
-                    joined[key] += self._carried_or_counted(batch, modality_of_count[key])
+                    joined[key] += self._carried_or_counted(batch, COUNT_KEYS[key])
             elif any(isinstance(value, torch.Tensor) for value in values):
-                joined[key] = self._joined_tensor(key, present, batches, padding_side, pad_token_id)
+                joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
             elif any(isinstance(value, (list, tuple)) for value in values):
                 _check_present(key, present, batches)
-                joined[key] = self._values_of_rows(key, batches)
+                joined[key] = values_of_rows(key, batches)
             # Arrays cannot be compared by `!=`, which returns another array.
             elif any(isinstance(value, np.ndarray) or value != values[0] for value in values):
-                joined[key] = self._values_of_rows(key, batches)
+                joined[key] = values_of_rows(key, batches)
             else:
                 joined[key] = values[0] if values else None
         return joined
-
-    def _values_of_rows(self, key: str, batches: Sequence[Batch]) -> list[Any]:
-        """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows."""
-        values: list[Any] = []
-        for batch in batches:
-            value = batch.get(key)
-            if isinstance(value, (list, tuple)):
-                values += value
-            else:
-                values += [value] * self.num_rows(batch)
-        return values
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         """Returns the number of items of each row of a batch.
@@ -632,42 +617,37 @@ class BatchLayout:
     def _joined_tensor(
         self,
         key: str,
-        present: Sequence[Batch],
         batches: Sequence[Batch],
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns one tensor for the rows of all batches. ``present`` are the batches that have the key."""
-        present_values = [batch[key] for batch in present]
-        _check_are_tensors(key, present_values)
+        """Returns one tensor for the rows of all batches. Some batches may lack the key."""
+        present = [batch for batch in batches if batch.get(key) is not None]
+        values = [batch[key] for batch in present]
+        _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
-        if _are_only_some_shared(present_values, entries):
-            batches = [self._with_entry_for_each_row(batch, key) for batch in batches]
-            present = [batch for batch in batches if batch.get(key) is not None]
-            present_values = [batch[key] for batch in present]
-            entries = [self.entry_of(batch, key) for batch in present]
-        _check_same_form(key, present_values, entries)
+        if _are_only_some_shared(values, entries):
+            batches_of_own_rows = [self._with_entry_for_each_row(batch, key) for batch in batches]
+            return self._joined_tensor(key, batches_of_own_rows, side, pad_token_id)
+        _check_same_form(key, values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
-            return _widest_shared(key, present_values, entry, side)
+            return _widest_shared(key, values, entry, side)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
-        if entry.is_media and entry.slot_dim is None:
-            values = present_values
-        else:
+        if not entry.is_media or entry.slot_dim is not None:
             values = self._with_absent(key, present, batches, entry)
+        if entry.points_into is not None:
+            # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
+            first_patch = 0
+            for number, batch in enumerate(present):
+                values[number] = renumbered(values[number], first_patch)
+                pixels: torch.Tensor = batch[entry.points_into]
+                first_patch += pixels.shape[:2].numel()  # (images, patches of an image, ...)
         if key == 'input_ids':
             entry = replace(entry, fill=pad_token_id)
         width = max(self.width(batch) for batch in batches)
-        joined = cat_padded(values, entry, width, side)
-        if entry.points_into is None:
-            return joined
-        # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
-        num_entries = [len(batch[key]) for batch in present]
-        pixels_of_batches = [batch[entry.points_into] for batch in present]
-        num_patches = [pixels.shape[:2].numel() for pixels in pixels_of_batches]  # (images, patches of an image, ...)
-        first_patches = [0, *accumulate(num_patches)][:-1]
-        return renumber(joined, num_entries, first_patches)
+        return cat_padded(values, entry, width, side)
 
     def _with_entry_for_each_row(
         self,
@@ -725,6 +705,12 @@ def config_of(model: Any) -> Any:
     return None
 
 
+def layout_of_model(model: Any) -> BatchLayout | None:
+    """Returns the layout of a model, see :meth:`BatchLayout.for_model`; None if it has no config of Transformers."""
+    config = config_of(model)
+    return None if config is None else BatchLayout.for_model(config)
+
+
 def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, width: int) -> Entry:
     """Returns the entry of a known key: ``entry``, except for masks of more than 2 dimensions and positions of one row.
 
@@ -755,6 +741,25 @@ def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
             if values.get(key) is None:
                 values[key] = value
     return BatchLayout.infer(values)
+
+
+def values_of_rows(key: str, batches: Iterable[Batch]) -> list[Any]:
+    """Returns one value for each row: an entry of a list, or the plain value that its batch has for all rows.
+
+    The rows of a batch without the key have 0 if it is the key of a count, such as ``num_images``, and None otherwise.
+    """
+    missing = 0 if key.startswith('num_') else None
+    values: list[Any] = []
+    for batch in batches:
+        value = batch.get(key)
+        if value is None:
+            value = missing
+        if isinstance(value, (list, tuple)):
+            values += value
+        else:
+            num_rows = len(text_of(batch))
+            values += [value] * num_rows
+    return values
 
 
 def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:

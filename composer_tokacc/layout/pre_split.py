@@ -9,7 +9,7 @@ import copy
 import sys
 from collections.abc import (
     Callable,
-    Container,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side, text_of
+from composer_tokacc.batch import Batch, common_padding_side, map_tensors, padding_side
 from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Reading
-from composer_tokacc.layout.layout import BatchLayout, with_masks
+from composer_tokacc.layout.layout import BatchLayout, values_of_rows, with_masks
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.plan_agreement import PlanRecord
 
@@ -79,7 +79,7 @@ class PreSplitBatch(Mapping[str, Any]):
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """Returns one plain batch of all rows, padded to the widest row, on the side of the microbatches' padding."""
         side = common_padding_side(self.microbatches)
-        pad_token_id = _pad_token_id(self.microbatches)
+        pad_token_id = id_for_padding(layout, self.microbatches)
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 
     def pin_memory(self) -> PreSplitBatch:
@@ -115,19 +115,9 @@ class PreSplitBatch(Mapping[str, Any]):
         value = with_key[0][key]
         if isinstance(value, torch.Tensor):
             return self._joined_tensor(key, with_key[0])
-        if not isinstance(value, (list, tuple)):
-            return value
-        # A microbatch may lack the list, for example `num_images` if it has no images. Its rows then have the count 0.
-        # In a list of anything else they have None.
-        missing = 0 if key.startswith('num_') else None
-        values: list[Any] = []
-        for microbatch in self.microbatches:
-            values_of_rows = microbatch.get(key)
-            if values_of_rows is None:
-                num_rows = len(text_of(microbatch))
-                values_of_rows = [missing] * num_rows
-            values += values_of_rows
-        return values
+        if isinstance(value, (list, tuple)):
+            return values_of_rows(key, self.microbatches)
+        return value
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
         """Returns the tensor for all rows, without joining the tensors of other keys.
@@ -142,7 +132,11 @@ class PreSplitBatch(Mapping[str, Any]):
             layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
-        return _with_keys(self, needed_keys).joined(layout)[key]
+
+        def needed_entries(microbatch: Batch) -> Batch:
+            return {name: value for name, value in microbatch.items() if name in needed_keys}
+
+        return self.map(needed_entries).joined(layout)[key]
 
     # A worker process pickles the batch to send it.
 
@@ -180,15 +174,6 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
     return [batch]
 
 
-def _with_keys(batch: PreSplitBatch, keys: Container[str | None]) -> PreSplitBatch:
-    """Returns the batch with only the entries of these keys."""
-
-    def chosen(microbatch: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in microbatch.items() if key in keys}
-
-    return batch.map(chosen)
-
-
 def widened(
     batch: Batch,
     width_multiple: int,
@@ -222,26 +207,34 @@ def widened(
             continue
         entry = layout.entry_of(batch, key)
         if key == 'input_ids':
-            entry = replace(entry, fill=_pad_token_id([batch]))
+            entry = replace(entry, fill=id_for_padding(layout, [batch]))
         if entry.seq_dims:
             wider[key] = cat_padded([value], entry, new_width, side)
     return wider
 
 
-def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, the last id of a row.
+def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
+    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, an id of the text.
 
     A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
-    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. Rows
-    rarely end with media. Without ``input_ids`` it returns 0, which is not used.
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted.
+    Without ``input_ids`` it returns 0, which is not used.
     """
-    text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
-    for batch in text_batches:
-        ids = batch['input_ids']
+    id_of_text = 0
+    for batch in batches:
+        ids = batch.get('input_ids')
+        if ids is None:
+            continue
+        is_text = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
-        if mask is not None and mask.shape == ids.shape and not bool(mask.all()):
-            return int(ids[mask == 0][0])
-    return int(text_batches[0]['input_ids'][0, -1]) if text_batches else 0
+        if mask is not None and mask.shape == ids.shape:
+            hidden_ids = ids[is_text & (mask == 0)]
+            if len(hidden_ids) > 0:
+                return int(hidden_ids[0])
+        text_ids = ids[is_text]
+        if len(text_ids) > 0:
+            id_of_text = int(text_ids[-1])
+    return id_of_text
 
 
 class _Place(NamedTuple):

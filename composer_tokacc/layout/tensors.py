@@ -222,16 +222,16 @@ def _renumber_patches(
         patches_per_item: Number of patches of an image or video. All have equally many.
         rows: Numbers of the chosen rows.
     """
-    num_pointers = []
-    shifts = []
+    num_pointers = [pointer_offsets[row + 1] - pointer_offsets[row] for row in rows]
+    pointers_of_rows = [pointers[:0]]  # torch.cat() needs a tensor, even if there is no row
     new_first_patch = 0
-    for row in rows:
-        num_pointers.append(pointer_offsets[row + 1] - pointer_offsets[row])
+    for row, old_pointers in zip(rows, pointers.split(num_pointers), strict=True):
         old_first_patch = patches_per_item * item_offsets[row]
-        shifts.append(new_first_patch - old_first_patch)
+        new_pointers = renumbered(old_pointers, new_first_patch - old_first_patch)
+        pointers_of_rows.append(new_pointers)
         num_items = item_offsets[row + 1] - item_offsets[row]
         new_first_patch += patches_per_item * num_items
-    return renumber(pointers, num_pointers, shifts)
+    return torch.cat(pointers_of_rows)
 
 
 def _select_entries(
@@ -268,13 +268,6 @@ def _select_entries(
     return compact(narrowed, like=value)
 
 
-def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
-    """Adds ``shifts[0]`` to the first ``counts[0]`` entries, ``shifts[1]`` to the next ``counts[1]``, and so on.
-
-    Negative values stay: they point to no patch.
-    """
-    shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts))
-    shift_of_entry = shift_of_entry.to(value)
-    inner_dims = [1] * (value.dim() - 1)
-    shifted = value + shift_of_entry.view(-1, *inner_dims)
-    return torch.where(value < 0, value, shifted)
+def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
+    """Returns numbers of patches that are ``shift`` larger. Negative numbers stay: they point to no patch."""
+    return torch.where(pointers < 0, pointers, pointers + shift)

@@ -18,7 +18,7 @@ import torch
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_of, sources_of, summed
+from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_counts_of, sources_of, summed
 
 
 class StepCounts(NamedTuple):
@@ -56,13 +56,13 @@ class BatchCounts(NamedTuple):
 
 def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a device batch, which is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
-    rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
+    rows = row_counts_of(batch) if is_counted(batch) else count_rows(batch, rule)
     return _counts_of(batch, rows)
 
 
 def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
-    rows = rows_of(batch)
+    rows = row_counts_of(batch)
     dummy_positions = 0
     for row, row_positions in _unpacked(batch, rows):
         if row.samples == 0:  # a dummy row or a repeated sample
@@ -100,7 +100,7 @@ def num_positions(batch: Batch) -> int:
 
 def rule_of(batch: Batch) -> str | None:
     """Returns the loss rule of the counts in a batch; None if nobody has counted its tokens."""
-    return rows_of(batch)[0].rule if is_counted(batch) else None
+    return row_counts_of(batch)[0].rule if is_counted(batch) else None
 
 
 def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
@@ -110,7 +110,7 @@ def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
     tokens, they are counted by ``rule``, and the host waits for the device.
     """
     if is_counted(batch):
-        rows = rows_of(batch)
+        rows = row_counts_of(batch)
     elif sources_of(batch) is not None:
         rows = count_rows(batch, rule)
     else:
@@ -127,7 +127,7 @@ def rows_by_width(batch: Batch) -> Counter[int]:
 
     A packed row is replaced by its documents, because each document attends only to itself.
     """
-    return Counter(width for _, width in _unpacked(batch, rows_of(batch)))
+    return Counter(width for _, width in _unpacked(batch, row_counts_of(batch)))
 
 
 def _unpacked(

@@ -97,8 +97,7 @@ def pack_lengths(
     placed alone.
 
     Returns:
-        Row indices of each group, longest row first. So rows of equal length are neighbours, and one call of the
-        attention function can compute them as a batch. Groups come in the order of their longest row.
+        Row indices of each group, longest row first. Groups come in the order of their longest row.
 
     Example:
         >>> pack_lengths([7, 2, 8, 2, 2], 10)

@@ -37,7 +37,7 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
-from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
+from composer_tokacc.row_counts import row_counts_of, summed, with_counts, without_row_counts
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
@@ -421,7 +421,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
     state = run.state
     model = state.model
     # Counts of the rows and token weights are for TokenAccumulation. The model does not take them.
-    inputs = dict(without_rows(microbatch))
+    inputs = dict(without_row_counts(microbatch))
     inputs.pop(LOSS_WEIGHTS, None)
     batch = state.device.batch_to_device(inputs)
     with ExitStack() as stack:
@@ -432,7 +432,7 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
             # Without the labels of all samples, no candidate was chosen for having the most labels. Then all logits are
             # computed, because a microbatch with more labels may come later.
             if run.accumulation is not None and run.labels_per_sample is not None:
-                run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
+                run.accumulation.select_logits(state, batch, summed(row_counts_of(microbatch)).loss_tokens)
             # As in Composer, the outputs of the microbatch before stay in memory until this forward has ended.
             state.outputs = model(batch)
             loss = inner_model(model).loss(state.outputs, batch)  # pyright: ignore[reportCallIssue]

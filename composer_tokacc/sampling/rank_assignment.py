@@ -20,7 +20,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
 from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.row_counts import RowCounts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 LoadedSample = TypeVar('LoadedSample')
@@ -162,7 +162,7 @@ def _without_weight(batch: Batch) -> BatchDict:
     labels = batch.get('labels')
     if isinstance(labels, torch.Tensor):
         batch = {**batch, 'labels': torch.full_like(labels, IGNORE_INDEX)}
-    return with_rows(batch, [RowCounts(samples=0)])
+    return attach_row_counts(batch, [RowCounts(samples=0)])
 
 
 def _with_weights(batch: Batch, weights: list[float]) -> dict[str, Any]:

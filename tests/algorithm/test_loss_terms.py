@@ -14,7 +14,7 @@ from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
-from composer_tokacc.row_counts import RowCounts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import fit, gradients_of, loader, relative_error
 
@@ -255,7 +255,7 @@ def test_loss_of_samples_only(model, batch, num_copies, microbatch_size, has_dat
     losses = summed_by_row(logits_of(model, batch), batch['labels'])
     expected = gradients_of(model, losses[:num_samples].mean() / LENGTH_OF_ALL)
     if num_copies:
-        batch = with_rows(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
+        batch = attach_row_counts(batch, [RowCounts()] * num_samples + [RowCounts(samples=0)] * num_copies)
     data = loader(batch)
     if has_data_spec:
         data = token_data_spec(data)
@@ -276,7 +276,7 @@ def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
     options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
     fit(model, batch, **options)
-    batch_with_dummy = with_rows(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
+    batch_with_dummy = attach_row_counts(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
         fit(model, batch_with_dummy, **options)
 

@@ -23,7 +23,7 @@ from composer_tokacc.algorithm import router_balance
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.algorithm.router_balance import StepBalance, counted_positions
 from composer_tokacc.data_spec.packing import pack_rows
-from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.algorithm.test_token_accumulation import without_waiting
 from tests.matrix.native_models import NativeModel
 from tests.support.mixtures import COEFFICIENT, mixture_of_experts
@@ -187,8 +187,8 @@ def test_dummy_row_and_padding_are_not_counted():
     """A packed row of 4 tokens with a label behind them, 2 tokens, and a dummy row of 5."""
     batch = ragged_batch([(4, 3), (2, 1), (5, 2)])
     batch['labels'][0, 4] = 5
-    first, second, _ = rows_of(with_counts(batch))
-    batch = with_rows(batch, [first, second, RowCounts(samples=0, rule='causal')])
+    first, second, _ = row_counts_of(with_counts(batch))
+    batch = attach_row_counts(batch, [first, second, RowCounts(samples=0, rule='causal')])
     packed = pack_rows(BatchLayout.for_model(one_layer_model()), batch, text_attention())
     assert 'attention_mask' in packed, 'documents are told by masks'
     expected = [True] * 4 + [False] + [True] * 2 + [False] * 5

@@ -26,7 +26,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
-from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts
+from composer_tokacc.row_counts import RowCounts, num_samples, row_counts_of, with_counts
 from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
@@ -126,7 +126,7 @@ def test_dummy_rows_are_no_samples():
     assert (row['labels'] != -100).any()  # the original keeps its labels
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
-    assert rows_of(padded) == [*rows_of(microbatch), RowCounts(samples=0, rule='causal')]
+    assert row_counts_of(padded) == [*row_counts_of(microbatch), RowCounts(samples=0, rule='causal')]
     spec = token_data_spec(loader(microbatch))
     assert spec.get_num_samples_in_batch(padded) == 2
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)

@@ -12,7 +12,7 @@ from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
 from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_attention, text_rows
 from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
@@ -170,10 +170,10 @@ def test_packed_row_keeps_numbers_of_samples():
 
 def test_packed_row_keeps_counts_of_documents():
     batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
-    with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
+    with_dummy = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
     counted = with_counts(with_dummy, token_weights='sqrt')
-    (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted, text_attention()))
-    assert packed.documents == tuple(rows_of(counted))
+    (packed,) = row_counts_of(pack_rows(BatchLayout.infer(counted), counted, text_attention()))
+    assert packed.documents == tuple(row_counts_of(counted))
     assert [document.source for document in packed.documents] == ['a', 'b', None]
     assert packed.samples == 2
     assert packed.real_tokens == 9

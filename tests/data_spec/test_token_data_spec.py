@@ -114,7 +114,7 @@ def test_same_batch_is_cut_alike():
 def test_order_is_kept_without_regrouping():
     lengths = []
     for microbatch in split(ragged_batch(), 2, regroup=False):
-        lengths += [row.real_tokens for row in row_counts.rows_of(microbatch)]
+        lengths += [row.real_tokens for row in row_counts.row_counts_of(microbatch)]
     assert lengths == [length for length, _ in RAGGED]
 
 

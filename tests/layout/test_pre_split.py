@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, attach_row_counts, num_samples, row_counts_of, with_counts
 from tests.layout.test_families import assert_same_batch
 from tests.support.small_batches import text_batch
 
@@ -52,6 +53,17 @@ def test_reads_as_one_batch(side):
     assert_same_batch(batch.joined(BatchLayout.infer(batch)), collated_at_once)
     assert list(batch) == list(collated_at_once)
     assert batch['labels'] is batch['labels'], 'joined once'
+
+
+def test_padding_is_no_hidden_placeholder():
+    """LLaMA-Factory hides the placeholders of a dummy image behind the first row of a batch without images."""
+    placeholder = 99
+    with_dummy = text_batch([3], width=5)
+    with_dummy['input_ids'][0, 3] = placeholder
+    layout = BatchLayout.infer(with_dummy)
+    layout = BatchLayout(family=layout.family, config=SimpleNamespace(image_token_id=placeholder))
+    joined = PreSplitBatch([with_dummy, text_batch([7])], max_tokens=20).joined(layout)
+    assert int(layout.is_placeholder(joined).sum()) == 1
 
 
 def test_reads_numbers_of_patches_of_all_microbatches():
@@ -127,8 +139,8 @@ def test_counting_joins_no_tensor(monkeypatch):
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
     counted = with_counts(batch)
-    assert [row.loss_tokens for row in rows_of(counted)] == [4, 1, 2]
-    assert counted[ROWS_KEY] == rows_of(counted)
+    assert [row.loss_tokens for row in row_counts_of(counted)] == [4, 1, 2]
+    assert counted[ROWS_KEY] == row_counts_of(counted)
     assert num_samples(counted) == num_samples(batch) == 3
     assert ROWS_KEY not in batch
 
@@ -147,10 +159,10 @@ def test_deep_copies_share_nothing(monkeypatch):
 
 def test_counts_travel_with_their_microbatch():
     batch = pre_split(microbatch([5, 2]), microbatch([3]))
-    counted = with_counts(with_rows(batch, [RowCounts(), RowCounts(samples=0), RowCounts()]))
+    counted = with_counts(attach_row_counts(batch, [RowCounts(), RowCounts(samples=0), RowCounts()]))
     received = pickle.loads(pickle.dumps(counted))
-    assert rows_of(received) == rows_of(counted)
-    assert [row.loss_tokens for row in rows_of(received)] == [4, 0, 2]
+    assert row_counts_of(received) == row_counts_of(counted)
+    assert [row.loss_tokens for row in row_counts_of(received)] == [4, 0, 2]
     assert [num_samples(part) for part in received.microbatches] == [1, 1]
 
 

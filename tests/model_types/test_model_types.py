@@ -20,7 +20,7 @@ from composer.models import HuggingFaceModel
 from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.pieces import add_rows, smallest_row
 from composer_tokacc.layout import describe
-from composer_tokacc.row_counts import without_rows
+from composer_tokacc.row_counts import without_row_counts
 from tests.matrix.harness import measure_steps, plain_gradients
 from tests.model_types.trial import CLASSES, assert_as_the_table_says, maker_of
 from tests.support.training import relative_error
@@ -132,7 +132,7 @@ def test_smallest_media_row_as_dummy(model_type, modality):
     media = maker.batch(modality, runs=num_frames)
     row = smallest_row([describe(layout, media)], modality)
     assert row is not None
-    joined = without_rows(add_rows(layout, text, [row], 'right'))
+    joined = without_row_counts(add_rows(layout, text, [row], 'right'))
     assert layout.units_per_row(joined, modality)[:-1] == [0] * len(text['input_ids'])
     expected = plain_gradients(model, text)
     gradients = plain_gradients(model, joined)

@@ -14,7 +14,7 @@ from composer.core import Algorithm, Callback, Event
 from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
-from composer_tokacc.row_counts import RowCounts, with_rows
+from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from tests.support.launch import ROOT, launch_json
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
@@ -99,7 +99,7 @@ def test_dummy_rows_have_their_own_figure(batch):
     """They are computed, but they do not count as samples or real tokens."""
     counts = [RowCounts()] * 5
     dummy_row = RowCounts(samples=0)
-    batch = with_rows(batch, [*counts, dummy_row])
+    batch = attach_row_counts(batch, [*counts, dummy_row])
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
     positions = (5 + 5) + 9 + 14 + (6 + 6)  # two microbatches hold two rows, and are as wide as the wider one
@@ -184,7 +184,7 @@ def test_packed_dummy_row_is_computed(batch):
     counts = [RowCounts()] * 5
     dummy_row = RowCounts(samples=0)
     monitor = TokenMonitor(flops=AttentionFlops(), device_tflops=1.0)
-    recorder = fit(text_model(), with_rows(batch, [*counts, dummy_row]), packing=True, callbacks=[monitor])
+    recorder = fit(text_model(), attach_row_counts(batch, [*counts, dummy_row]), packing=True, callbacks=[monitor])
     *_, (dummy_length, _) = SHAPE
     assert figures(recorder, 'dummy_ratio') == pytest.approx([dummy_length / REAL])
     seconds = REAL / figures(recorder, 'tokens_per_second')[0]

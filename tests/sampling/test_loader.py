@@ -16,7 +16,7 @@ from composer.core import Event
 from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.row_counts import num_samples, rows_of, with_counts
+from composer_tokacc.row_counts import num_samples, row_counts_of, with_counts
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
@@ -339,7 +339,7 @@ def test_rank_without_samples_gets_a_copy():
         last = list(loader)[-1]
         assert sample_numbers([last]) == [loader.batch_sampler.window(3)]
         count = num_samples(last)
-        num_tokens = sum(row.loss_tokens for row in rows_of(with_counts(last)))
+        num_tokens = sum(row.loss_tokens for row in row_counts_of(with_counts(last)))
         assert (num_tokens > 0) == (count > 0)
         # Metrics of an evaluation read the labels, too.
         assert (last['labels'] != -100).any() == (count > 0)
