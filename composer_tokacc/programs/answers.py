@@ -28,7 +28,6 @@ from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
 from composer_tokacc.programs.metrics_file import keep_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.sources import source_of
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     if parts.eval_dataset is None or not num_samples or config.is_sharded:
         return None
     return Answers(
-        source_of(config).by_index(parts.eval_dataset),
+        parts.source.by_index(parts.eval_dataset),
         parts.processor,
         folder=config.report['folder'],
         num_samples=num_samples,

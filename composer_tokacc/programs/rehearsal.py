@@ -35,7 +35,6 @@ from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
@@ -155,7 +154,7 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     memory = None
     labels_per_sample = None
     if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
-        table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
+        table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
         if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
             labels_per_sample = table.loss_tokens
         # With `suggest` the memory model of the run is in the cache by now. Without it the model would have to be

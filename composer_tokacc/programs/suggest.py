@@ -36,7 +36,7 @@ from composer_tokacc.programs.models import build_transformers_model, read_confi
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.sources import source_of
+from composer_tokacc.programs.sources import Source
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing import (
     GIB,
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def suggested_microbatch(
-    config: TrainConfig,
+    source: Source,
     dataset: SampleDataset,
     processor: Processor,
 ) -> tuple[int, int]:
@@ -62,7 +62,8 @@ def suggested_microbatch(
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
-    table = source_of(config).measure(dataset, processor)
+    config = source.config
+    table = source.measure(dataset, processor)
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
     outcome: tuple[int, int] | ConfigError | None = None
     if dist.get_global_rank() == 0:
@@ -303,7 +304,7 @@ def _logits_of_run(config: TrainConfig) -> str:
 
 
 def watch_flops(
-    config: TrainConfig,
+    source: Source,
     dataset: SampleDataset,
     processor: Processor,
     model: HuggingFaceModel,
@@ -320,7 +321,7 @@ def watch_flops(
     has_speed = monitor.device_tflops or get_gpu_flops_available(state)
     if not has_speed:
         return
-    table = source_of(config).measure(dataset, processor)
+    table = source.measure(dataset, processor)
     # The coefficients of the FlopModel. None if the trace fails. Rank 0 sends only them to the other ranks, because
     # each rank makes the layout from its own model.
     coefficients = None
@@ -330,7 +331,7 @@ def watch_flops(
             # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out
             # what is computed again.
             build, meta_model, samples = _to_trace(
-                config,
+                source.config,
                 dataset,
                 processor,
                 table,
