@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import from_any_rank, max_over_ranks
+from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
@@ -35,7 +36,7 @@ from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
+from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment

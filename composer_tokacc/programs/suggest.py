@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ from composer_tokacc.sizing.report import warning_of_too_large
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar('Result')
+
 
 def suggested_microbatch(
     source: Source,
@@ -65,10 +67,15 @@ def suggested_microbatch(
     config = source.config
     table = source.measure(dataset, processor)
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
-    outcome: tuple[int, int] | ConfigError | None = None
+    return of_first_rank(partial(_suggestion, config, dataset, processor, table, smallest_memory_gib))
+
+
+def of_first_rank(compute: Callable[[], Result]) -> Result:
+    """Calls a function on rank 0 only, and returns its result on all ranks; a collective. If it refuses, all ranks do."""
+    outcome: Result | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
-            outcome = _suggestion(config, dataset, processor, table, smallest_memory_gib)
+            outcome = compute()
         except ConfigError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
     outcome = from_any_rank(outcome)
