@@ -228,10 +228,7 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
     planned_tokens = options.max_tokens
     longest_sample = int(run.sampler.lengths.max())
     while True:
-        chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
-        chosen = from_any_rank(chosen)  # rank 0 chooses for all
-        assert chosen is not None, 'rank 0 has chosen'
-        candidates, report.num_batches = chosen
+        candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run, options))
         failed = _run_all(run, candidates, report)
         if failed is None:
             return first_failure
@@ -340,30 +337,26 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
     end = state.max_duration
     assert end is not None, 'a fit has an end'
-    # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, as long as a small plan.
-    counted_units = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE)
-    elapsed = {unit: state.timestamp.get(unit).value for unit in counted_units}
-    batch = int(state.timestamp.batch_in_epoch)
-    sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-    most_batches = MOST_BATCHES if end.unit in elapsed else min(sampler.num_batches, MOST_BATCHES)
+    timestamp = state.timestamp
+    sampler.set_epoch(int(timestamp.epoch))
+    most_batches = MOST_BATCHES
+    if end.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
+        most_batches = min(sampler.num_batches, MOST_BATCHES)
     for _ in range(most_batches):
         # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
         length_of_epoch = sampler.num_batches
         if state.dataloader_len is not None:
             length_of_epoch = min(length_of_epoch, int(state.dataloader_len))
         # A run that resumes with a smaller `train_subset_num_batches` may be past it.
-        if batch >= length_of_epoch:
-            batch = 0
-            elapsed[TimeUnit.EPOCH] += 1
-            sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-        if end.unit in elapsed and elapsed[end.unit] >= end.value:
+        if int(timestamp.batch_in_epoch) >= length_of_epoch:
+            timestamp = timestamp.to_next_epoch()
+            sampler.set_epoch(int(timestamp.epoch))
+        if timestamp.get(end.unit) >= end:
             return
+        batch = int(timestamp.batch_in_epoch)
         window = sampler.window(batch)
-        step = elapsed[TimeUnit.BATCH] + 1
-        yield step, sampler.plan(batch).ranks, window
-        batch += 1
-        elapsed[TimeUnit.BATCH] += 1
-        elapsed[TimeUnit.SAMPLE] += len(window)
+        timestamp = timestamp.to_next_batch(samples=len(window))
+        yield int(timestamp.batch), sampler.plan(batch).ranks, window
 
 
 def _run_all(
