@@ -248,13 +248,9 @@ def _images_from_pixels(sample: Row, processor: Processor) -> list[np.ndarray]:
     num_images = sample.get('num_images', [len(pixels)])[0]
     if pixels.dim() != 4 or pixels.shape[:2] != (num_images, 3):
         return []
-    mean = torch.tensor(channel_means).view(3, 1, 1)
-    std = torch.tensor(channel_deviations).view(3, 1, 1)
-    images = []
-    for image in pixels.float():
-        colors = (image * std + mean).clamp(0, 1)
-        images.append(colors.permute(1, 2, 0).numpy())
-    return images
+    normalized = pixels.float().permute(0, 2, 3, 1).numpy()  # the colors last, as the means have them
+    colors = normalized * channel_deviations + channel_means
+    return list(colors.clip(0, 1))
 
 
 def _images_from_files(dataset: Any, index: int) -> list[np.ndarray]:
