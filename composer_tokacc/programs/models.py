@@ -266,11 +266,12 @@ def read_config(
         default = config_class()
         _check_fields(settings, default, 'model.config')
         if processor is not None:
+            text_settings = settings
+            path = 'model.config'
             if hasattr(default, 'text_config'):
                 text_settings = settings.setdefault('text_config', {})
-                _complete_text(text_settings, tokenizer_of(processor), 'model.config.text_config')
-            else:
-                _complete_text(settings, tokenizer_of(processor), 'model.config')
+                path += '.text_config'
+            _complete_text(text_settings, tokenizer_of(processor), path)
             _complete_placeholders(settings, default, processor)
         return config_class(**settings)
 
