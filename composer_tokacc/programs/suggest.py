@@ -71,7 +71,7 @@ def suggested_microbatch(
 
 
 def of_first_rank(compute: Callable[[], Result]) -> Result:
-    """Calls a function on rank 0 only, and returns its result on all ranks; a collective. If it refuses, all ranks do."""
+    """Returns the result that a function has on rank 0; a collective. If it refuses, all ranks do."""
     outcome: Result | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
@@ -165,8 +165,10 @@ def memory_of_run(
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+    build = _model_builder(config, processor, **changes)
     width = int(table.lengths.max())
-    traced_sizes = table.select(_probe_samples(table))
+    traced_samples = _probe_samples(table)
+    traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
     # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
     # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
@@ -191,11 +193,10 @@ def memory_of_run(
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        build, meta_model, samples = _to_trace(config, dataset, processor, table, **changes)
         return calibrate_fake(
             build,
-            meta_model.config,
-            samples,
+            _on_meta_device(build).config,
+            [dataset[index] for index in traced_samples],
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
@@ -208,8 +209,7 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    model = _on_meta_device(_model_builder(config, processor, **changes))
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
     return _as_sharded(memory, sharding, num_weights)
 
 
@@ -337,15 +337,11 @@ def watch_flops(
         try:
             # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out
             # what is computed again.
-            build, meta_model, samples = _to_trace(
-                source.config,
-                dataset,
-                processor,
-                table,
-                attn_implementation='eager',
-                activation_checkpointing=False,
+            build = _model_builder(
+                source.config, processor, attn_implementation='eager', activation_checkpointing=False
             )
-            flops = count_flops(build, meta_model.config, samples, width=int(table.lengths.max()))
+            samples = [dataset[index] for index in _probe_samples(table)]
+            flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run works without MFU
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
@@ -356,24 +352,11 @@ def watch_flops(
         monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 
-def _to_trace(
-    config: TrainConfig,
-    dataset: SampleDataset,
-    processor: Processor | None,
-    table: LengthTable,
-    **changes: Any,
-) -> tuple[Callable[[], Any], Any, list[dict[str, Any]]]:
-    """Returns what a trace needs: a builder of the run's model, this model on the meta device, and a few samples.
-
-    The builder does not load the weights. ``changes`` replace settings of the section ``model``.
-    """
-    build = _model_builder(config, processor, **changes)
-    samples = [dataset[index] for index in _probe_samples(table)]
-    return build, _on_meta_device(build), samples
-
-
 def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
-    """Returns a function that makes the run's model without loading its weights. For ``changes`` see `_to_trace`."""
+    """Returns a function that makes the run's model without loading its weights.
+
+    ``changes`` replace settings of the section ``model``.
+    """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
