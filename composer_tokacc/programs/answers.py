@@ -144,12 +144,11 @@ def answer_eval_samples(
     if num_samples < 1:
         return []
     spacing = max(len(dataset) // num_samples, 1)
-    end = min(spacing * num_samples, len(dataset))
     was_training = model.training
     model.eval()
     answers = []
     with torch.no_grad():
-        for index in range(0, end, spacing):
+        for index in range(0, len(dataset), spacing)[:num_samples]:
             answer = _answer(model, dataset, index, processor, max_new_tokens)
             if answer is not None:
                 answers.append(answer)
