@@ -97,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
-    if options.lengths is not None and not any(key.startswith('dataset.path=') for key in config_overrides):
-        config_overrides.append('dataset.path=lengths')  # the config needs any path, but the data are not read
+    if options.lengths is not None:
+        # The config needs any path, but the data are not read. A later override replaces this one.
+        config_overrides.insert(0, 'dataset.path=lengths')
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
 
