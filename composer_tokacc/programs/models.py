@@ -148,12 +148,15 @@ def build_transformers_model(
         else:
             model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
-    unreached_names = _freeze_unreached_vision_layers(model)
+    unreached_names = _unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
         with same_random_numbers(seed):
-            model = with_adapter(model, lora, base=pretrained, never_trained=unreached_names)
+            model = with_adapter(model, lora, base=pretrained)
+    for name, parameter in model.named_parameters():
+        if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
+            parameter.requires_grad_(False)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
@@ -442,12 +445,12 @@ def set_cache(model: nn.Module, on: bool) -> None:
             configs += vars(config).values()  # of these values only configs count, such as `text_config`
 
 
-def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes the parameters after the vision feature layer, which no loss reaches, and returns their names.
+def _unreached_vision_layers(model: Any) -> set[str]:
+    """Returns the names of the parameters after the vision feature layer. No loss reaches them, so they are frozen.
 
-    If they stayed trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch
-    asks for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would
-    shrink them.
+    If they were trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch asks
+    for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
+    them.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
@@ -463,8 +466,6 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         if encoder_name.endswith(VISION_ENCODERS):
             for name in _without_gradient(encoder, feature_layers):
                 unreached.add(f'{encoder_name}.{name}')
-    for name in unreached:
-        model.get_parameter(name).requires_grad_(False)
     log.info('Freezing %d parameters after the vision feature layer, which no loss reaches.', len(unreached))
     return unreached
 
