@@ -35,7 +35,7 @@ from composer_tokacc.planning import CutOptions, Microbatch, cut_rows, padded_wi
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
-from composer_tokacc.programs.schema import TrainConfig
+from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
@@ -413,10 +413,8 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
     """Runs forward and backward of a microbatch. Logits are computed at the same positions as in the run."""
     state = run.state
     model = state.model
-    # Counts of the rows and token weights are for TokenAccumulation. The model does not take them.
-    inputs = dict(without_rows(microbatch))
-    inputs.pop(LOSS_WEIGHTS, None)
-    batch = state.device.batch_to_device(inputs)
+    # The counts of the rows are for TokenAccumulation. The model does not take them.
+    batch = state.device.batch_to_device(without_rows(microbatch))
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
             # DDP learns the order of gradients in its first reduction. That one must be in a real step.
@@ -440,16 +438,12 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     # As in a worker of the loader: reads and collates one microbatch for each list.
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples_to_read))
-    # Without the algorithm any weights and loss rule will do. They change the loss, and not the memory.
-    weights = 'token'
-    rule = 'causal'
+    # Weights of tokens change the loss, and not the memory. The model does not take them.
+    batch = batch.map(lambda microbatch: without(microbatch, LOSS_WEIGHTS))
+    rule = 'causal'  # without the algorithm any rule will do, for the same reason
     if run.accumulation is not None:
-        weights = run.accumulation.options.token_weights
-        rule = run.accumulation.rule or 'causal'
-    if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        # A sampler with `loss_shares` makes these weights, but only for a whole step.
-        weights = 'token'
-    counted = with_counts(batch, rule, weights)
+        rule = run.accumulation.rule or rule
+    counted = with_counts(batch, rule)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))
 
