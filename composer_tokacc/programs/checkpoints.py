@@ -387,7 +387,7 @@ class SameData(Callback):
         num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
-        self._fingerprints = {
+        fingerprints = {
             'data': f'{identify_data(dataset)} of {num_samples} samples',
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
@@ -395,12 +395,14 @@ class SameData(Callback):
         }
         # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
-            self._fingerprints['order'] = dataset.identity_of_order()
+            fingerprints['order'] = dataset.identity_of_order()
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
-                self._fingerprints[f'optimizer.{name}'] = _as_json(value)
+                fingerprints[f'optimizer.{name}'] = value
         if order is not None:
-            self._fingerprints['batches'] = _as_json(order)
+            fingerprints['batches'] = order
+        # As they come back from a checkpoint, which holds JSON: tuples become lists.
+        self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
         self._other_batches = ''
         """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
@@ -538,12 +540,6 @@ def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> 
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
-
-
-def _as_json(value: Any) -> Any:
-    """Returns a value as it comes back from a checkpoint, which holds JSON: tuples become lists."""
-    text = json.dumps(value, default=str)
-    return json.loads(text)
 
 
 def _short(value: Any) -> str:
