@@ -61,8 +61,9 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it: a list that holds only ``samples``. With packing, a list for each planned
-    microbatch of the rank in this step, because the split packs their rows together."""
+    """The samples that are read to run it, a list for each microbatch that the loader would collate. Without packing
+    this is only ``samples``. With packing it is all that the rank reads in this step, because the split packs the rows
+    of all microbatches together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -516,11 +517,11 @@ def _does_not_fit(
     fitting_size: float,
 ) -> ConfigError:
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
-    dataset: Any = cast(RegroupingDataLoader, run.state.dataloader).dataset
+    dataset = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
     for index in failed.samples[:NAMED_SAMPLES]:
-        sample = dataset.dataset[index]
-        names += [str(name) for name in sample.get('sample_ids', [index])]
+        sample_ids = dataset[index].get('sample_ids', [index])
+        names.append(str(sample_ids[0]))
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
     split = split_of(run.state.dataloader)

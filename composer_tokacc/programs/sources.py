@@ -415,8 +415,7 @@ class FileSource(Source):
 
         Our own function needs the ``texts`` of all classes.
         """
-        names = [part['name'] for part in self._parts().values()]
-        classes = [_dataset_class('dataset', name) for name in names]
+        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
         for cls in classes:
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
