@@ -46,15 +46,13 @@ class RunParts:
     """Data and model of a run. Without ``dataset.eval`` the eval dataset and its loader are None."""
 
     source: Source
-    """What has opened the data."""
+    """Opened the data. Its config has the suggested microbatch size if the config of the run says ``suggest``."""
     processor: Processor
     model: HuggingFaceModel
     train_dataset: Any
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
-    microbatch_size: int | str | None
-    """``device_train_microbatch_size`` of the config. If that is ``suggest``, the suggested size."""
 
 
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:
@@ -115,7 +113,6 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        microbatch_size=config.microbatching.device_train_microbatch_size,
     )
 
 
@@ -147,8 +144,9 @@ def build_trainer(
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
     arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
-    if parts.microbatch_size is not None:
-        arguments['device_train_microbatch_size'] = parts.microbatch_size
+    size = parts.source.config.microbatching.device_train_microbatch_size
+    if size is not None:
+        arguments['device_train_microbatch_size'] = size
     if arguments.get('autoresume'):
         # The run trains steps again whose checkpoints a killed run may have left, complete or damaged.
         arguments.setdefault('save_overwrite', True)
