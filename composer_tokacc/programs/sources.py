@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import numpy as np
 import torch
@@ -67,17 +67,23 @@ from composer_tokacc.sampling import (
 
 log = logging.getLogger(__name__)
 
-DATASET_HINTS: dict[str, Hint] = {
-    'image_size': Count,
-    'max_length': Count | None,
-    'model_max_length': Count,
-    'num_workers': Annotated[int, Field(ge=0, le=256)] | None,  # as `loader.num_workers`
-    'patch_size': Count,
-    'video': VideoSampling | None,
-    'vocab_size': Count,
-}
-"""Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`, by name. Their
-annotations have none."""
+
+class DatasetArguments(TypedDict, total=False):
+    """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
+
+    Their annotations have none.
+    """
+
+    image_size: Count
+    max_length: Count | None
+    model_max_length: Count
+    num_workers: Annotated[int, Field(ge=0, le=256)] | None  # as `loader.num_workers`
+    patch_size: Count
+    video: VideoSampling | None
+    vocab_size: Count
+
+
+DATASET_HINTS: dict[str, Hint] = get_type_hints(DatasetArguments, include_extras=True)
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
