@@ -153,18 +153,17 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     setting = config.microbatching.rehearse
     if setting == 'none' or (setting is None and not runs_on_gpu(config)):
         return None
-    memory = None
-    labels_per_sample = None
+    rehearsal = Rehearsal(tell=say)
     if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
         table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
         if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
-            labels_per_sample = table.loss_tokens
+            rehearsal.labels_per_sample = table.loss_tokens
         # With `suggest` the memory model of the run is in the cache by now. Without it the model would have to be
         # traced, which takes long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
-            memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
-    return Rehearsal(memory, labels_per_sample=labels_per_sample, tell=say)
+            rehearsal.memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
+    return rehearsal
 
 
 def rehearse(
