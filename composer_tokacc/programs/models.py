@@ -452,7 +452,7 @@ def _unreached_vision_layers(model: Any) -> set[str]:
     for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
     them.
     """
-    if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
+    if model.config.model_type not in FEATURE_LAYER_FAMILIES:
         return set()
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
@@ -492,8 +492,7 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
                     'model.config.vision_feature_layer',
                     f'must be one of the {len(states)} hidden states of the vision encoder, got: {layer}',
                 )
-        sums = [states[layer].sum() for layer in feature_layers]
-        torch.stack(sums).sum().backward()
+            states[layer].sum().backward(retain_graph=True)  # the states of several layers share a graph
     # On `meta` gradients have no values, but a parameter that was not reached has no gradient at all.
     return [name for name, parameter in empty_encoder.named_parameters() if parameter.grad is None]
 
