@@ -298,7 +298,8 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers whose state was saved."""
+    """Class names of the optimizers that a run can go on with: those whose state was saved, if the time was saved too.
+    Without it Composer would train from step 0 with the optimizers of a later step."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -328,11 +329,9 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path)
         shapes = _shapes_of(state.get('model') or {})
-        optimizers = dict(state.get('optimizers') or {})
-        if not dict(state.get('timestamp') or {}):
-            # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none is
-            # listed here, and SameData.before_load() refuses to resume.
-            optimizers = {}
+        optimizers = {}
+        if dict(state.get('timestamp') or {}):
+            optimizers = dict(state.get('optimizers') or {})
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 
