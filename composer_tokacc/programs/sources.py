@@ -534,19 +534,17 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
-        has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = self._shares(dataset.datasets, table.loss_tokens) if self.has_parts else {}
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
-            image_tokens=table.image_tokens if has_images else None,
+            image_tokens=table.image_tokens,
             vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             loss_tokens=table.loss_tokens,
             global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
-            max_image_tokens=microbatching.max_image_tokens if has_images else None,
+            max_image_tokens=microbatching.max_image_tokens,
             seed=config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
