@@ -52,7 +52,7 @@ from composer_tokacc.sizing.report import warning_of_too_large
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar('Result')
+OfRank0 = TypeVar('OfRank0')
 
 
 def suggested_microbatch(
@@ -70,9 +70,9 @@ def suggested_microbatch(
     return of_first_rank(partial(_suggestion, config, dataset, processor, table, smallest_memory_gib))
 
 
-def of_first_rank(compute: Callable[[], Result]) -> Result:
+def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
     """Returns the result that a function has on rank 0; a collective. If it refuses, all ranks do."""
-    outcome: Result | ConfigError | None = None
+    outcome: OfRank0 | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
             outcome = compute()
