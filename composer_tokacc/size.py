@@ -52,7 +52,6 @@ from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import StandIns, lengths_of
-from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
@@ -98,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
-    if options.lengths is not None and not any(key.startswith('dataset.path=') for key in config_overrides):
-        config_overrides.append('dataset.path=lengths')  # the config needs any path, but the data are not read
+    if options.lengths is not None:
+        # The config needs any path, but the data are not read. A later override replaces this one.
+        config_overrides.insert(0, 'dataset.path=lengths')
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
 
@@ -137,8 +137,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
         # A fresh model without data needs no processor.
         processor = None if config.model.pretrained is None else source.build_processor()
-        model_config = read_config(config.model.pretrained, config.model.config, processor)
-        dataset = StandIns(table, processor, model_config)
+        dataset = StandIns(table, processor, source.model_config)
     else:
         processor = source.build_processor()
         dataset = source.build_dataset(processor)

@@ -110,7 +110,7 @@ def _train(config: TrainConfig) -> None:
     history = InMemoryLogger()
     trainer, parts = _build(config, history, trainer_parts)
     # TokenMonitor logs MFU from the first step, so it needs the operations of the model now.
-    watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
+    watch_flops(parts.source, parts.train_dataset, parts.processor, parts.model, trainer.state)
     # A callback that lets the model answer eval samples. None if it answers none.
     answers = answers_of(config, parts)
     if answers is not None:
@@ -118,7 +118,9 @@ def _train(config: TrainConfig) -> None:
     # Above 0 if the run was resumed. The result has it as `first_step`.
     finished_steps = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
-    _fit(trainer, finished_steps)
+    if not _has_ended(trainer):
+        say(f'training from step {finished_steps + 1}, after a check of the model on the first batch ...')
+        trainer.fit()
     seconds = time.monotonic() - started
     # Composer's fit evaluates at its end, unless `trainer.eval_interval` is 0 or no step was left to train.
     was_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
@@ -162,14 +164,6 @@ def _has_ended(trainer: Trainer) -> bool:
     duration = trainer.state.max_duration
     elapsed = trainer.state.timestamp
     return duration is not None and elapsed.get(duration.unit) >= duration
-
-
-def _fit(trainer: Trainer, finished_steps: int) -> None:
-    """Trains the rest of the run, if there is one."""
-    if _has_ended(trainer):
-        return
-    say(f'training from step {finished_steps + 1}, after a check of the model on the first batch ...')
-    trainer.fit()
 
 
 if __name__ == '__main__':

@@ -28,7 +28,6 @@ from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
 from composer_tokacc.programs.metrics_file import keep_lines
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.sources import source_of
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     if parts.eval_dataset is None or not num_samples or config.is_sharded:
         return None
     return Answers(
-        source_of(config).by_index(parts.eval_dataset),
+        parts.source.by_index(parts.eval_dataset),
         parts.processor,
         folder=config.report['folder'],
         num_samples=num_samples,
@@ -145,12 +144,11 @@ def answer_eval_samples(
     if num_samples < 1:
         return []
     spacing = max(len(dataset) // num_samples, 1)
-    end = min(spacing * num_samples, len(dataset))
     was_training = model.training
     model.eval()
     answers = []
     with torch.no_grad():
-        for index in range(0, end, spacing):
+        for index in range(0, len(dataset), spacing)[:num_samples]:
             answer = _answer(model, dataset, index, processor, max_new_tokens)
             if answer is not None:
                 answers.append(answer)
@@ -249,13 +247,9 @@ def _images_from_pixels(sample: Row, processor: Processor) -> list[np.ndarray]:
     num_images = sample.get('num_images', [len(pixels)])[0]
     if pixels.dim() != 4 or pixels.shape[:2] != (num_images, 3):
         return []
-    mean = torch.tensor(channel_means).view(3, 1, 1)
-    std = torch.tensor(channel_deviations).view(3, 1, 1)
-    images = []
-    for image in pixels.float():
-        colors = (image * std + mean).clamp(0, 1)
-        images.append(colors.permute(1, 2, 0).numpy())
-    return images
+    normalized = pixels.float().permute(0, 2, 3, 1).numpy()  # the colors last, as the means have them
+    colors = normalized * channel_deviations + channel_means
+    return list(colors.clip(0, 1))
 
 
 def _images_from_files(dataset: Any, index: int) -> list[np.ndarray]:

@@ -26,7 +26,7 @@ from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.sources import source_of
+from composer_tokacc.programs.sources import Source, source_of
 from composer_tokacc.programs.suggest import suggested_microbatch
 from composer_tokacc.sampling import RestoreRandomState, SkipReadBatches
 
@@ -45,14 +45,14 @@ class TrainerParts:
 class RunParts:
     """Data and model of a run. Without ``dataset.eval`` the eval dataset and its loader are None."""
 
+    source: Source
+    """Opened the data. Its config has the suggested microbatch size if the config of the run says ``suggest``."""
     processor: Processor
     model: HuggingFaceModel
     train_dataset: Any
     eval_dataset: Any
     train_loader: DataSpec
     eval_loader: DataSpec | None
-    microbatch_size: int | str | None
-    """``device_train_microbatch_size`` of the config. If that is ``suggest``, the suggested size."""
 
 
 def build_trainer_parts(config: TrainConfig) -> TrainerParts:
@@ -88,7 +88,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         options = asdict(config.model)
         model = build_model(processor=processor, seed=config.seed, **options)
     if config.microbatching.device_train_microbatch_size == 'suggest':
-        size, slot_tokens = suggested_microbatch(config, train_dataset, processor)
+        size, slot_tokens = suggested_microbatch(source, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=microbatching)
         source = source_of(config)  # because the loader plans with the suggested size
@@ -106,13 +106,13 @@ def build_parts(config: TrainConfig) -> RunParts:
     if eval_dataset is not None:
         eval_loader = source.build_loader(eval_dataset, processor, layout, is_eval=True, model=model)
     return RunParts(
+        source=source,
         processor=processor,
         model=model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        microbatch_size=config.microbatching.device_train_microbatch_size,
     )
 
 
@@ -144,8 +144,9 @@ def build_trainer(
     """
     trainer_parts = trainer_parts or build_trainer_parts(config)
     arguments = without(config.trainer, 'loggers')  # they are in `trainer_parts`
-    if parts.microbatch_size is not None:
-        arguments['device_train_microbatch_size'] = parts.microbatch_size
+    size = parts.source.config.microbatching.device_train_microbatch_size
+    if size is not None:
+        arguments['device_train_microbatch_size'] = size
     if arguments.get('autoresume'):
         # The run trains steps again whose checkpoints a killed run may have left, complete or damaged.
         arguments.setdefault('save_overwrite', True)
@@ -156,7 +157,7 @@ def build_trainer(
         parts.processor,
         adapter=identify_adapter(parts.model.model),
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
-        order=source_of(config).order(),
+        order=parts.source.order(),
         model=parts.model,
         trainer=config.trainer,
         on_other_data=config.loader.on_other_data,

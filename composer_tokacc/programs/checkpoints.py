@@ -264,13 +264,28 @@ def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
 
 def _shapes_of(model_state: Mapping[str, Any]) -> dict[str, Shape]:
     """Returns the shapes of a model's weights by name. Leaves out entries that are no tensors (``_extra_state``)."""
-    weights = {name: value for name, value in model_state.items() if isinstance(value, torch.Tensor)}
-    return {name: _shape_of(weight.shape, weight.dtype) for name, weight in weights.items()}
+    shapes = {}
+    for name, value in model_state.items():
+        if isinstance(value, torch.Tensor):
+            shapes[name] = _shape_of(value.shape, value.dtype)
+    return shapes
 
 
-def _parameter_names(model: torch.nn.Module) -> list[str]:
-    """Returns the names of a model's parameters. Of tied ones, such as head and embeddings, only one name."""
-    return [name for name, _ in model.named_parameters()]
+@dataclass(frozen=True)
+class ModelShapes:
+    """The parts of a model that are compared with a checkpoint."""
+
+    shapes: dict[str, Shape]
+    """Shapes of the weights that the model saves, by name."""
+    needed: list[str]
+    """Names of the weights that a checkpoint must have: of tied ones, such as head and embeddings, only one. Without
+    the frozen base of an adapter if checkpoints leave it out."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> ModelShapes:
+        """Describes a model."""
+        shapes = _shapes_of(model.state_dict())
+        return cls(shapes, [name for name, _ in model.named_parameters() if name in shapes])
 
 
 @dataclass(frozen=True)
@@ -283,7 +298,8 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers whose state was saved."""
+    """Class names of the optimizers that a run can go on with: those whose state was saved, if the time was saved too.
+    Without it Composer would train from step 0 with the optimizers of a later step."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:
@@ -313,11 +329,9 @@ class SavedRun:
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path)
         shapes = _shapes_of(state.get('model') or {})
-        optimizers = dict(state.get('optimizers') or {})
-        if not dict(state.get('timestamp') or {}):
-            # Without a timestamp Composer would train from step 0 with the optimizers of a later step. So none is
-            # listed here, and SameData.before_load() refuses to resume.
-            optimizers = {}
+        optimizers = {}
+        if dict(state.get('timestamp') or {}):
+            optimizers = dict(state.get('optimizers') or {})
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 
@@ -367,17 +381,12 @@ class SameData(Callback):
         self.model = model
         self.trainer = trainer
         self.on_other_data = on_other_data
-        self._unsharded_shapes: dict[str, Shape] = {}
-        """Shapes of the model's weights before FSDP divides them."""
-        self._unwrapped_names: list[str] = []
-        """Names of the model's parameters before FSDP 1 adds to them."""
-        if model is not None:
-            self._unsharded_shapes = _shapes_of(model.state_dict())
-            self._unwrapped_names = _parameter_names(model)
+        self._unsharded = None if model is None else ModelShapes.of(model)
+        """The model before FSDP divides its weights, and FSDP 1 changes their names."""
         num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
-        self._fingerprints = {
+        fingerprints = {
             'data': f'{identify_data(dataset)} of {num_samples} samples',
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
@@ -385,12 +394,14 @@ class SameData(Callback):
         }
         # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
-            self._fingerprints['order'] = dataset.identity_of_order()
+            fingerprints['order'] = dataset.identity_of_order()
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
-                self._fingerprints[f'optimizer.{name}'] = _as_json(value)
+                fingerprints[f'optimizer.{name}'] = value
         if order is not None:
-            self._fingerprints['batches'] = _as_json(order)
+            fingerprints['batches'] = order
+        # As they come back from a checkpoint, which holds JSON: tuples become lists.
+        self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
         self._other_batches = ''
         """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
@@ -423,23 +434,13 @@ class SameData(Callback):
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self.model is None or load_arguments.get('load_ignore_keys'):
+        if self.model is None or self._unsharded is None or load_arguments.get('load_ignore_keys'):
             return
-        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
-        # because algorithms may have changed the model since __init__().
-        if state.fsdp_enabled:
-            shapes = self._unsharded_shapes
-            names = self._unwrapped_names
-        else:
-            shapes = _shapes_of(self.model.state_dict())
-            names = _parameter_names(self.model)
+        # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
+        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(self.model)
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
-        required: list[str] = []
-        if is_strict:
-            # The frozen base of an adapter is not in `shapes` if checkpoints leave it out.
-            required = [name for name in names if name in shapes]
-        _compare_shapes(saved, shapes, required, is_strict=is_strict)
+        _compare_shapes(saved, model_shapes, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
             raise ConfigError(
@@ -517,24 +518,15 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, S
     return None, {}
 
 
-def _compare_shapes(
-    saved: SavedRun,
-    shapes: Mapping[str, Shape],
-    required: Sequence[str],
-    *,
-    is_strict: bool,
-) -> None:
-    """Refuses a checkpoint of another model.
-
-    Args:
-        saved: The checkpoint.
-        shapes: Shapes of the weights of this run's model, by name.
-        required: Names of weights that the checkpoint must have.
-        is_strict: Whether to refuse weights that this run's model does not have.
-    """
-    differing = {name: 'missing' for name in required if name not in saved.shapes}
+def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> None:
+    """Refuses a checkpoint of another model. If ``is_strict`` is False, only weights that both have are compared."""
+    differing = {}
+    if is_strict:
+        for name in model.needed:
+            if name not in saved.shapes:
+                differing[name] = 'missing'
     for name, saved_shape in saved.shapes.items():
-        shape = shapes.get(name)
+        shape = model.shapes.get(name)
         if shape is None and is_strict:
             differing[name] = 'unknown'
         elif shape is not None and shape != saved_shape:
@@ -547,12 +539,6 @@ def _compare_shapes(
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
-
-
-def _as_json(value: Any) -> Any:
-    """Returns a value as it comes back from a checkpoint, which holds JSON: tuples become lists."""
-    text = json.dumps(value, default=str)
-    return json.loads(text)
 
 
 def _short(value: Any) -> str:

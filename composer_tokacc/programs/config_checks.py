@@ -23,7 +23,7 @@ from composer.core import TimeUnit, ensure_time
 from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
-from composer_tokacc.programs.checkpoints import check_checkpoint
+from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
@@ -236,13 +236,14 @@ def check_folders(config: TrainConfig) -> None:
     # Without a name Composer generates one later. Here any text does ('None'), because only the nearest existing parent
     # is checked.
     run_name = str(config.trainer.get('run_name'))
-    folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
-    save_folder = config.trainer.get('save_folder')
-    if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
-        folders['trainer.save_folder'] = save_folder
+    folders = {
+        'report.folder': config.report['folder'],
+        'loader.lengths_folder': config.loader.lengths_folder,
+        'trainer.save_folder': checkpoint_folder(config.trainer),
+    }
     for path, name in folders.items():
         if name is not None:
-            folder = local_folder(path, name.replace('{run_name}', run_name))
+            folder = local_folder(path, str(name).replace('{run_name}', run_name))
             files = RESULT_FILES if path == 'report.folder' else ()
             check_folder(path, folder, files)
 

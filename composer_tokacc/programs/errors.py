@@ -44,15 +44,15 @@ class ConfigError(InvalidInputError):
     """Text between the key and the message."""
 
     def __init__(self, path: str, message: str) -> None:
-        text = f'`{path}`{self._separator}{message}' if path else message
-        super().__init__(' '.join(text.split()))
+        # Ranks and loader processes send errors to each other. An exception is pickled with these arguments.
+        super().__init__(path, message)
         self.path = path
         self.message = message
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
-        # Ranks and loader processes send errors to each other. By default an exception is pickled with the arguments of
-        # Exception, here the text alone.
-        return type(self), (self.path, self.message)
+    def __str__(self) -> str:
+        """Returns the line for the user."""
+        text = f'`{self.path}`{self._separator}{self.message}' if self.path else self.message
+        return ' '.join(text.split())
 
 
 class PartError(ConfigError):

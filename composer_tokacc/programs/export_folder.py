@@ -108,18 +108,15 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
         unfinished = Path(scratch)
         _save_pretrained(inner_model, unfinished)
         _write_processor(model.get_metadata(), unfinished)
-        new_files = []
+        # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
+        for pattern in ('*.safetensors*', '*config.json'):
+            for file in folder.glob(pattern):
+                file.unlink()
         for file in sorted(unfinished.rglob('*')):
             if file.is_file():
                 new_file = folder / file.relative_to(unfinished)
                 new_file.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, new_file)
-                new_files.append(new_file)
-    # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
-    for pattern in ('*.safetensors*', '*config.json'):
-        for file in folder.glob(pattern):
-            if file not in new_files:
-                file.unlink()
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:

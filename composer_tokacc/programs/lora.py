@@ -79,13 +79,7 @@ def check_lora(lora: Section, *, pretrained: str | None) -> None:
         raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
 
 
-def with_adapter(
-    model: Any,
-    lora: Section,
-    *,
-    base: str | None,
-    never_trained: Collection[str] = (),
-) -> Any:
+def with_adapter(model: Any, lora: Section, *, base: str | None) -> Any:
     """Returns a model with a new adapter, which is trained in float32. The base is frozen.
 
     With the setting ``bias``, biases of the base are trained too, in the type of the base.
@@ -94,8 +88,6 @@ def with_adapter(
         model: The base.
         lora: The settings, see :class:`LoraSection`.
         base: Folder or hub name of the frozen weights. An exported adapter has it in its config. None: they are random.
-        never_trained: Parameters that no loss reaches, by their names in the base. Their adapters are not trained
-            either.
     """
     settings: dict[str, Any] = {'r': LoraSection.r, 'target_modules': DEFAULT_TARGETS}
     for name, value in lora.items():
@@ -117,9 +109,6 @@ def with_adapter(
         if isinstance(module, ModulesToSaveWrapper):
             # In float32, as peft's own matrices are: in bfloat16 the small steps of AdamW would be rounded away.
             module.modules_to_save.to(torch.float32)
-    for name, parameter in model.named_parameters():
-        if name_in_base(name) in never_trained:
-            parameter.requires_grad_(False)
     return model
 
 

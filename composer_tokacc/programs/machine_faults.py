@@ -107,9 +107,7 @@ def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
     """Returns the first fault that the error or one of its causes matches, and the end of that error's text."""
     cause: BaseException | None = error
     searched: list[BaseException] = []
-    while cause is not None:
-        if cause in searched:  # an error may be its own cause, as in `raise error from error`
-            break
+    while cause is not None and cause not in searched:  # an error may be its own cause: `raise error from error`
         searched.append(cause)
         text = ' '.join(str(cause).split())
         classes = [cls.__name__ for cls in type(cause).__mro__]

@@ -148,12 +148,15 @@ def build_transformers_model(
         else:
             model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
-    unreached_names = _freeze_unreached_vision_layers(model)
+    unreached_names = _unreached_vision_layers(model)
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
         with same_random_numbers(seed):
-            model = with_adapter(model, lora, base=pretrained, never_trained=unreached_names)
+            model = with_adapter(model, lora, base=pretrained)
+    for name, parameter in model.named_parameters():
+        if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
+            parameter.requires_grad_(False)
     _check_trained(model, freeze, lora)
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
@@ -266,11 +269,12 @@ def read_config(
         default = config_class()
         _check_fields(settings, default, 'model.config')
         if processor is not None:
+            text_settings = settings
+            path = 'model.config'
             if hasattr(default, 'text_config'):
                 text_settings = settings.setdefault('text_config', {})
-                _complete_text(text_settings, tokenizer_of(processor), 'model.config.text_config')
-            else:
-                _complete_text(settings, tokenizer_of(processor), 'model.config')
+                path += '.text_config'
+            _complete_text(text_settings, tokenizer_of(processor), path)
             _complete_placeholders(settings, default, processor)
         return config_class(**settings)
 
@@ -441,14 +445,14 @@ def set_cache(model: nn.Module, on: bool) -> None:
             configs += vars(config).values()  # of these values only configs count, such as `text_config`
 
 
-def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes the parameters after the vision feature layer, which no loss reaches, and returns their names.
+def _unreached_vision_layers(model: Any) -> set[str]:
+    """Returns the names of the parameters after the vision feature layer. No loss reaches them, so they are frozen.
 
-    If they stayed trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch
-    asks for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would
-    shrink them.
+    If they were trained, they would have no gradient in a run on one rank, and so no optimizer state, which torch asks
+    for when a run is resumed. On several ranks DDP would give them gradients of zero, and weight decay would shrink
+    them.
     """
-    if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
+    if model.config.model_type not in FEATURE_LAYER_FAMILIES:
         return set()
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
@@ -462,8 +466,6 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         if encoder_name.endswith(VISION_ENCODERS):
             for name in _without_gradient(encoder, feature_layers):
                 unreached.add(f'{encoder_name}.{name}')
-    for name in unreached:
-        model.get_parameter(name).requires_grad_(False)
     log.info('Freezing %d parameters after the vision feature layer, which no loss reaches.', len(unreached))
     return unreached
 
@@ -490,8 +492,7 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
                     'model.config.vision_feature_layer',
                     f'must be one of the {len(states)} hidden states of the vision encoder, got: {layer}',
                 )
-        sums = [states[layer].sum() for layer in feature_layers]
-        torch.stack(sums).sum().backward()
+            states[layer].sum().backward(retain_graph=True)  # the states of several layers share a graph
     # On `meta` gradients have no values, but a parameter that was not reached has no gradient at all.
     return [name for name, parameter in empty_encoder.named_parameters() if parameter.grad is None]
 

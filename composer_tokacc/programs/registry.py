@@ -197,9 +197,10 @@ def build_part(
         check_names(path, arguments, ())
     needs_no_dots = cls in _classes_of(kind).values()
     hints = HOST_HINTS if needs_no_dots else None
-    checked = check_arguments(path, partial(cls, *positional), arguments, hints=hints)
+    build = partial(cls, *positional)
+    checked = check_arguments(path, build, arguments, hints=hints)
     with without_warnings(), building(path):  # a warning of a host does not say which key of the config it is about
-        return cls(*positional, **checked)
+        return build(**checked)
 
 
 def import_by_name(path: str, name: str) -> Any:

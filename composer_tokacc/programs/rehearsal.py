@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.written_state import undisturbed
-from composer_tokacc.collectives import from_any_rank, max_over_ranks
+from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
@@ -34,9 +35,8 @@ from composer_tokacc.planning import CutOptions, Microbatch, cut_rows, padded_wi
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
-from composer_tokacc.programs.schema import TrainConfig
-from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
+from composer_tokacc.programs.schema import TrainConfig, without
+from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
 from composer_tokacc.row_counts import row_counts_of, summed, with_counts, without_row_counts
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -61,8 +61,9 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it: a list that holds only ``samples``. With packing, a list for each planned
-    microbatch of the rank in this step, because the split packs their rows together."""
+    """The samples that are read to run it, a list for each microbatch that the loader would collate. Without packing
+    this is only ``samples``. With packing it is all that the rank reads in this step, because the split packs the rows
+    of all microbatches together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -152,18 +153,17 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     setting = config.microbatching.rehearse
     if setting == 'none' or (setting is None and not runs_on_gpu(config)):
         return None
-    memory = None
-    labels_per_sample = None
+    rehearsal = Rehearsal(tell=say)
     if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
-        table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
+        table = parts.source.measure(parts.train_dataset, parts.processor)  # a collective, so on all ranks
         if table.loss_tokens.any():  # all are 0 if the dataset has no labels to count
-            labels_per_sample = table.loss_tokens
+            rehearsal.labels_per_sample = table.loss_tokens
         # With `suggest` the memory model of the run is in the cache by now. Without it the model would have to be
         # traced, which takes long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
-            memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
-    return Rehearsal(memory, labels_per_sample=labels_per_sample, tell=say)
+            rehearsal.memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
+    return rehearsal
 
 
 def rehearse(
@@ -228,10 +228,7 @@ def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | 
     planned_tokens = options.max_tokens
     longest_sample = int(run.sampler.lengths.max())
     while True:
-        chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
-        chosen = from_any_rank(chosen)  # rank 0 chooses for all
-        assert chosen is not None, 'rank 0 has chosen'
-        candidates, report.num_batches = chosen
+        candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run, options))
         failed = _run_all(run, candidates, report)
         if failed is None:
             return first_failure
@@ -340,30 +337,26 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
     end = state.max_duration
     assert end is not None, 'a fit has an end'
-    # Counted as integers, because a new Timestamp for each batch would take 0.3 ms, as long as a small plan.
-    counted_units = (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE)
-    elapsed = {unit: state.timestamp.get(unit).value for unit in counted_units}
-    batch = int(state.timestamp.batch_in_epoch)
-    sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-    most_batches = MOST_BATCHES if end.unit in elapsed else min(sampler.num_batches, MOST_BATCHES)
+    timestamp = state.timestamp
+    sampler.set_epoch(int(timestamp.epoch))
+    most_batches = MOST_BATCHES
+    if end.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
+        most_batches = min(sampler.num_batches, MOST_BATCHES)
     for _ in range(most_batches):
         # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
         length_of_epoch = sampler.num_batches
         if state.dataloader_len is not None:
             length_of_epoch = min(length_of_epoch, int(state.dataloader_len))
         # A run that resumes with a smaller `train_subset_num_batches` may be past it.
-        if batch >= length_of_epoch:
-            batch = 0
-            elapsed[TimeUnit.EPOCH] += 1
-            sampler.set_epoch(elapsed[TimeUnit.EPOCH])
-        if end.unit in elapsed and elapsed[end.unit] >= end.value:
+        if int(timestamp.batch_in_epoch) >= length_of_epoch:
+            timestamp = timestamp.to_next_epoch()
+            sampler.set_epoch(int(timestamp.epoch))
+        if timestamp.get(end.unit) >= end:
             return
+        batch = int(timestamp.batch_in_epoch)
         window = sampler.window(batch)
-        step = elapsed[TimeUnit.BATCH] + 1
-        yield step, sampler.plan(batch).ranks, window
-        batch += 1
-        elapsed[TimeUnit.BATCH] += 1
-        elapsed[TimeUnit.SAMPLE] += len(window)
+        timestamp = timestamp.to_next_batch(samples=len(window))
+        yield int(timestamp.batch), sampler.plan(batch).ranks, window
 
 
 def _run_all(
@@ -420,10 +413,8 @@ def _run_microbatch(run: PlannedRun, microbatch: Batch) -> None:
     """Runs forward and backward of a microbatch. Logits are computed at the same positions as in the run."""
     state = run.state
     model = state.model
-    # Counts of the rows and token weights are for TokenAccumulation. The model does not take them.
-    inputs = dict(without_row_counts(microbatch))
-    inputs.pop(LOSS_WEIGHTS, None)
-    batch = state.device.batch_to_device(inputs)
+    # The counts of the rows are for TokenAccumulation. The model does not take them.
+    batch = state.device.batch_to_device(without_row_counts(microbatch))
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
             # DDP learns the order of gradients in its first reduction. That one must be in a real step.
@@ -447,16 +438,12 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     # As in a worker of the loader: reads and collates one microbatch for each list.
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples_to_read))
-    # Without the algorithm any weights and loss rule will do. They change the loss, and not the memory.
-    weights = 'token'
-    rule = 'causal'
+    # Weights of tokens change the loss, and not the memory. The model does not take them.
+    batch = batch.map(lambda microbatch: without(microbatch, LOSS_WEIGHTS))
+    rule = 'causal'  # without the algorithm any rule will do, for the same reason
     if run.accumulation is not None:
-        weights = run.accumulation.options.token_weights
-        rule = run.accumulation.rule or 'causal'
-    if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        # A sampler with `loss_shares` makes these weights, but only for a whole step.
-        weights = 'token'
-    counted = with_counts(batch, rule, weights)
+        rule = run.accumulation.rule or rule
+    counted = with_counts(batch, rule)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))
 
@@ -529,11 +516,11 @@ def _does_not_fit(
     fitting_size: float,
 ) -> ConfigError:
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
-    dataset: Any = cast(RegroupingDataLoader, run.state.dataloader).dataset
+    dataset = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
     for index in failed.samples[:NAMED_SAMPLES]:
-        sample = dataset.dataset[index]
-        names += [str(name) for name in sample.get('sample_ids', [index])]
+        sample_ids = dataset[index].get('sample_ids', [index])
+        names.append(str(sample_ids[0]))
     if len(failed.samples) > NAMED_SAMPLES:
         names.append('...')
     split = split_of(run.state.dataloader)

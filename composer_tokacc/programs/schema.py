@@ -461,9 +461,10 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     """
     # The annotation, and its parts: `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
-    may_be_null = NoneType in branches
+    if value is None and NoneType in branches:
+        return None
     for branch in branches:
-        if _is_section(branch) and not (value is None and may_be_null):
+        if _is_section(branch):
             return build_dataclass(path, branch, value)
     checker = _checker_of(hint)
     if checker is None:

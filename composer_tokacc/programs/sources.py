@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
@@ -262,12 +262,12 @@ class Source(ABC):
 
     def patch_size(self, processor: Processor) -> int:
         """Returns the side of a patch of the run's own vision encoder, in pixels."""
-        return patch_size_of(self._model_config(processor), processor)
+        return patch_size_of(self.model_config, processor)
 
-    def _model_config(self, processor: Processor) -> PretrainedConfig:
-        """Returns the config of the model that is trained."""
-        model = self.config.model
-        return read_config(model.pretrained, model.config, processor)
+    @cached_property
+    def model_config(self) -> PretrainedConfig:
+        """The config of the model that is trained. In that of a fresh model, the processor's tokens are missing."""
+        return read_config(self.config.model.pretrained, self.config.model.config)
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
@@ -421,8 +421,7 @@ class FileSource(Source):
 
         Our own function needs the ``texts`` of all classes.
         """
-        names = [part['name'] for part in self._parts().values()]
-        classes = [_dataset_class('dataset', name) for name in names]
+        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
         for cls in classes:
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
@@ -473,7 +472,7 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
-        if cls is LlavaDataset and is_encoder(self._model_config(processor)):
+        if cls is LlavaDataset and is_encoder(self.model_config):
             raise ConfigError(
                 f'{path}.name',
                 'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '
@@ -535,19 +534,17 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        # With `per_step` the sampler needs the image tokens even if all are 0, to tell the modality of a sample.
-        has_images = table.image_tokens.any() or loader.modality == 'per_step'
         shares = self._shares(dataset.datasets, table.loss_tokens) if self.has_parts else {}
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
-            image_tokens=table.image_tokens if has_images else None,
+            image_tokens=table.image_tokens,
             vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
             loss_tokens=table.loss_tokens,
             global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
             global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
-            max_image_tokens=microbatching.max_image_tokens if has_images else None,
+            max_image_tokens=microbatching.max_image_tokens,
             seed=config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,

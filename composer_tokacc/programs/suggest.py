@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from composer_tokacc.programs.models import build_transformers_model, read_confi
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, without
-from composer_tokacc.programs.sources import source_of
+from composer_tokacc.programs.sources import Source
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing import (
     GIB,
@@ -52,9 +52,11 @@ from composer_tokacc.sizing.report import warning_of_too_large
 
 log = logging.getLogger(__name__)
 
+OfRank0 = TypeVar('OfRank0')
+
 
 def suggested_microbatch(
-    config: TrainConfig,
+    source: Source,
     dataset: SampleDataset,
     processor: Processor,
 ) -> tuple[int, int]:
@@ -62,12 +64,18 @@ def suggested_microbatch(
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
-    table = source_of(config).measure(dataset, processor)
+    config = source.config
+    table = source.measure(dataset, processor)
     smallest_memory_gib = min(dist.all_gather_object(device_memory_gib(config)))
-    outcome: tuple[int, int] | ConfigError | None = None
+    return of_first_rank(partial(_suggestion, config, dataset, processor, table, smallest_memory_gib))
+
+
+def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
+    """Returns the result that a function has on rank 0; a collective. If it refuses, all ranks do."""
+    outcome: OfRank0 | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
-            outcome = _suggestion(config, dataset, processor, table, smallest_memory_gib)
+            outcome = compute()
         except ConfigError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
     outcome = from_any_rank(outcome)
@@ -157,8 +165,10 @@ def memory_of_run(
     # and also a mask if rows are padded. So for flash attention SDPA is traced without a mask.
     is_flash = str(config.model.attn_implementation).startswith('flash')
     changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+    build = _model_builder(config, processor, **changes)
     width = int(table.lengths.max())
-    traced_sizes = table.select(_probe_samples(table))
+    traced_samples = _probe_samples(table)
+    traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
     # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
     # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
@@ -183,11 +193,10 @@ def memory_of_run(
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        build, meta_model, samples = _to_trace(config, dataset, processor, table, **changes)
         return calibrate_fake(
             build,
-            meta_model.config,
-            samples,
+            _on_meta_device(build).config,
+            [dataset[index] for index in traced_samples],
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
@@ -200,8 +209,7 @@ def memory_of_run(
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
     if sharding is None:
         return memory
-    model = _on_meta_device(_model_builder(config, processor, **changes))
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
     return _as_sharded(memory, sharding, num_weights)
 
 
@@ -303,7 +311,7 @@ def _logits_of_run(config: TrainConfig) -> str:
 
 
 def watch_flops(
-    config: TrainConfig,
+    source: Source,
     dataset: SampleDataset,
     processor: Processor,
     model: HuggingFaceModel,
@@ -320,7 +328,7 @@ def watch_flops(
     has_speed = monitor.device_tflops or get_gpu_flops_available(state)
     if not has_speed:
         return
-    table = source_of(config).measure(dataset, processor)
+    table = source.measure(dataset, processor)
     # The coefficients of the FlopModel. None if the trace fails. Rank 0 sends only them to the other ranks, because
     # each rank makes the layout from its own model.
     coefficients = None
@@ -329,15 +337,11 @@ def watch_flops(
         try:
             # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out
             # what is computed again.
-            build, meta_model, samples = _to_trace(
-                config,
-                dataset,
-                processor,
-                table,
-                attn_implementation='eager',
-                activation_checkpointing=False,
+            build = _model_builder(
+                source.config, processor, attn_implementation='eager', activation_checkpointing=False
             )
-            flops = count_flops(build, meta_model.config, samples, width=int(table.lengths.max()))
+            samples = [dataset[index] for index in _probe_samples(table)]
+            flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run works without MFU
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
@@ -348,24 +352,11 @@ def watch_flops(
         monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 
-def _to_trace(
-    config: TrainConfig,
-    dataset: SampleDataset,
-    processor: Processor | None,
-    table: LengthTable,
-    **changes: Any,
-) -> tuple[Callable[[], Any], Any, list[dict[str, Any]]]:
-    """Returns what a trace needs: a builder of the run's model, this model on the meta device, and a few samples.
-
-    The builder does not load the weights. ``changes`` replace settings of the section ``model``.
-    """
-    build = _model_builder(config, processor, **changes)
-    samples = [dataset[index] for index in _probe_samples(table)]
-    return build, _on_meta_device(build), samples
-
-
 def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:
-    """Returns a function that makes the run's model without loading its weights. For ``changes`` see `_to_trace`."""
+    """Returns a function that makes the run's model without loading its weights.
+
+    ``changes`` replace settings of the section ``model``.
+    """
     settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     return partial(build_transformers_model, processor=processor, load_weights=False, **settings)
 
