@@ -132,10 +132,11 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
         """Yields the batches of the epoch from `first` on, of which some are skipped."""
         sampler = self._sampler
+        num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
         first += num_skipped
-        if first == sampler.num_batches:
+        if first == num_batches:
             return  # no workers are needed
         for index, batch in enumerate(self._read_from(epoch, first), start=first):
             if isinstance(batch, _BatchToPin):
@@ -174,8 +175,9 @@ class RegroupingDataLoader(DataLoader):
         # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
         # gets its own workers, so that it does not stop the first.
         needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
-        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin.
-        sampler.start_of_loader = first
+        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
+        # sampler itself may be in the next epoch already, if that was set while batches were skipped.
+        sampler.start_of_loader = (epoch, first)
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
                 return super().__iter__()

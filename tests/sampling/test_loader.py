@@ -226,6 +226,18 @@ def test_skipped_batches_move_the_place(first):
     assert loader.state_dict()['batch'] == 4
 
 
+def test_epoch_set_while_skipping():
+    """The iterator goes on in its epoch, as it does if the next epoch is set later."""
+    loader = build(ranks=1, rank=0)
+    expected = sample_numbers(loader)
+    loader.skip_to(0, 2)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(1)
+    next(batches)
+    assert sample_numbers(batches) == expected[2:]
+
+
 def test_collate_function_must_name_its_entries():
     loader = build()
     tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
