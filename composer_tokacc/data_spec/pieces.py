@@ -331,8 +331,10 @@ class Piece:
         return int(self._padded_widths().max())
 
     def _padded_widths(self) -> np.ndarray:
-        """Returns the widths of the rows, each rounded up, but not past the width of the batch."""
-        return padded_widths(np.array(self.widths), self.options.width_multiple, self.facts.width)
+        """Returns the widths of the rows, each rounded up, but not past the width of the batch, nor past the cap."""
+        cap_of_row = self.options.max_tokens - self.facts.decoder_width
+        limit = min(self.facts.width, cap_of_row)
+        return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
 
     @property
     def fits(self) -> bool:
@@ -382,9 +384,6 @@ class Piece:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
         Only for the piece of all rows of a batch, because the message numbers rows as the batch does.
-
-        Columns that are only there because widths are rounded up do not count. A row that is over the cap only by them
-        becomes a microbatch of its own.
 
         ``indices`` are the indices of the rows in the dataset, if they are known. The message names the row by them if
         the batch has no ``sample_ids``.

@@ -13,9 +13,9 @@ functions at the end find the split and the layout of a loader.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -93,8 +93,10 @@ class MicrobatchSplit:
         packed rows stay."""
         self.step: Step | None = None
         """The step whose batch is split next. The algorithm sets it; None: there is no algorithm."""
-        self._planned_slot = 0
-        """Width of a slot by the plan of the loader, see :meth:`_note_plan`. 0: no batch was planned."""
+        self._planned_tokens = 0
+        """Token budget of a loader that plans microbatches, see :meth:`_note_plan`. 0: no batch was planned."""
+        self._planned_size: float = 1
+        """The microbatch size that stands for this budget."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
@@ -193,20 +195,23 @@ class MicrobatchSplit:
         return max(largest_group, longest_row)
 
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
-        """Notes the token budget of a loader that plans microbatches, as the width of a slot.
+        """Notes the token budget of a loader that plans microbatches.
 
-        It is divided by the first microbatch size of this split. If memory runs out, Composer halves the size, and so
+        It belongs to the first microbatch size of this split. If memory runs out, Composer halves the size, and so
         halves this budget.
         """
-        if isinstance(batch, PreSplitBatch) and not self._planned_slot and microbatch_size > 0:
-            self._planned_slot = math.ceil(batch.max_tokens / microbatch_size)
+        if isinstance(batch, PreSplitBatch) and not self._planned_tokens and microbatch_size > 0:
+            self._planned_tokens = batch.max_tokens
+            self._planned_size = microbatch_size
 
     def _budget(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens of a microbatch. A slot also has room for the text of a decoder, if there is one."""
         widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
-        if self.options.slot_tokens is None and self._planned_slot:
-            budget = token_budget(microbatch_size, self._planned_slot + decoder_width)
+        if self.options.slot_tokens is None and self._planned_tokens:
+            # Exact: at the first size it is the loader's budget, so that planned microbatches fit, but no larger ones.
+            share = Fraction(microbatch_size) / Fraction(self._planned_size)
+            budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
             return max(budget, widest + decoder_width)  # a single row always fits
         width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)

@@ -71,7 +71,8 @@ def token_data_spec(
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: yes, unless the algorithm has
             seen that gradients are reduced only in the last microbatch, which is DDP's default.
-        width_multiple: Microbatch widths are rounded up to a multiple of this, but never beyond the width of the batch.
+        width_multiple: Microbatch widths are rounded up to a multiple of this, but never beyond the width of the batch
+            or the cap.
         packing: Whether the rows of a microbatch become one packed row, without any padding, with attention document by
             document. The model's attention must go through transformers' ``AttentionInterface``. The first-batch check
             shows whether packing is exact. ``'auto'``: pack if it is exact and costs less on the first batch. Default:

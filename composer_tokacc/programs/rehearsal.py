@@ -321,7 +321,7 @@ def _cut_again(
         return
     planner_rows = sampler.rows.of(np.array(samples))
     lengths = planner_rows.lengths
-    widths = padded_widths(lengths, options.width_multiple, planned.width)
+    widths = padded_widths(lengths, options.width_multiple, min(planned.width, options.max_tokens))
     cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
     for rows in cut:  # indices in `samples`
         yield [samples[row] for row in rows], int(widths[rows].max())

@@ -118,15 +118,27 @@ class RegroupingDataLoader(DataLoader):
         sampler = self._sampler
         epoch = sampler.epoch
         num_skipped = self._num_to_skip(epoch)
-        for _ in range(num_skipped):
-            yield SkippedBatch()
-        if num_skipped == sampler.num_batches:
-            return
         # A run is resumed in one of two ways: by `skip_to` of this loader, which yields a SkippedBatch for each earlier
         # batch, or by the state of the sampler, which yields nothing for them.
-        first = num_skipped or sampler.first_batch
-        batches = noting_progress(sampler, self._read_from(epoch, first), epoch, first)
-        for index, batch in enumerate(batches, start=first):
+        first = 0 if num_skipped else sampler.first_batch
+        batches = self._batches(epoch, first, num_skipped)
+        yield from noting_progress(sampler, batches, epoch, first)
+
+    def _batches(
+        self,
+        epoch: int,
+        first: int,
+        num_skipped: int,
+    ) -> Iterator[PreSplitBatch | SkippedBatch]:
+        """Yields the batches of the epoch from `first` on, of which some are skipped."""
+        sampler = self._sampler
+        num_batches = sampler.num_batches
+        for _ in range(num_skipped):
+            yield SkippedBatch()
+        first += num_skipped
+        if first == num_batches:
+            return  # no workers are needed
+        for index, batch in enumerate(self._read_from(epoch, first), start=first):
             if isinstance(batch, _BatchToPin):
                 batch = batch.batch
             plan = batch.plan
@@ -162,9 +174,10 @@ class RegroupingDataLoader(DataLoader):
         self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
         # gets its own workers, so that it does not stop the first.
-        needs_own_workers = self.persistent_workers and sampler.progress.has_reading_iterator
-        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin.
-        sampler.start_of_loader = first
+        needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
+        # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
+        # sampler itself may be in the next epoch already, if that was set while batches were skipped.
+        sampler.start_of_loader = (epoch, first)
         try:
             with separate_iterator(self) if needs_own_workers else nullcontext():
                 return super().__iter__()

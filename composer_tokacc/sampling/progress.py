@@ -39,9 +39,9 @@ class Progress:
         """All iterators that may hold the place. The one that began or yielded a batch most recently comes last."""
 
     @property
-    def has_reading_iterator(self) -> bool:
-        """Whether an iterator has begun, and has neither ended nor was closed."""
-        return any(iterator.is_reading for iterator in self._iterators)
+    def num_reading(self) -> int:
+        """Number of iterators that have begun, and have neither ended nor were closed."""
+        return sum(iterator.is_reading for iterator in self._iterators)
 
     def follow(
         self,

@@ -204,8 +204,8 @@ class RegroupingBatchSampler(DistributedSampler):
         # The place of the run.
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
-        self.start_of_loader: int | None = None
-        """The global batch at which a RegroupingDataLoader starts.
+        self.start_of_loader: tuple[int, int] | None = None
+        """Epoch and global batch at which a RegroupingDataLoader starts.
 
         The loader sets it only while torch calls ``iter(sampler)``, which has no arguments. The sampler does not note
         the progress of that iterator, because the workers read ahead. The loader notes the batches that it yields.
@@ -246,7 +246,7 @@ class RegroupingBatchSampler(DistributedSampler):
         if self._epoch_of_witnesses is None:
             self._epoch_of_witnesses = self.epoch
         if self.start_of_loader is not None:
-            return self._assignments(self.epoch, self.start_of_loader)
+            return self._assignments(*self.start_of_loader)
         first = self.first_batch
         assignments = self._assignments(self.epoch, first)
         return noting_progress(self, assignments, self.epoch, first)

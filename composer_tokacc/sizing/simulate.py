@@ -213,7 +213,7 @@ def _cut_by_split(
         loss_tokens=table.loss_tokens_of(samples),
         max_width=widest,
     )
-    padded_lengths = padded_widths(lengths, options.width_multiple, widest)
+    padded_lengths = padded_widths(lengths, options.width_multiple, min(widest, options.max_tokens))
     microbatches = []
     for rows in groups:
         width = None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import partial
 from itertools import chain
 
@@ -325,6 +326,16 @@ def test_label_preceded_by_pad_counts():
     batch = masked_batch(lengths)
     data = left_padded_loader(rows_without_padding(batch, lengths))
     assert_exact(masked_model('esm'), data, batch=batch)
+
+
+@pytest.mark.parametrize(('max_tokens', 'size', 'most_rows'), [(49, 3, 4), (sys.maxsize, 1, 6)])
+def test_joined_rows_keep_the_budget(max_tokens, size, most_rows):
+    """The budget of 49 tokens is no multiple of the microbatch size, and the other one is no number of a float."""
+    dataloader = planned_loader(text_rows([(10, 9)] * 6), collate, max_tokens=max_tokens)
+    spec = token_data_spec(dataloader, regroup=False)
+    (batch,) = dataloader
+    for microbatch in spec.split_batch(batch, size):
+        assert len(microbatch['labels']) <= most_rows
 
 
 def global_batches(dataset, loader):

@@ -57,6 +57,13 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
                 assert width == min(rounded_up, max(lengths))
 
 
+def test_rounded_widths_stay_within_the_cap():
+    """A collator may pad to a fixed width, which is over the cap."""
+    batch = text_batch([33, 20, 7], width=48)
+    microbatches = split(batch, 1, slot_tokens=34, width_multiple=16)
+    assert [microbatch['input_ids'].shape for microbatch in microbatches] == [(1, 34), (1, 32), (1, 16)]
+
+
 @for_each_side
 @pytest.mark.parametrize('regroup', [True, False])
 def test_bfloat16_rows_of_either_side(side, regroup):

@@ -216,6 +216,28 @@ def test_skipped_batches_are_not_read(num_workers):
         assert dataset.read == list(itertools.chain(*read_batches))
 
 
+@pytest.mark.parametrize('first', [2, 4])
+def test_skipped_batches_move_the_place(first):
+    """A state that is saved before the first batch that is read must not lead back to the start of the epoch."""
+    loader = build()
+    loader.skip_to(0, first)
+    places = [loader.state_dict()['batch'] for _ in loader]
+    assert places == [1, 2, 3, 4]
+    assert loader.state_dict()['batch'] == 4
+
+
+def test_epoch_set_while_skipping():
+    """The iterator goes on in its epoch, as it does if the next epoch is set later."""
+    loader = build(ranks=1, rank=0)
+    expected = sample_numbers(loader)
+    loader.skip_to(0, 2)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(1)
+    next(batches)
+    assert sample_numbers(batches) == expected[2:]
+
+
 def test_collate_function_must_name_its_entries():
     loader = build()
     tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
