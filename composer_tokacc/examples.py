@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 __all__ = ['copy_examples', 'main']
 
-INSTALLED = ('share', 'composer_tokacc')
+INSTALLED = 'share/composer_tokacc'
 """The folder, below the prefix of the environment, into which setup.cfg installs the files."""
 
 
@@ -71,34 +70,25 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _sources() -> dict[Path, Path]:
-    """Returns the file to copy for each path below the target folder, from a checkout or from an installed wheel.
+    """Returns the file to copy for each path below the target folder.
 
     Empty if the package was installed without them.
     """
-    checkout = Path(__file__).resolve().parents[1]
-    if (checkout / 'yamls' / 'llava_json.yaml').exists():
-        return _sources_of_checkout(checkout)
-    try:
-        installed = files('composer_tokacc') or []
-    except PackageNotFoundError:
-        return {}
-    sources = {}
-    for path in installed:
-        is_installed = INSTALLED[0] in path.parts and INSTALLED[1] in path.parts
-        if is_installed and path.suffix != '.pyc':
-            # ../../../share/composer_tokacc/yamls/digits.yaml -> yamls/digits.yaml
-            start = path.parts.index(INSTALLED[1]) + 1
-            target = Path(*path.parts[start:])
-            sources[target] = Path(str(path.locate()))
-    return sources
+    # Of a checkout the files lie beside the package. Of a wheel they lie below the prefix of the environment, which is
+    # some folder above the package.
+    for parent in Path(__file__).resolve().parents:
+        for folder in (parent, parent / INSTALLED):
+            if (folder / 'yamls' / 'llava_json.yaml').exists():
+                return _files_in(folder)
+    return {}
 
 
-def _sources_of_checkout(checkout: Path) -> dict[Path, Path]:
-    """Returns the same for a checkout of the repository."""
-    yaml_files = checkout.glob('yamls/*.yaml')
-    example_files = checkout.glob('examples/**/*.*')
-    paths = [checkout / 'overrides.txt', *yaml_files, *example_files]
-    return {path.relative_to(checkout): path for path in paths if path.is_file() and path.suffix != '.pyc'}
+def _files_in(folder: Path) -> dict[Path, Path]:
+    """Returns the files to copy from a folder, by their paths in it."""
+    yaml_files = folder.glob('yamls/*.yaml')
+    example_files = folder.glob('examples/**/*.*')
+    paths = [folder / 'overrides.txt', *yaml_files, *example_files]
+    return {path.relative_to(folder): path for path in paths if path.is_file() and path.suffix != '.pyc'}
 
 
 if __name__ == '__main__':
