@@ -27,7 +27,7 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
+from composer_tokacc.algorithm.reduction import check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -688,8 +688,7 @@ class TokenAccumulation(Algorithm):
         self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
         run = self._run
         step = run.step
-        run.reductions.note_reached()
-        run.reductions.complete_for_ddp()
+        run.reductions.end_microbatch()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
@@ -708,8 +707,7 @@ class TokenAccumulation(Algorithm):
         """AFTER_TRAIN_BATCH: checks the step before the optimizer moves, and returns its metrics."""
         run = self._run
         step = run.step
-        check_reduced(state.model)
-        run.reductions.check_reached()
+        run.reductions.check_gradients()
         if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
