@@ -243,7 +243,7 @@ class RunContext:
             self.split.layout = self.check.layout
             self.split.adopt(rules)
         failure = self.check.selection_failure
-        if failure is not None and self.selector is not None:
+        if failure is not None and self.check.selector is not None:
             self._remove_selector()
             self._log_all_logits(failure)
 
@@ -253,15 +253,10 @@ class RunContext:
         if self.split is not None:
             self.split.stop()
 
-    @property
-    def selector(self) -> LabelSelector | None:
-        """Hooks with which the model computes logits only at labels; None: it computes them at all positions."""
-        return self.check.selector
-
     def _remove_selector(self) -> None:
         """Removes the hooks for logits at labels. From now on the model computes all logits."""
-        if self.selector is not None:
-            self.selector.remove()
+        if self.check.selector is not None:
+            self.check.selector.remove()
             self.check.selector = None
 
     def _log_all_logits(self, why: str) -> None:

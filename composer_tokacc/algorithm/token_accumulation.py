@@ -250,7 +250,7 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.selector
+        return self._context.check.selector
 
     def match(self, event: Event, state: State) -> bool:
         """Returns whether to run at an event."""
@@ -611,11 +611,7 @@ class TokenAccumulation(Algorithm):
         # then refuses the step.
         if logits is None or logits.grad_fn is None:
             return
-        selector = run.selector
-        positions = None
-        if selector is not None:
-            positions = selector.positions_of_logits
-        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens, positions)
+        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
