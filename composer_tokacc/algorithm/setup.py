@@ -152,7 +152,7 @@ class RunContext:
         self.check_gradient_hooks()
         # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if
         # token weights need the first-batch check.
-        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
+        self._allows_batch_norms = not options.check_loss
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
@@ -280,7 +280,12 @@ class RunContext:
 
         Checked in every step, because Composer puts the model into training mode after each evaluation.
         """
-        training = [name for name, module in self._batch_norms.items() if module.training]
+        if self._allows_batch_norms:
+            return
+        training = []
+        for name, module in self._model.named_modules():
+            if isinstance(module, BatchNorm) and module.training:
+                training.append(name)
         if training:
             raise NotExactError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
@@ -339,15 +344,6 @@ def check_trains_something(model: torch.nn.Module) -> None:
     """Raises RuntimeError if all parameters of the model are frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
-
-
-def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the modules of a model that normalise by the statistics of a batch, by name."""
-    norms = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNorm):
-            norms[name] = module
-    return norms
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
