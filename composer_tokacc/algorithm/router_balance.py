@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from composer.core import State
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, text_of, with_copied_tensors
@@ -26,6 +25,7 @@ from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import add_over_ranks, get_world_size
+from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, rows_of, without_rows
@@ -100,9 +100,7 @@ class StepBalance:
         if state.auto_microbatching and get_world_size() > 1:
             # If one rank ran out of memory while it counts, the others would wait for it.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
-        self._model: Any = state.model
-        if isinstance(state.model, DistributedDataParallel):
-            self._model = state.model.module
+        self._model = inner_model(state.model)
         self._device = state.device
         self._coefficient = terms.router_coefficient
         self._to_device = to_device

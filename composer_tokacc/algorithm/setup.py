@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.core.precision import get_precision_context
-from composer.models import ComposerModel, HuggingFaceModel
-from torch.nn.parallel import DistributedDataParallel
+from composer.models import HuggingFaceModel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
@@ -32,7 +31,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_h
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.compat import BatchNorm, hook_numbers, is_compiled
+from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
@@ -144,7 +143,7 @@ class RunContext:
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
-        model = _unwrapped(state.model)
+        model: Any = inner_model(state.model)
         check_trains_something(model)
         self._model = model
         self._parameters = list(model.parameters())
@@ -183,7 +182,7 @@ class RunContext:
         why_all_logits = _why_all_logits(state, layout, options, model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
-        elif isinstance(model, HuggingFaceModel):  # always true here, but the type checker cannot know
+        else:
             selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
@@ -304,7 +303,7 @@ class RunContext:
 
 
 def _why_all_logits(
-    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: ComposerModel
+    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: torch.nn.Module
 ) -> str | None:
     """Returns why a run needs logits at all positions; None: there is no reason before the first-batch check."""
     if options.why_all_logits is not None:
@@ -322,7 +321,7 @@ def _why_all_logits(
     return None
 
 
-def _forward_arguments(model: ComposerModel) -> set[str] | None:
+def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     """Returns the entries of a batch that Composer passes on to the model.
 
     None if a forward or a loss of the user gets the whole batch.
@@ -332,12 +331,6 @@ def _forward_arguments(model: ComposerModel) -> set[str] | None:
     if type(model).forward is not HuggingFaceModel.forward or type(model).loss is not HuggingFaceModel.loss:
         return None
     return model.model_forward_args
-
-
-def _unwrapped(model: torch.nn.Module) -> ComposerModel:
-    """Returns the model that DDP may have wrapped."""
-    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner
 
 
 def check_trains_something(model: torch.nn.Module) -> None:
@@ -370,7 +363,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         vocabulary: The number of logits of a position. None: no forward has shown it yet, and it is taken from the
             output embedding of a Hugging Face model.
     """
-    model = _unwrapped(model)
+    model = inner_model(model)
     is_hugging_face = isinstance(model, HuggingFaceModel)
     # In other models, labels need not be at the positions of the ids.
     labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
