@@ -63,8 +63,8 @@ class ReductionWatch:
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
         self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # The parameters that are watched in the next backward: under DDP those that it waits for, under FSDP2 all that it
-        # shards. Each has a pair of numbers that changes if the backward reaches it.
+        # The parameters that are watched in the next backward, each with a pair of numbers that changes if the backward
+        # reaches it. Under DDP they are those that it waits for, under FSDP2 all that it shards.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
         self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
