@@ -395,8 +395,11 @@ class TokenAccumulation(Algorithm):
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of its rows to the batch, and returns the record of the step."""
         run = self._run
-        num_repeated_samples = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
-        batch = _with_repeated_samples_marked(state.batch, num_repeated_samples)
+        batch: Batch = state.batch
+        if num_repeated(state.dataloader, batch_index, num_rows(batch)):
+            # At most one row is a copy of another rank's sample, and it is the last one.
+            *rows, repeated_row = rows_of(batch)
+            batch = with_rows(batch, [*rows, replace(repeated_row, samples=0)])
         # The counts are in the batch, so that the split also cuts them into microbatches.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
@@ -785,16 +788,6 @@ class ModelBatch:
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
-
-
-def _with_repeated_samples_marked(batch: Batch, num_repeated_samples: int) -> Batch:
-    """Marks the last rows of the batch as repeated samples, which do not count."""
-    if not num_repeated_samples:
-        return batch
-    rows = rows_of(batch)
-    first_repeated = len(rows) - num_repeated_samples
-    marked_rows = [replace(row, samples=0) for row in rows[first_repeated:]]
-    return with_rows(batch, rows[:first_repeated] + marked_rows)
 
 
 def _checked_entries(batch: Batch) -> BatchDict:
