@@ -143,20 +143,17 @@ class RunContext:
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
+        self._options = options
         model: Any = inner_model(state.model)
         check_trains_something(model)
         self._model = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if
-        # token weights need the first-batch check.
-        self._allows_batch_norms = not options.check_loss
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
         self.excess_of_reduction = excess_of_reduction(state.model)
-        self._has_weight_column = options.token_weights == 'column'
         coefficient = None
         if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
@@ -177,7 +174,6 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self._requires_selection = options.logits == 'labels'
         selector: LabelSelector | None = None
         why_all_logits = _why_all_logits(state, layout, options, model)
         if why_all_logits is not None:
@@ -229,7 +225,7 @@ class RunContext:
 
     def prove(self, batch: Batch) -> None:
         """Checks the rows that are new on any rank, and has the split cut by the rules of the check; a collective."""
-        if self._has_weight_column:
+        if self._options.token_weights == 'column':
             # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
         try:
@@ -260,7 +256,7 @@ class RunContext:
 
     def _log_all_logits(self, why: str) -> None:
         """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
-        if self._requires_selection:
+        if self._options.logits == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
                 'computes all logits in this case (docs/errors.md#logits-at-labels).'
@@ -279,7 +275,9 @@ class RunContext:
 
         Checked in every step, because Composer puts the model into training mode after each evaluation.
         """
-        if self._allows_batch_norms:
+        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if token
+        # weights need the first-batch check.
+        if not self._options.check_loss:
             return
         training = []
         for name, module in self._model.named_modules():
