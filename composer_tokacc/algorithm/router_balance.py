@@ -119,7 +119,7 @@ class StepBalance:
 
         Args:
             microbatches: The microbatches of this rank.
-            hides_weights: Whether the model does not get the weights of tokens in training, see :class:`.ModelBatch`.
+            hides_weights: Whether the model does not get the weights of tokens, see :class:`.CurrentMicrobatch`.
         """
         self._counted.clear()
         self._loss_deviation = torch.zeros(())

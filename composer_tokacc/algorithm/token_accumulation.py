@@ -126,8 +126,6 @@ class TokenAccumulation(Algorithm):
             trainer = Trainer(..., algorithms=[TokenAccumulation()])
     """
 
-    _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
-
     def __init__(
         self,
         *,
@@ -151,13 +149,7 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
-        self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
-        # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
-        # in between.
-        self._outputs: Any = None
-        # The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
-        # comes from other nodes.
-        self._edges_of_loss: Collection[Edge] = ()
+        self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
         # Functions and not bound methods, because those of a copy would act on the original.
         self._actions: dict[Event, Action] = {
             Event.FIT_START: TokenAccumulation._start_fit,
@@ -202,6 +194,12 @@ class TokenAccumulation(Algorithm):
         return self._context
 
     @property
+    def _current(self) -> CurrentMicrobatch:
+        """The microbatch that is computed now."""
+        assert self._microbatch is not None, 'BEFORE_FORWARD comes first'
+        return self._microbatch
+
+    @property
     def _known_rule(self) -> str:
         """The loss rule. Only after the first-batch check, which finds it if the user has not named it."""
         rule = self.rule
@@ -241,7 +239,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, ModelBatch adds one, unless there are `loss_units`. With these there is no selector.
+            # If no label counts, the model gets a label, see CurrentMicrobatch. It gets none with `loss_units`, but then
+            # there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -265,9 +264,7 @@ class TokenAccumulation(Algorithm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
-        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_outputs': None, '_edges_of_loss': ()}
-        attributes.pop('_model_batch', None)
-        return attributes
+        return {**vars(self), '_context': None, '_microbatch': None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns only plain values, because Composer's next release loads checkpoints with ``weights_only=True``."""
@@ -342,7 +339,7 @@ class TokenAccumulation(Algorithm):
 
     def _end_fit(self, state: State) -> None:
         """FIT_END: removes our hooks from the model, and makes the split forget it."""
-        self._outputs = None
+        self._microbatch = None
         if self._context is not None:
             self._context.end()
 
@@ -449,10 +446,7 @@ class TokenAccumulation(Algorithm):
         run.check_gradient_hooks()
         run.reductions.start_attempt()
         step.microbatches = []
-        # The graph of a microbatch that failed would stay in memory.
-        self._raw_loss = None
-        self._outputs = None
-        self._edges_of_loss = ()
+        self._microbatch = None  # the graph of a microbatch that failed would stay in memory
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
@@ -476,8 +470,9 @@ class TokenAccumulation(Algorithm):
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
-        self._model_batch = ModelBatch(batch, hides_weights=step.is_weighted, adds_label=adds_label)
-        state.batch = self._model_batch.entries
+        microbatch = CurrentMicrobatch(batch, record, hides_weights=step.is_weighted, adds_label=adds_label)
+        self._microbatch = microbatch
+        state.batch = microbatch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _replace_loss(self, state: State) -> None:
@@ -485,13 +480,14 @@ class TokenAccumulation(Algorithm):
 
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
-        state.batch = self._model_batch.put_back(state.batch)
-        self._outputs = state.outputs
+        microbatch = self._current
+        state.batch = microbatch.put_back(state.batch)
+        microbatch.outputs = state.outputs
         self._split_router_loss(state)
-        if self._run.step.microbatches[-1].is_empty:
+        if microbatch.record.is_empty:
             self._zero_token_terms(state)
         self._attach_gradient(state)
-        self._edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
@@ -548,9 +544,10 @@ class TokenAccumulation(Algorithm):
     def _scale(self, state: State) -> None:
         """BEFORE_BACKWARD: scales the loss. Users put this algorithm last, because later changes are not scaled."""
         run = self._run
-        record = run.step.microbatches[-1]
+        microbatch = self._current
+        record = microbatch.record
         # Again, because algorithms may have taken entries out of the batch after the loss.
-        state.batch = self._model_batch.put_back(state.batch)
+        state.batch = microbatch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
@@ -568,24 +565,24 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        _check_added_rows(state.loss, self._outputs, record, run.terms)
-        self._weigh_and_measure_tokens(state, record, weight_of_mean)
-        self._raw_loss = state.loss
+        _check_added_rows(state.loss, microbatch.outputs, record, run.terms)
+        self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
+        microbatch.raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
-            self._raw_loss = sum(state.loss.values())
+            microbatch.raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
             num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
-            state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
-        self._outputs = None
+            state.loss = run.balance.with_part_of_step(state.loss, microbatch.outputs, num_microbatches)
+        microbatch.outputs = None  # the backward needs the memory
         scales = _scales_of(record, weight_of_mean)
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
-        self._edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
         """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong."""
-        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._edges_of_loss):
+        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
                 'has added. Its weight in the step would be wrong. Put TokenAccumulation last, have the model return '
@@ -593,13 +590,14 @@ class TokenAccumulation(Algorithm):
                 '(docs/errors.md#model-loss).'
             )
 
-    def _weigh_and_measure_tokens(self, state: State, record: MicrobatchRecord, weight_of_mean: float) -> None:
+    def _weigh_and_measure_tokens(self, state: State, microbatch: CurrentMicrobatch, weight_of_mean: float) -> None:
         """Applies the token weights, if there are any. Measures tokens in the backward, if the microbatch is chosen.
 
         ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
         run = self._run
         step = run.step
+        record = microbatch.record
         num_tokens = record.counts.loss_tokens
         if step.is_weighted and num_tokens:
             # The mean of equal weights, because the weights are applied below.
@@ -609,7 +607,7 @@ class TokenAccumulation(Algorithm):
         is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
-        logits = logits_of(self._outputs)
+        logits = logits_of(microbatch.outputs)
         # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
         # then refuses the step.
         if logits is None or logits.grad_fn is None:
@@ -619,7 +617,7 @@ class TokenAccumulation(Algorithm):
             return
         selected, record.positions_of_logits = at_logits
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(self._outputs)])
+        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
@@ -696,9 +694,8 @@ class TokenAccumulation(Algorithm):
             is_last = samples_so_far == step.counts.samples
         if is_last:
             run.reductions.complete_for_composer()
-        state.loss = self._raw_loss
-        self._raw_loss = None
-        self._edges_of_loss = ()
+        state.loss = self._current.raw_loss
+        self._microbatch = None
 
     # After the step.
 
@@ -731,7 +728,6 @@ class TokenAccumulation(Algorithm):
         # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
-        del self._model_batch
 
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
@@ -753,13 +749,14 @@ class TokenAccumulation(Algorithm):
         return metrics
 
 
-class ModelBatch:
-    """A microbatch as the model gets it, without our entries.
+class CurrentMicrobatch:
+    """The microbatch that is computed now.
 
-    A compiled model would be compiled again whenever their values change.
+    The model gets it without our entries. A compiled model would be compiled again whenever their values change.
 
     Args:
         batch: The microbatch.
+        record: Its record in the step.
         hides_weights: Whether to take out the weights of tokens, because this package has written them. If it has not,
             a column of this name belongs to the user, and the model may read it.
         adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
@@ -767,9 +764,19 @@ class ModelBatch:
             losses whose terms are all means over tokens, because a term over samples would see the label.
     """
 
-    def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
+    def __init__(self, batch: Batch, record: MicrobatchRecord, *, hides_weights: bool, adds_label: bool) -> None:
         self._batch = batch
+        self.record = record
+        self.outputs: Any = None
+        """Those of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties ``state.outputs`` in
+        between."""
+        self.edges_of_loss: Collection[Edge] = ()
+        """The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
+        comes from other nodes."""
+        self.raw_loss: Any = None
+        """The loss before it was scaled; set at BEFORE_BACKWARD."""
         self.entries = without_rows(batch)
+        """What the model gets."""
         if hides_weights:
             del self.entries[LOSS_WEIGHTS]
         if adds_label:
