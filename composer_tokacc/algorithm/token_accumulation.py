@@ -239,8 +239,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, the model gets a label, see CurrentMicrobatch. It gets none with `loss_units`, but then
-            # there is no selector.
+            # If no label counts, the model gets one label, see CurrentMicrobatch. With `loss_units` it may get none, and
+            # then there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
