@@ -362,16 +362,16 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    is_hugging_face = isinstance(model, HuggingFaceModel)
-    # In other models, labels need not be at the positions of the ids.
-    labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
+    labels_are_at_ids = False  # in a model that is not of Hugging Face they need not be
     embedding = None
-    if is_hugging_face:
-        head = output_embedding(model.model)
-        # Only of a Linear itself. A wrapper of PEFT may show another number.
-        if vocabulary is None and isinstance(head, torch.nn.Linear):
-            vocabulary = head.out_features
+    if isinstance(model, HuggingFaceModel):
+        labels_are_at_ids = not getattr(model.config, 'is_encoder_decoder', False)
         embedding = input_embedding(model.model)
+        if vocabulary is None:
+            head = output_embedding(model.model)
+            # Only of a Linear itself. A wrapper of PEFT may show another number.
+            if isinstance(head, torch.nn.Linear):
+                vocabulary = head.out_features
     for microbatch in microbatches:
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)
