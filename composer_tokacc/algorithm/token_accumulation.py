@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -63,9 +63,6 @@ from composer_tokacc.row_counts import (
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
-
-Action = Callable[['TokenAccumulation', State], dict[str, float] | None]
-"""What the algorithm does at an event. It may return metrics to log."""
 
 
 class TokenAccumulation(Algorithm):
@@ -150,23 +147,6 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
-        # Functions and not bound methods, because those of a copy would act on the original.
-        self._actions: dict[Event, Action] = {
-            Event.FIT_START: TokenAccumulation._start_fit,
-            Event.BEFORE_DATALOADER: TokenAccumulation._note_read,
-            Event.BATCH_START: TokenAccumulation._begin_step,
-            Event.BEFORE_TRAIN_BATCH: TokenAccumulation._start_attempt,
-            Event.BEFORE_FORWARD: TokenAccumulation._begin_forward,
-            Event.AFTER_LOSS: TokenAccumulation._replace_loss,
-            Event.BEFORE_BACKWARD: TokenAccumulation._scale,
-            Event.AFTER_BACKWARD: TokenAccumulation._end_microbatch,
-            Event.AFTER_TRAIN_BATCH: TokenAccumulation._finish,
-            Event.BATCH_END: TokenAccumulation._end_step,
-            Event.EPOCH_END: TokenAccumulation._end_epoch,
-            Event.ITERATION_END: TokenAccumulation._note_restart,
-            Event.EVAL_START: TokenAccumulation._start_evaluation,
-            Event.FIT_END: TokenAccumulation._end_fit,
-        }
 
     def __repr__(self) -> str:
         """Returns the call that makes this algorithm."""
@@ -239,8 +219,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, the model gets one label, see CurrentMicrobatch. With `loss_units` it may get none, and
-            # then there is no selector.
+            # If no label counts, the model gets one, see CurrentMicrobatch. With `loss_units` it may get none, but then
+            # there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -251,14 +231,17 @@ class TokenAccumulation(Algorithm):
             return None
         return self._context.check.selector
 
+    # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
+    # metrics to log. Methods of Composer's callbacks have the same names without the underscore.
+
     def match(self, event: Event, state: State) -> bool:
-        """Returns whether to run at an event."""
-        return event in self._actions
+        """Returns whether there is a method for an event."""
+        return hasattr(self, f'_{event.value}')
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Calls the method for the event, and logs the metrics that it returns."""
-        action = self._actions[event]
-        metrics = action(self, state)
+        method = getattr(self, f'_{event.value}')
+        metrics = method(state)
         if metrics:
             logger.log_metrics(metrics)
 
@@ -280,9 +263,9 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
-    def _start_fit(self, state: State) -> None:
-        """FIT_START: forgets an earlier fit, which may have had another model, and checks the wrapped model."""
-        self._end_fit(state)  # FIT_END does not come after an error
+    def _fit_start(self, state: State) -> None:
+        """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
+        self._fit_end(state)  # FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
         self._num_read = first_batch_of(state.train_dataloader)
@@ -293,20 +276,20 @@ class TokenAccumulation(Algorithm):
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
 
-    def _note_read(self, state: State) -> None:
-        """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
+    def _before_dataloader(self, state: State) -> None:
+        """Counts the batches that are read, also those that Composer discards in a resumed run.
 
         ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
         checkpoint or from the last fit, but the loader is read from its start.
         """
         self._num_read += 1
 
-    def _note_restart(self, state: State) -> None:
-        """ITERATION_END: an iteration of so many tokens may end within an epoch. The loader then starts again."""
+    def _iteration_end(self, state: State) -> None:
+        """An iteration of so many tokens may end within an epoch. The loader then starts again."""
         self._num_read = 0
 
-    def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
+    def _epoch_end(self, state: State) -> None:
+        """Refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
 
         Warns of an epoch that has ended too early.
         """
@@ -327,8 +310,8 @@ class TokenAccumulation(Algorithm):
                 state.dataloader_len.value,
             )
 
-    def _start_evaluation(self, state: State) -> None:
-        """EVAL_START: gives the model and its loss rule to the eval loader's split."""
+    def _eval_start(self, state: State) -> None:
+        """Gives the model and its loss rule to the eval loader's split."""
         split = split_of(state.dataloader)
         if split is None:
             return
@@ -337,16 +320,16 @@ class TokenAccumulation(Algorithm):
             rule = self.options.loss_tokens
         split.start_evaluation(state.model, rule)
 
-    def _end_fit(self, state: State) -> None:
-        """FIT_END: removes our hooks from the model, and makes the split forget it."""
+    def _fit_end(self, state: State) -> None:
+        """Removes our hooks from the model, and makes the split forget it."""
         self._microbatch = None
         if self._context is not None:
             self._context.end()
 
     # Before the step.
 
-    def _begin_step(self, state: State) -> None:
-        """BATCH_START: counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
+    def _batch_start(self, state: State) -> None:
+        """Counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
         vocabulary = None if self._context is None else self._context.check.vocabulary
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
@@ -435,8 +418,8 @@ class TokenAccumulation(Algorithm):
             sums[name] = list(islice(sums_in_order, len(values)))
         return sums
 
-    def _start_attempt(self, state: State) -> None:
-        """BEFORE_TRAIN_BATCH: forgets an earlier attempt of the step.
+    def _before_train_batch(self, state: State) -> None:
+        """Forgets an earlier attempt of the step.
 
         Composer runs a step again if memory ran out, or if the optimizer takes a closure.
         """
@@ -455,8 +438,8 @@ class TokenAccumulation(Algorithm):
 
     # A microbatch.
 
-    def _begin_forward(self, state: State) -> None:
-        """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
+    def _before_forward(self, state: State) -> None:
+        """Begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
         # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
@@ -475,8 +458,8 @@ class TokenAccumulation(Algorithm):
         state.batch = microbatch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
-    def _replace_loss(self, state: State) -> None:
-        """AFTER_LOSS: puts our entries back into the batch, and makes the loss ready to be scaled.
+    def _after_loss(self, state: State) -> None:
+        """Puts our entries back into the batch, and makes the loss ready to be scaled.
 
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
@@ -541,8 +524,8 @@ class TokenAccumulation(Algorithm):
         sum_of_none = no_elements.sum()
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
-    def _scale(self, state: State) -> None:
-        """BEFORE_BACKWARD: scales the loss. Users put this algorithm last, because later changes are not scaled."""
+    def _before_backward(self, state: State) -> None:
+        """Scales the loss. Users put this algorithm last, because later changes are not scaled."""
         run = self._run
         microbatch = self._current
         record = microbatch.record
@@ -677,12 +660,12 @@ class TokenAccumulation(Algorithm):
         # Composer's own split makes microbatches of a fixed number of rows.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
-    def _end_microbatch(self, state: State) -> None:
-        """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the unscaled loss back.
+    def _after_backward(self, state: State) -> None:
+        """Adds the gradients that a reduction waits for, and puts the unscaled loss back.
 
         Callbacks read the loss at the end of the batch.
         """
-        self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
+        self._check_no_added_term(state)  # a term that is added now is not scaled, whatever its unit is
         run = self._run
         step = run.step
         run.reductions.end_microbatch()
@@ -699,8 +682,8 @@ class TokenAccumulation(Algorithm):
 
     # After the step.
 
-    def _finish(self, state: State) -> dict[str, float]:
-        """AFTER_TRAIN_BATCH: checks the step before the optimizer moves, and returns its metrics."""
+    def _after_train_batch(self, state: State) -> dict[str, float]:
+        """Checks the step before the optimizer moves, and returns its metrics."""
         run = self._run
         step = run.step
         run.reductions.check_gradients()
@@ -721,8 +704,8 @@ class TokenAccumulation(Algorithm):
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
 
-    def _end_step(self, state: State) -> None:
-        """BATCH_END: ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
+    def _batch_end(self, state: State) -> None:
+        """Ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
         step = self._run.step
         self._token_choice.end_step(len(step.microbatches))
         # Otherwise the batch would stay in memory while the next one is read.
