@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -345,25 +345,19 @@ class TokenAccumulation(Algorithm):
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        sums = self._sums_over_ranks(
-            state,
-            {
-                'counts': [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight],
-                'new rows': [run.check.has_new_rows(step.facts)],
-                'widths': width.numbers(),
-                'plans': numbers_to_sum(plan),
-            },
-        )
-        step.totals = StepTotals(*sums['counts'])
-        (num_ranks_with_new_rows,) = sums['new rows']
-        check_plans(sums['plans'], plan)
+        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
+        has_new_rows = [run.check.has_new_rows(step.facts)]
+        sums = self._sums_over_ranks(state, [counts, has_new_rows, width.numbers(), numbers_to_sum(plan)])
+        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = sums
+        step.totals = StepTotals(*totals)
+        check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         check_widths(
-            sums['widths'],
+            sums_of_widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
             was_checked=is_check_due,
             is_trimmed=run.split is not None,
@@ -404,18 +398,18 @@ class TokenAccumulation(Algorithm):
             marked_rows.append(marked_row)
         return with_rows(batch, marked_rows)
 
-    def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
-        """Sums lists of numbers over the ranks, in one all-reduce. Returns the sums by the names of their lists."""
+    def _sums_over_ranks(self, state: State, lists: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Returns lists with the sums over the ranks of the numbers in these lists. It takes one all-reduce."""
         if self._run.world_size == 1:
-            return numbers
-        in_one_list = list(chain.from_iterable(numbers.values()))
+            return lists
+        in_one_list = list(chain.from_iterable(lists))
         # Without token weights all numbers are whole: the weights of tokens sum to their number.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(sum_over_ranks(on_device))
-        sums = {}
-        for name, values in numbers.items():
-            sums[name] = list(islice(sums_in_order, len(values)))
+        sums = []
+        for numbers in lists:
+            sums.append(list(islice(sums_in_order, len(numbers))))
         return sums
 
     def _before_train_batch(self, state: State) -> None:
