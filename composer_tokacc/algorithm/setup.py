@@ -150,6 +150,13 @@ class RunContext:
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
+        # Listed once, because a mixture of experts may have thousands of modules. With `check_loss=False` the user accepts
+        # that rows depend on each other, so BatchNorm may train, even if token weights need the first-batch check.
+        self._batch_norms: dict[str, torch.nn.Module] = {}
+        if options.check_loss:
+            for name, module in model.named_modules():
+                if isinstance(module, BatchNorm):
+                    self._batch_norms[name] = module
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
@@ -275,14 +282,7 @@ class RunContext:
 
         Checked in every step, because Composer puts the model into training mode after each evaluation.
         """
-        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if token
-        # weights need the first-batch check.
-        if not self._options.check_loss:
-            return
-        training = []
-        for name, module in self._model.named_modules():
-            if isinstance(module, BatchNorm) and module.training:
-                training.append(name)
+        training = [name for name, module in self._batch_norms.items() if module.training]
         if training:
             raise NotExactError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
