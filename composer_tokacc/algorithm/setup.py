@@ -150,8 +150,9 @@ class RunContext:
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # Listed once, because a mixture of experts may have thousands of modules. With `check_loss=False` the user accepts
-        # that rows depend on each other, so BatchNorm may train, even if token weights need the first-batch check.
+        # Listed once, because a mixture of experts may have thousands of modules. With `check_loss=False` the user
+        # accepts that rows depend on each other, so BatchNorm may train, even if token weights need the first-batch
+        # check.
         self._batch_norms: dict[str, torch.nn.Module] = {}
         if options.check_loss:
             for name, module in model.named_modules():
