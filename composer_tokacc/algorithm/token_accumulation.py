@@ -285,7 +285,7 @@ class TokenAccumulation(Algorithm):
         self._num_read += 1
 
     def _iteration_end(self, state: State) -> None:
-        """An iteration of so many tokens may end within an epoch. The loader then starts again."""
+        """Begins to count again. An iteration of so many tokens may end within an epoch. Then the loader restarts."""
         self._num_read = 0
 
     def _epoch_end(self, state: State) -> None:
@@ -807,11 +807,13 @@ def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: 
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
-    terms_over_rows = [term.value for term in terms.terms_of(loss) if term.unit != 'tokens']
-    with_gradient = [value for value in terms_over_rows if value.requires_grad]
-    if not with_gradient or logits is None or not logits.requires_grad:
+    other_terms = []
+    for term in terms.terms_of(loss):
+        if term.unit != 'tokens' and term.value.requires_grad:
+            other_terms.append(term.value)
+    if not other_terms or logits is None or not logits.requires_grad:
         return
-    (gradient,) = torch.autograd.grad(sum_of_means(with_gradient), logits, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():
