@@ -79,6 +79,17 @@ class StepBalance:
         RuntimeError: If the microbatches of a step cannot be counted before the step is trained.
     """
 
+    # Set by count(), for each attempt to compute a step.
+    _counted: deque[CountedMicrobatch]
+    """The microbatches of this rank that are not trained yet."""
+    _sums: Tensor
+    """Sums over the step and all ranks: the number of positions times layers, then the choices of each expert. They
+    stay on the device, because the host would have to wait to read them."""
+    _loss_deviation: Tensor
+    """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
+    _choice_deviation: Tensor
+    """The same for choices."""
+
     def __init__(
         self,
         state: State,
@@ -106,13 +117,6 @@ class StepBalance:
         self._to_device = to_device
         self._precision = precision
         self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
-        self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
-        # Sums over the step and all ranks: the number of positions times layers, then the choices of each expert.
-        # They stay on the device, because the host would have to wait to read them.
-        self._sums = torch.zeros(1, dtype=torch.int64)
-        # The largest deviations in the step so far, as multiples of their tolerances. Also scalars on the device.
-        self._loss_deviation = torch.zeros(())
-        self._choice_deviation = torch.zeros(())
 
     def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.
@@ -121,7 +125,7 @@ class StepBalance:
             microbatches: The microbatches of this rank.
             hides_weights: Whether the model does not get the weights of tokens, see :class:`.CurrentMicrobatch`.
         """
-        self._counted.clear()
+        self._counted = deque()
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)
