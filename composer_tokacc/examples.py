@@ -72,15 +72,22 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
 def _sources() -> dict[Path, Path]:
     """Returns the file to copy for each path below the target folder. Empty if the package was installed without them.
 
-    A checkout has the files beside the package. A wheel has them in ``share``, in a folder around ``site-packages``.
+    In a checkout the files lie beside the package. From a wheel they come to ``share``, below the prefix of the
+    environment, which is some folder above the package.
     """
     for parent in Path(__file__).resolve().parents:
-        for root in (parent, parent / INSTALLED):
-            if not (root / 'yamls' / 'llava_json.yaml').exists():
-                continue
-            paths = [root / 'overrides.txt', *root.glob('yamls/*.yaml'), *root.glob('examples/**/*.*')]
-            return {path.relative_to(root): path for path in paths if path.is_file() and path.suffix != '.pyc'}
+        for folder in (parent, parent / INSTALLED):
+            if (folder / 'yamls' / 'llava_json.yaml').exists():
+                return _files_in(folder)
     return {}
+
+
+def _files_in(folder: Path) -> dict[Path, Path]:
+    """Returns the files to copy from a folder, by their paths in it."""
+    yaml_files = folder.glob('yamls/*.yaml')
+    example_files = folder.glob('examples/**/*.*')
+    paths = [folder / 'overrides.txt', *yaml_files, *example_files]
+    return {path.relative_to(folder): path for path in paths if path.is_file() and path.suffix != '.pyc'}
 
 
 if __name__ == '__main__':

@@ -102,11 +102,7 @@ class LabelledPositions:
 
 
 def batch_at_logits(
-    batch: Batch,
-    logits: torch.Tensor,
-    rule: str,
-    num_labels: int,
-    positions: LabelledPositions | None = None,
+    batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch whose labels and weights have the shape of its logits, and the positions of these logits.
 
@@ -116,8 +112,6 @@ def batch_at_logits(
             them only at labels.
         rule: Which labels count, see :func:`.loss_mask`.
         num_labels: The number of labels that count.
-        positions: The positions of the logits if the caller knows them, see :attr:`LabelSelector.positions_of_logits`.
-            None: they are found by the labels.
 
     Returns:
         For logits at all positions: the batch itself, and None. For logits only at labels: a batch of the selected
@@ -130,8 +124,7 @@ def batch_at_logits(
     num_added = 0 if rule == 'unshifted' else 1  # see LabelledPositions
     if shape != (1, num_labels + num_added):
         return None
-    if positions is None:
-        positions = LabelledPositions.from_batch(batch, rule, num_labels)
+    positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     weights = batch.get(LOSS_WEIGHTS)
     # A column of the user that is not used may have another shape, such as one number for each row.

@@ -147,7 +147,6 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
                 loss_weight=loss_weights[number],
                 rule=loss_tokens,
                 source=None if sources is None else sources[number],
-                has_new_label=row.has_new_label,
             )
         )
     return counted

@@ -17,7 +17,7 @@ from composer_tokacc.collectives import get_world_size, sum_over_ranks
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
-from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
+from composer_tokacc.plan_agreement import check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import row_counts_of, with_counts, without_row_counts
@@ -105,8 +105,7 @@ def step_loss_weights(
         counted = has_loss & is_sample[:, None]
         weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-    plan = getattr(microbatches, 'plan', None)  # a PreSplitBatch may have one
-    return _factors(weight_sums, device, plan)
+    return _factors(microbatches, weight_sums, device)
 
 
 def weighted_microbatches(
@@ -134,8 +133,7 @@ def weighted_microbatches(
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in row_counts_of(microbatch)))
-    plan = getattr(microbatches, 'plan', None)
-    factors = _factors(token_counts, device, plan)
+    factors = _factors(microbatches, token_counts, device)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
         model_batch = without_row_counts(microbatch)
         if num_tokens == 0:
@@ -176,17 +174,20 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     return microbatches
 
 
-def _factors(weight_sums: Sequence[float], device: torch.device | str, plan: PlanRecord | None) -> list[float]:
+def _factors(
+    microbatches: Sequence[Batch] | PreSplitBatch, weight_sums: Sequence[float], device: torch.device | str
+) -> list[float]:
     """Returns the factor of each microbatch's mean loss; a collective.
 
     Args:
+        microbatches: The microbatches as the caller has them. A pre-split batch may have a plan.
         weight_sums: The sum of the weights of the tokens of each microbatch.
         device: The device on which the process group reduces.
-        plan: This rank's plan of the step; None: the microbatches were not planned.
 
     Raises:
         RuntimeError: On all ranks, if they have planned different batches.
     """
+    plan = getattr(microbatches, 'plan', None)
     numbers = [sum(weight_sums), *numbers_to_sum(plan)]
     on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
     step_sum, *plan_sums = sum_over_ranks(on_device)

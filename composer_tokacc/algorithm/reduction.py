@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,11 +63,9 @@ class ReductionWatch:
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
         self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # For each parameter that DDP waits for: a pair of numbers that changes if a backward reaches the parameter. The
-        # pairs are taken before the backward that reduces.
+        # The parameters that are watched in the next backward, each with a pair of numbers that changes if the backward
+        # reaches it. Under DDP they are those that it waits for, under FSDP2 all that it shards.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
-        # Such a pair for each parameter of FSDP2, after the last backward.
-        self._fsdp_states: list[tuple[int, int]] = []
         self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
     def note_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
@@ -82,8 +81,8 @@ class ReductionWatch:
             RuntimeError: If gradients are reduced before the last microbatch against ``must_reduce_once``. Or if DDP
                 does not reduce the gradients of all trained parameters.
         """
-        self._fsdp_states = [state_of_gradient(parameter) for parameter in self._parameters_of_fsdp]
         if self._ddp is None:
+            self._note_states(self._parameters_of_fsdp)
             return
         reduces = self._ddp.require_backward_grad_sync
         self._reduces.append(reduces)
@@ -101,7 +100,7 @@ class ReductionWatch:
         # With one of these options DDP itself finds the parameters that a backward leaves out.
         finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
         if not finds_left_out:
-            self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in trained]
+            self._note_states(trained)
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
                 'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
@@ -110,43 +109,48 @@ class ReductionWatch:
                 'the checkpoint was written.'
             )
 
-    def complete_for_ddp(self) -> None:
+    def _note_states(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Notes the gradients of parameters, to see whether the next backward reaches them."""
+        self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
+
+    def end_microbatch(self) -> None:
         """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them.
 
-        Called after the backward of each microbatch. It does nothing if that backward did not reduce.
+        Called after the backward of each microbatch. Under DDP it does nothing if that backward did not reduce. Under
+        FSDP2 it only notes which parameters the backward has reached.
         """
         states_before = self._states_before
         self._states_before = []
-        if self._ddp is None or not states_before:
+        is_reached = [state_of_gradient(parameter) != before for parameter, before in states_before]
+        if self._ddp is None:
+            self._reached_checksum = zlib.crc32(bytes(is_reached), self._reached_checksum)
             return
-        left_out = []
-        for parameter, state_before in states_before:
-            if state_of_gradient(parameter) == state_before:
-                left_out.append(parameter)
+        if all(is_reached):
+            return
         # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all.
-        if is_reduced(self._ddp) and len(left_out) < len(states_before):
+        if is_reduced(self._ddp) and any(is_reached):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
         zeros = []
-        for parameter in left_out:
-            no_elements = parameter.flatten()[:0]
-            zeros.append(no_elements.sum())
+        for (parameter, _), reached in zip(states_before, is_reached, strict=True):
+            if not reached:
+                no_elements = parameter.flatten()[:0]
+                zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
 
-    def note_reached(self) -> None:
-        """Notes which parameters of FSDP2 the backward has reached. Called after the backward of each microbatch."""
-        if not self._parameters_of_fsdp:
-            return
-        states = [state_of_gradient(parameter) for parameter in self._parameters_of_fsdp]
-        is_reached = [after != before for after, before in zip(states, self._fsdp_states, strict=True)]
-        self._reached_checksum = zlib.crc32(bytes(is_reached), self._reached_checksum)
+    def check_gradients(self) -> None:
+        """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.
 
-    def check_reached(self) -> None:
-        """Raises RuntimeError on all ranks if their backwards have reached other parameters; a collective under FSDP2.
-
-        FSDP2 reduces only the gradients that a rank has, one behind the other. If another rank has gradients of other
-        parameters, and they are as large by chance, it adds up gradients of different parameters without an error.
+        If DDP still waits for a gradient, it would itself raise only at the next forward. FSDP2 reduces only the
+        gradients that a rank has, one behind the other. If another rank has gradients of other parameters, and they are
+        as large by chance, it adds up gradients of different parameters without an error. Then all ranks raise.
         """
+        if self._ddp is not None and not is_reduced(self._ddp):
+            raise NotExactError(
+                'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '
+                'Composer makes it, without `static_graph`, and freeze parameters before the Trainer is made '
+                '(docs/errors.md#ranks).'
+            )
         if not self._parameters_of_fsdp:
             return
         largest, negative_smallest = max_over_ranks([self._reached_checksum, -self._reached_checksum])
@@ -241,14 +245,4 @@ def warn_of_large_units(model: torch.nn.Module) -> None:
             name,
             name,
             sorted({type(unwrapped_block(block)).__name__ for block in blocks}),
-        )
-
-
-def check_reduced(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if DDP has not reduced all gradients. DDP itself would raise only at the next forward."""
-    if isinstance(model, DistributedDataParallel) and not is_reduced(model):
-        raise NotExactError(
-            'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '
-            'Composer makes it, without `static_graph`, and freeze parameters before the Trainer is made '
-            '(docs/errors.md#ranks).'
         )

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from composer.core import State
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
 from composer_tokacc.batch import Batch, attended_positions, text_of, with_copied_tensors
@@ -26,6 +25,7 @@ from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.written_state import undisturbed
 from composer_tokacc.collectives import add_over_ranks, get_world_size
+from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import MicrobatchSplit
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, row_counts_of, without_row_counts
@@ -79,6 +79,17 @@ class StepBalance:
         RuntimeError: If the microbatches of a step cannot be counted before the step is trained.
     """
 
+    # Set by count(), for each attempt to compute a step.
+    _counted: deque[CountedMicrobatch]
+    """The microbatches of this rank that are not trained yet."""
+    _sums: Tensor
+    """Sums over the step and all ranks: the number of positions times layers, then the choices of each expert. They
+    stay on the device, because the host would have to wait to read them."""
+    _loss_deviation: Tensor
+    """The largest deviation of a loss so far, as a multiple of its tolerance, a scalar on the device."""
+    _choice_deviation: Tensor
+    """The same for choices."""
+
     def __init__(
         self,
         state: State,
@@ -100,30 +111,21 @@ class StepBalance:
         if state.auto_microbatching and get_world_size() > 1:
             # If one rank ran out of memory while it counts, the others would wait for it.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
-        self._model: Any = state.model
-        if isinstance(state.model, DistributedDataParallel):
-            self._model = state.model.module
+        self._model = inner_model(state.model)
         self._device = state.device
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
         self._precision = precision
         self._top_k = 0  # number of experts chosen for a position; 0: not known before the first forward
-        self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
-        # Sums over the step and all ranks: the number of positions times layers, then the choices of each expert.
-        # They stay on the device, because the host would have to wait to read them.
-        self._sums = torch.zeros(1, dtype=torch.int64)
-        # The largest deviations in the step so far, as multiples of their tolerances. Also scalars on the device.
-        self._loss_deviation = torch.zeros(())
-        self._choice_deviation = torch.zeros(())
 
     def count(self, microbatches: Sequence[Batch], *, hides_weights: bool) -> None:
         """Counts how often each expert is chosen in the microbatches of a step; a collective.
 
         Args:
             microbatches: The microbatches of this rank.
-            hides_weights: Whether the model does not get the weights of tokens in training, see :class:`.ModelBatch`.
+            hides_weights: Whether the model does not get the weights of tokens, see :class:`.CurrentMicrobatch`.
         """
-        self._counted.clear()
+        self._counted = deque()
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.core.precision import get_precision_context
-from composer.models import ComposerModel, HuggingFaceModel
-from torch.nn.parallel import DistributedDataParallel
+from composer.models import HuggingFaceModel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.rank_widths import RankWidth
@@ -32,7 +31,7 @@ from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_h
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.compat import BatchNorm, hook_numbers, is_compiled
+from composer_tokacc.compat import BatchNorm, hook_numbers, inner_model, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
@@ -144,20 +143,25 @@ class RunContext:
 
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
-        model = _unwrapped(state.model)
+        self._options = options
+        model: Any = inner_model(state.model)
         check_trains_something(model)
         self._model = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train, even if
-        # token weights need the first-batch check.
-        self._batch_norms = _batch_norms_of(model) if options.check_loss else {}
+        # Listed once, because a mixture of experts may have thousands of modules. With `check_loss=False` the user
+        # accepts that rows depend on each other, so BatchNorm may train, even if token weights need the first-batch
+        # check.
+        self._batch_norms: dict[str, torch.nn.Module] = {}
+        if options.check_loss:
+            for name, module in model.named_modules():
+                if isinstance(module, BatchNorm):
+                    self._batch_norms[name] = module
         # Before anything is added to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
         self.excess_of_reduction = excess_of_reduction(state.model)
-        self._has_weight_column = options.token_weights == 'column'
         coefficient = None
         if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
@@ -178,12 +182,11 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self._requires_selection = options.logits == 'labels'
         selector: LabelSelector | None = None
         why_all_logits = _why_all_logits(state, layout, options, model)
         if why_all_logits is not None:
             self._log_all_logits(why_all_logits)
-        elif isinstance(model, HuggingFaceModel):  # always true here, but the type checker cannot know
+        else:
             selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
@@ -230,7 +233,7 @@ class RunContext:
 
     def prove(self, batch: Batch) -> None:
         """Checks the rows that are new on any rank, and has the split cut by the rules of the check; a collective."""
-        if self._has_weight_column:
+        if self._options.token_weights == 'column':
             # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
         try:
@@ -243,7 +246,7 @@ class RunContext:
             self.split.layout = self.check.layout
             self.split.adopt(rules)
         failure = self.check.selection_failure
-        if failure is not None and self.selector is not None:
+        if failure is not None and self.check.selector is not None:
             self._remove_selector()
             self._log_all_logits(failure)
 
@@ -253,20 +256,15 @@ class RunContext:
         if self.split is not None:
             self.split.stop()
 
-    @property
-    def selector(self) -> LabelSelector | None:
-        """Hooks with which the model computes logits only at labels; None: it computes them at all positions."""
-        return self.check.selector
-
     def _remove_selector(self) -> None:
         """Removes the hooks for logits at labels. From now on the model computes all logits."""
-        if self.selector is not None:
-            self.selector.remove()
+        if self.check.selector is not None:
+            self.check.selector.remove()
             self.check.selector = None
 
     def _log_all_logits(self, why: str) -> None:
         """Logs why all logits are computed. Raises RuntimeError if the user requires logits at labels."""
-        if self._requires_selection:
+        if self._options.logits == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
                 'computes all logits in this case (docs/errors.md#logits-at-labels).'
@@ -304,7 +302,7 @@ class RunContext:
 
 
 def _why_all_logits(
-    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: ComposerModel
+    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: torch.nn.Module
 ) -> str | None:
     """Returns why a run needs logits at all positions; None: there is no reason before the first-batch check."""
     if options.why_all_logits is not None:
@@ -322,7 +320,7 @@ def _why_all_logits(
     return None
 
 
-def _forward_arguments(model: ComposerModel) -> set[str] | None:
+def _forward_arguments(model: torch.nn.Module) -> set[str] | None:
     """Returns the entries of a batch that Composer passes on to the model.
 
     None if a forward or a loss of the user gets the whole batch.
@@ -334,25 +332,10 @@ def _forward_arguments(model: ComposerModel) -> set[str] | None:
     return model.model_forward_args
 
 
-def _unwrapped(model: torch.nn.Module) -> ComposerModel:
-    """Returns the model that DDP may have wrapped."""
-    inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner
-
-
 def check_trains_something(model: torch.nn.Module) -> None:
     """Raises RuntimeError if all parameters of the model are frozen."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
-
-
-def _batch_norms_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns the modules of a model that normalise by the statistics of a batch, by name."""
-    norms = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BatchNorm):
-            norms[name] = module
-    return norms
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
@@ -379,17 +362,17 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         vocabulary: The number of logits of a position. None: no forward has shown it yet, and it is taken from the
             output embedding of a Hugging Face model.
     """
-    model = _unwrapped(model)
-    is_hugging_face = isinstance(model, HuggingFaceModel)
-    # In other models, labels need not be at the positions of the ids.
-    labels_are_at_ids = is_hugging_face and not getattr(model.config, 'is_encoder_decoder', False)
+    model = inner_model(model)
+    labels_are_at_ids = False  # in a model that is not of Hugging Face they need not be
     embedding = None
-    if is_hugging_face:
-        head = output_embedding(model.model)
-        # Only of a Linear itself. A wrapper of PEFT may show another number.
-        if vocabulary is None and isinstance(head, torch.nn.Linear):
-            vocabulary = head.out_features
+    if isinstance(model, HuggingFaceModel):
+        labels_are_at_ids = not getattr(model.config, 'is_encoder_decoder', False)
         embedding = input_embedding(model.model)
+        if vocabulary is None:
+            head = output_embedding(model.model)
+            # Only of a Linear itself. A wrapper of PEFT may show another number.
+            if isinstance(head, torch.nn.Linear):
+                vocabulary = head.out_features
     for microbatch in microbatches:
         # It repeats checks of token_data_spec(), because an algorithm may have changed the batch since.
         check_batch(microbatch, labels_are_at_ids=labels_are_at_ids)

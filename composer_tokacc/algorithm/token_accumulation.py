@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
@@ -27,7 +27,7 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
+from composer_tokacc.algorithm.reduction import check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -63,9 +63,6 @@ from composer_tokacc.row_counts import (
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
-
-Action = Callable[['TokenAccumulation', State], dict[str, float] | None]
-"""What the algorithm does at an event. It may return metrics to log."""
 
 
 class TokenAccumulation(Algorithm):
@@ -126,8 +123,6 @@ class TokenAccumulation(Algorithm):
             trainer = Trainer(..., algorithms=[TokenAccumulation()])
     """
 
-    _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
-
     def __init__(
         self,
         *,
@@ -151,30 +146,7 @@ class TokenAccumulation(Algorithm):
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
-        self._raw_loss: Any = None  # the loss before it was scaled, while `state.loss` is the scaled one
-        # The outputs of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties `state.outputs`
-        # in between.
-        self._outputs: Any = None
-        # The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
-        # comes from other nodes.
-        self._edges_of_loss: Collection[Edge] = ()
-        # Functions and not bound methods, because those of a copy would act on the original.
-        self._actions: dict[Event, Action] = {
-            Event.FIT_START: TokenAccumulation._start_fit,
-            Event.BEFORE_DATALOADER: TokenAccumulation._note_read,
-            Event.BATCH_START: TokenAccumulation._begin_step,
-            Event.BEFORE_TRAIN_BATCH: TokenAccumulation._start_attempt,
-            Event.BEFORE_FORWARD: TokenAccumulation._begin_forward,
-            Event.AFTER_LOSS: TokenAccumulation._replace_loss,
-            Event.BEFORE_BACKWARD: TokenAccumulation._scale,
-            Event.AFTER_BACKWARD: TokenAccumulation._end_microbatch,
-            Event.AFTER_TRAIN_BATCH: TokenAccumulation._finish,
-            Event.BATCH_END: TokenAccumulation._end_step,
-            Event.EPOCH_END: TokenAccumulation._end_epoch,
-            Event.ITERATION_END: TokenAccumulation._note_restart,
-            Event.EVAL_START: TokenAccumulation._start_evaluation,
-            Event.FIT_END: TokenAccumulation._end_fit,
-        }
+        self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
     def __repr__(self) -> str:
         """Returns the call that makes this algorithm."""
@@ -200,6 +172,12 @@ class TokenAccumulation(Algorithm):
         """The parts that were set up at the first batch."""
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
+
+    @property
+    def _current(self) -> CurrentMicrobatch:
+        """The microbatch that is computed now."""
+        assert self._microbatch is not None, 'BEFORE_FORWARD comes first'
+        return self._microbatch
 
     @property
     def _known_rule(self) -> str:
@@ -241,7 +219,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, ModelBatch adds one, unless there are `loss_units`. With these there is no selector.
+            # If no label counts, the model gets one, see CurrentMicrobatch. With `loss_units` it may get none, but then
+            # there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -250,24 +229,25 @@ class TokenAccumulation(Algorithm):
         # Metrics of training read all logits. They may be set at any time.
         if self._context is None or state.train_metrics:
             return None
-        return self._context.selector
+        return self._context.check.selector
+
+    # A method for an event has the name of the event with an underscore in front, such as `_batch_start`. It may return
+    # metrics to log. Methods of Composer's callbacks have the same names without the underscore.
 
     def match(self, event: Event, state: State) -> bool:
-        """Returns whether to run at an event."""
-        return event in self._actions
+        """Returns whether there is a method for an event."""
+        return hasattr(self, f'_{event.value}')
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Calls the method for the event, and logs the metrics that it returns."""
-        action = self._actions[event]
-        metrics = action(self, state)
+        method = getattr(self, f'_{event.value}')
+        metrics = method(state)
         if metrics:
             logger.log_metrics(metrics)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or a pickle, without those of a fit, which hold the model and the graph."""
-        attributes = {**vars(self), '_context': None, '_raw_loss': None, '_outputs': None, '_edges_of_loss': ()}
-        attributes.pop('_model_batch', None)
-        return attributes
+        return {**vars(self), '_context': None, '_microbatch': None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns only plain values, because Composer's next release loads checkpoints with ``weights_only=True``."""
@@ -283,9 +263,9 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
-    def _start_fit(self, state: State) -> None:
-        """FIT_START: forgets an earlier fit, which may have had another model, and checks the wrapped model."""
-        self._end_fit(state)  # FIT_END does not come after an error
+    def _fit_start(self, state: State) -> None:
+        """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
+        self._fit_end(state)  # FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
         self._num_read = first_batch_of(state.train_dataloader)
@@ -296,20 +276,20 @@ class TokenAccumulation(Algorithm):
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
 
-    def _note_read(self, state: State) -> None:
-        """BEFORE_DATALOADER: counts the batches that are read, also those that Composer discards in a resumed run.
+    def _before_dataloader(self, state: State) -> None:
+        """Counts the batches that are read, also those that Composer discards in a resumed run.
 
         ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
         checkpoint or from the last fit, but the loader is read from its start.
         """
         self._num_read += 1
 
-    def _note_restart(self, state: State) -> None:
-        """ITERATION_END: an iteration of so many tokens may end within an epoch. The loader then starts again."""
+    def _iteration_end(self, state: State) -> None:
+        """Begins to count again. An iteration of so many tokens may end within an epoch. Then the loader restarts."""
         self._num_read = 0
 
-    def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
+    def _epoch_end(self, state: State) -> None:
+        """Refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
 
         Warns of an epoch that has ended too early.
         """
@@ -330,8 +310,8 @@ class TokenAccumulation(Algorithm):
                 state.dataloader_len.value,
             )
 
-    def _start_evaluation(self, state: State) -> None:
-        """EVAL_START: gives the model and its loss rule to the eval loader's split."""
+    def _eval_start(self, state: State) -> None:
+        """Gives the model and its loss rule to the eval loader's split."""
         split = split_of(state.dataloader)
         if split is None:
             return
@@ -340,16 +320,16 @@ class TokenAccumulation(Algorithm):
             rule = self.options.loss_tokens
         split.start_evaluation(state.model, rule)
 
-    def _end_fit(self, state: State) -> None:
-        """FIT_END: removes our hooks from the model, and makes the split forget it."""
-        self._outputs = None
+    def _fit_end(self, state: State) -> None:
+        """Removes our hooks from the model, and makes the split forget it."""
+        self._microbatch = None
         if self._context is not None:
             self._context.end()
 
     # Before the step.
 
-    def _begin_step(self, state: State) -> None:
-        """BATCH_START: counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
+    def _batch_start(self, state: State) -> None:
+        """Counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
         vocabulary = None if self._context is None else self._context.check.vocabulary
         check_labels_and_ids(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
@@ -365,25 +345,19 @@ class TokenAccumulation(Algorithm):
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
-        sums = self._sums_over_ranks(
-            state,
-            {
-                'counts': [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight],
-                'new rows': [run.check.has_new_rows(step.facts)],
-                'widths': width.numbers(),
-                'plans': numbers_to_sum(plan),
-            },
-        )
-        step.totals = StepTotals(*sums['counts'])
-        (num_ranks_with_new_rows,) = sums['new rows']
-        check_plans(sums['plans'], plan)
+        counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
+        has_new_rows = [run.check.has_new_rows(step.facts)]
+        sums = self._sums_over_ranks(state, [counts, has_new_rows, width.numbers(), numbers_to_sum(plan)])
+        totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = sums
+        step.totals = StepTotals(*totals)
+        check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
         # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         check_widths(
-            sums['widths'],
+            sums_of_widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
             was_checked=is_check_due,
             is_trimmed=run.split is not None,
@@ -395,8 +369,11 @@ class TokenAccumulation(Algorithm):
     def _count_batch(self, state: State, batch_index: int) -> Step:
         """Adds the counts of its rows to the batch, and returns the record of the step."""
         run = self._run
-        num_repeated_samples = num_repeated(state.dataloader, batch_index, num_rows(state.batch))
-        batch = _with_repeated_samples_marked(state.batch, num_repeated_samples)
+        batch: Batch = state.batch
+        if num_repeated(state.dataloader, batch_index, num_rows(batch)):
+            # At most one row is a copy of another rank's sample, and it is the last one.
+            *rows, repeated_row = row_counts_of(batch)
+            batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
         # The counts are in the batch, so that the split also cuts them into microbatches.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
@@ -421,22 +398,22 @@ class TokenAccumulation(Algorithm):
             marked_rows.append(marked_row)
         return attach_row_counts(batch, marked_rows)
 
-    def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
-        """Sums lists of numbers over the ranks, in one all-reduce. Returns the sums by the names of their lists."""
+    def _sums_over_ranks(self, state: State, lists: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Returns lists with the sums over the ranks of the numbers in these lists. It takes one all-reduce."""
         if self._run.world_size == 1:
-            return numbers
-        in_one_list = list(chain.from_iterable(numbers.values()))
+            return lists
+        in_one_list = list(chain.from_iterable(lists))
         # Without token weights all numbers are whole: the weights of tokens sum to their number.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(sum_over_ranks(on_device))
-        sums = {}
-        for name, values in numbers.items():
-            sums[name] = list(islice(sums_in_order, len(values)))
+        sums = []
+        for numbers in lists:
+            sums.append(list(islice(sums_in_order, len(numbers))))
         return sums
 
-    def _start_attempt(self, state: State) -> None:
-        """BEFORE_TRAIN_BATCH: forgets an earlier attempt of the step.
+    def _before_train_batch(self, state: State) -> None:
+        """Forgets an earlier attempt of the step.
 
         Composer runs a step again if memory ran out, or if the optimizer takes a closure.
         """
@@ -446,10 +423,7 @@ class TokenAccumulation(Algorithm):
         run.check_gradient_hooks()
         run.reductions.start_attempt()
         step.microbatches = []
-        # The graph of a microbatch that failed would stay in memory.
-        self._raw_loss = None
-        self._outputs = None
-        self._edges_of_loss = ()
+        self._microbatch = None  # the graph of a microbatch that failed would stay in memory
         # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
@@ -458,8 +432,8 @@ class TokenAccumulation(Algorithm):
 
     # A microbatch.
 
-    def _begin_forward(self, state: State) -> None:
-        """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
+    def _before_forward(self, state: State) -> None:
+        """Begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
         # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
@@ -473,22 +447,24 @@ class TokenAccumulation(Algorithm):
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
-        self._model_batch = ModelBatch(batch, hides_weights=step.is_weighted, adds_label=adds_label)
-        state.batch = self._model_batch.entries
+        microbatch = CurrentMicrobatch(batch, record, hides_weights=step.is_weighted, adds_label=adds_label)
+        self._microbatch = microbatch
+        state.batch = microbatch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
-    def _replace_loss(self, state: State) -> None:
-        """AFTER_LOSS: puts our entries back into the batch, and makes the loss ready to be scaled.
+    def _after_loss(self, state: State) -> None:
+        """Puts our entries back into the batch, and makes the loss ready to be scaled.
 
         A router's loss is split off, a mean over no tokens becomes 0, and a loss without a gradient gets one.
         """
-        state.batch = self._model_batch.put_back(state.batch)
-        self._outputs = state.outputs
+        microbatch = self._current
+        state.batch = microbatch.put_back(state.batch)
+        microbatch.outputs = state.outputs
         self._split_router_loss(state)
-        if self._run.step.microbatches[-1].is_empty:
+        if microbatch.record.is_empty:
             self._zero_token_terms(state)
         self._attach_gradient(state)
-        self._edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
@@ -542,12 +518,13 @@ class TokenAccumulation(Algorithm):
         sum_of_none = no_elements.sum()
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
-    def _scale(self, state: State) -> None:
-        """BEFORE_BACKWARD: scales the loss. Users put this algorithm last, because later changes are not scaled."""
+    def _before_backward(self, state: State) -> None:
+        """Scales the loss. Users put this algorithm last, because later changes are not scaled."""
         run = self._run
-        record = run.step.microbatches[-1]
+        microbatch = self._current
+        record = microbatch.record
         # Again, because algorithms may have taken entries out of the batch after the loss.
-        state.batch = self._model_batch.put_back(state.batch)
+        state.batch = microbatch.put_back(state.batch)
         record.batch = _checked_entries(state.batch)
         if not self.options.loss_units:  # with units a term may be added, because its unit tells its factor
             self._check_no_added_term(state)
@@ -565,24 +542,24 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        _check_added_rows(state.loss, self._outputs, record, run.terms)
-        self._weigh_and_measure_tokens(state, record, weight_of_mean)
-        self._raw_loss = state.loss
+        _check_added_rows(state.loss, microbatch.outputs, record, run.terms)
+        self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
+        microbatch.raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
-            self._raw_loss = sum(state.loss.values())
+            microbatch.raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
             num_microbatches = record.num_microbatches or 1  # 0 if this rank has only dummy rows
-            state.loss = run.balance.with_part_of_step(state.loss, self._outputs, num_microbatches)
-        self._outputs = None
+            state.loss = run.balance.with_part_of_step(state.loss, microbatch.outputs, num_microbatches)
+        microbatch.outputs = None  # the backward needs the memory
         scales = _scales_of(record, weight_of_mean)
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
-        self._edges_of_loss = _edges_of(state.loss)
+        microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
         """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong."""
-        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._edges_of_loss):
+        if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
                 'has added. Its weight in the step would be wrong. Put TokenAccumulation last, have the model return '
@@ -590,13 +567,14 @@ class TokenAccumulation(Algorithm):
                 '(docs/errors.md#model-loss).'
             )
 
-    def _weigh_and_measure_tokens(self, state: State, record: MicrobatchRecord, weight_of_mean: float) -> None:
+    def _weigh_and_measure_tokens(self, state: State, microbatch: CurrentMicrobatch, weight_of_mean: float) -> None:
         """Applies the token weights, if there are any. Measures tokens in the backward, if the microbatch is chosen.
 
         ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
         run = self._run
         step = run.step
+        record = microbatch.record
         num_tokens = record.counts.loss_tokens
         if step.is_weighted and num_tokens:
             # The mean of equal weights, because the weights are applied below.
@@ -606,21 +584,17 @@ class TokenAccumulation(Algorithm):
         is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
-        logits = logits_of(self._outputs)
+        logits = logits_of(microbatch.outputs)
         # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
         # then refuses the step.
         if logits is None or logits.grad_fn is None:
             return
-        selector = run.selector
-        positions = None
-        if selector is not None:
-            positions = selector.positions_of_logits
-        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens, positions)
+        at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(self._outputs)])
+        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
@@ -680,16 +654,15 @@ class TokenAccumulation(Algorithm):
         # Composer's own split makes microbatches of a fixed number of rows.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
-    def _end_microbatch(self, state: State) -> None:
-        """AFTER_BACKWARD: adds the gradients that a reduction waits for, and puts the unscaled loss back.
+    def _after_backward(self, state: State) -> None:
+        """Adds the gradients that a reduction waits for, and puts the unscaled loss back.
 
         Callbacks read the loss at the end of the batch.
         """
-        self._check_no_added_term(state)  # after _scale() it would not be scaled, whatever its unit is
+        self._check_no_added_term(state)  # a term that is added now is not scaled, whatever its unit is
         run = self._run
         step = run.step
-        run.reductions.note_reached()
-        run.reductions.complete_for_ddp()
+        run.reductions.end_microbatch()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
@@ -698,18 +671,16 @@ class TokenAccumulation(Algorithm):
             is_last = samples_so_far == step.counts.samples
         if is_last:
             run.reductions.complete_for_composer()
-        state.loss = self._raw_loss
-        self._raw_loss = None
-        self._edges_of_loss = ()
+        state.loss = self._current.raw_loss
+        self._microbatch = None
 
     # After the step.
 
-    def _finish(self, state: State) -> dict[str, float]:
-        """AFTER_TRAIN_BATCH: checks the step before the optimizer moves, and returns its metrics."""
+    def _after_train_batch(self, state: State) -> dict[str, float]:
+        """Checks the step before the optimizer moves, and returns its metrics."""
         run = self._run
         step = run.step
-        check_reduced(state.model)
-        run.reductions.check_reached()
+        run.reductions.check_gradients()
         if self._step_number == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
@@ -727,14 +698,13 @@ class TokenAccumulation(Algorithm):
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
 
-    def _end_step(self, state: State) -> None:
-        """BATCH_END: ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
+    def _batch_end(self, state: State) -> None:
+        """Ends the step. Not before, because an optimizer may compute a step several times (LBFGS, SAM)."""
         step = self._run.step
         self._token_choice.end_step(len(step.microbatches))
         # Otherwise the batch would stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
-        del self._model_batch
 
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
         """Returns the metrics of a step. A collective if tokens have weights."""
@@ -756,13 +726,14 @@ class TokenAccumulation(Algorithm):
         return metrics
 
 
-class ModelBatch:
-    """A microbatch as the model gets it, without our entries.
+class CurrentMicrobatch:
+    """The microbatch that is computed now.
 
-    A compiled model would be compiled again whenever their values change.
+    The model gets it without our entries. A compiled model would be compiled again whenever their values change.
 
     Args:
         batch: The microbatch.
+        record: Its record in the step.
         hides_weights: Whether to take out the weights of tokens, because this package has written them. If it has not,
             a column of this name belongs to the user, and the model may read it.
         adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
@@ -770,9 +741,19 @@ class ModelBatch:
             losses whose terms are all means over tokens, because a term over samples would see the label.
     """
 
-    def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
+    def __init__(self, batch: Batch, record: MicrobatchRecord, *, hides_weights: bool, adds_label: bool) -> None:
         self._batch = batch
+        self.record = record
+        self.outputs: Any = None
+        """Those of the model, from AFTER_LOSS to BEFORE_BACKWARD. Composer's FreeOutputs empties ``state.outputs`` in
+        between."""
+        self.edges_of_loss: Collection[Edge] = ()
+        """The nodes of the graph that made the loss; set at AFTER_LOSS and BEFORE_BACKWARD. A term that is added later
+        comes from other nodes."""
+        self.raw_loss: Any = None
+        """The loss before it was scaled; set at BEFORE_BACKWARD."""
         self.entries = without_row_counts(batch)
+        """What the model gets."""
         if hides_weights:
             del self.entries[LOSS_WEIGHTS]
         if adds_label:
@@ -791,16 +772,6 @@ class ModelBatch:
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
-
-
-def _with_repeated_samples_marked(batch: Batch, num_repeated_samples: int) -> Batch:
-    """Marks the last rows of the batch as repeated samples, which do not count."""
-    if not num_repeated_samples:
-        return batch
-    rows = row_counts_of(batch)
-    first_repeated = len(rows) - num_repeated_samples
-    marked_rows = [replace(row, samples=0) for row in rows[first_repeated:]]
-    return attach_row_counts(batch, rows[:first_repeated] + marked_rows)
 
 
 def _checked_entries(batch: Batch) -> BatchDict:
@@ -836,11 +807,13 @@ def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: 
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
-    terms_over_rows = [term.value for term in terms.terms_of(loss) if term.unit != 'tokens']
-    with_gradient = [value for value in terms_over_rows if value.requires_grad]
-    if not with_gradient or logits is None or not logits.requires_grad:
+    other_terms = []
+    for term in terms.terms_of(loss):
+        if term.unit != 'tokens' and term.value.requires_grad:
+            other_terms.append(term.value)
+    if not other_terms or logits is None or not logits.requires_grad:
         return
-    (gradient,) = torch.autograd.grad(sum_of_means(with_gradient), logits, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
     if gradient is None or len(gradient) != row_count:
         return
     if gradient[added_rows].any():

@@ -140,17 +140,15 @@ def _unpacked(
     for row in rows:
         if not row.documents:
             counts.append((row, width))
-        # The tokens of dummy rows do not count as real tokens. They are all other positions of the packed row, and
-        # each dummy row is taken to have equally many.
-        num_dummies = 0
-        for document in row.documents:
-            if document.samples == 0:
-                num_dummies += 1
+            continue
+        samples = [document for document in row.documents if document.samples > 0]
+        # A packed row has no padding, so the positions of a sample are its real tokens. All other positions belong to
+        # dummy rows, whose tokens do not count as real. Each of these is taken to have equally many.
+        num_dummies = len(row.documents) - len(samples)
         dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
-            # A document of a packed row has no padding of its own, so its positions are its tokens.
-            num_positions_of_document = document.real_tokens
+            num_tokens = document.real_tokens
             if document.samples == 0:
-                num_positions_of_document = dummy_tokens
-            counts.append((document, num_positions_of_document))
+                num_tokens = dummy_tokens
+            counts.append((document, num_tokens))
     return counts

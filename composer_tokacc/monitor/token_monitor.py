@@ -32,6 +32,7 @@ from composer_tokacc.monitor.step_counts import (
     count_microbatch,
     rows_by_width,
 )
+from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 NUM_TIMED_STEPS = 200
@@ -121,8 +122,7 @@ class TokenMonitor(Callback):
         flops: Flops | None = None,
     ) -> None:
         self.loss_tokens = check_rule(loss_tokens)
-        if sources not in ('auto', False):
-            raise InvalidInputError(f"`sources` must be 'auto' or False, got: {sources!r}.")
+        check_choice('sources', sources, ('auto', False))
         self.sources = sources
         if device_tflops is not None:
             is_number = isinstance(device_tflops, int | float)

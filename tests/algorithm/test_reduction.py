@@ -63,7 +63,7 @@ def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_redu
     loss = model(torch.ones(1, 2), heads)
     watch.note_microbatch(num_microbatches, must_reduce_once=must_reduce_once)
     loss.backward()
-    watch.complete_for_ddp()
+    watch.end_microbatch()
 
 
 @pytest.mark.parametrize('heads', [('first',), ('second',), (), ('first', 'second')])

@@ -567,7 +567,9 @@ def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
     calls = []
     algorithm = TokenAccumulation(loss_units=loss_units)
     for event in events:
-        algorithm._actions[event] = without_waiting(algorithm._actions[event], calls, event.value)
+        method_name = f'_{event.value}'
+        method = getattr(algorithm, method_name)
+        monkeypatch.setattr(algorithm, method_name, without_waiting(method, calls, event.value))
     for name in ('observe', '_measure'):
         method = getattr(MicrobatchRecord, name)
         monkeypatch.setattr(MicrobatchRecord, name, without_waiting(method, calls, name))
