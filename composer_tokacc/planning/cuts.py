@@ -392,34 +392,34 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these have more. The given bounds are always
         among them.
     """
-    # A heap of entries of `_heap_entry`. The first entry only tells numba the types.
+    new_bounds = list(bounds)
+    # A heap of the microbatches that can be split, see `_push`. The first entry only tells numba the types.
     heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
-        heapq.heappush(heap, _heap_entry(row_costs, bounds[k], bounds[k + 1]))
-    # The costliest that can be split is at the top. If a single row is there, nothing is left to split.
-    while len(heap) < count and heap[0][0] < 0.0:
-        start, end = heap[0][1], heap[0][2]
+        _push(heap, row_costs, bounds[k], bounds[k + 1])
+    while len(heap) > 0 and len(new_bounds) <= count:
+        _, start, end = heapq.heappop(heap)
         middle = (start + end) // 2  # if the number of rows is odd, the first half has fewer: its rows are longer
-        heapq.heapreplace(heap, _heap_entry(row_costs, start, middle))
-        heapq.heappush(heap, _heap_entry(row_costs, middle, end))
-    new_bounds = [0]
-    for _, _, end in heap:
-        new_bounds.append(end)
+        new_bounds.append(middle)
+        _push(heap, row_costs, start, middle)
+        _push(heap, row_costs, middle, end)
     return np.array(sorted(new_bounds))
 
 
 @compiled
-def _heap_entry(
+def _push(
+    heap: list[tuple[float, int, int]],
     row_costs: np.ndarray,
     start: int,
     end: int,
-) -> tuple[float, int, int]:
-    """Returns the entry of a microbatch in the heap of :func:`split_largest`: minus its padded cost, its start and end.
+) -> None:
+    """Adds a microbatch to the heap of :func:`split_largest`, unless it has only one row, which cannot be split.
 
-    The smallest entry is at the top. A single row cannot be split, so its entry is greater than all others.
+    Its entry is minus its padded cost, its start and its end. The smallest entry, of the costliest microbatch, is at
+    the top.
     """
     num_rows = end - start
-    if num_rows == 1:
-        return (1.0, start, end)
-    return (-num_rows * row_costs[start], start, end)
+    if num_rows > 1:
+        padded_cost = num_rows * row_costs[start]
+        heapq.heappush(heap, (-padded_cost, start, end))
