@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,19 +29,15 @@ _START = re.compile(r'(\d[\d_]*)(ba|tok)?')
 """A start as text: its number and its unit. Without a unit it is a step."""
 
 
-class Trained(NamedTuple):
-    """What a run has trained up to some point: its optimizer steps, and the tokens of these."""
-
-    steps: int
-    tokens: int
-
-
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage."""
+    """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage.
+
+    What a run has trained so far is counted in the unit of the schedule.
+    """
 
     unit: str
-    """Whether `starts` are optimizer steps ('ba') or trained tokens ('tok')."""
+    """What `starts` count: optimizer steps ('ba') or trained tokens ('tok')."""
     starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
     sizes: list[int]
@@ -74,18 +70,17 @@ class BatchSchedule:
         unit = 'tok' if 'tok' in units else 'ba'
         return cls(unit, starts, sizes)
 
-    def stage_after(self, trained: Trained) -> int:
+    def stage_after(self, trained: int) -> int:
         """Returns the number of the stage of the next step."""
-        reached = trained.steps if self.unit == 'ba' else trained.tokens
-        return bisect_right(self.starts, reached) - 1
+        return bisect_right(self.starts, trained) - 1
 
     def cut(
         self,
         order: np.ndarray,
         lengths: np.ndarray,
-        trained: Trained,
+        trained: int,
         drop_last: bool,
-    ) -> tuple[list[np.ndarray], Trained]:
+    ) -> tuple[list[np.ndarray], int]:
         """Returns the global batches of an epoch, and what the run has trained after them.
 
         Args:
@@ -102,8 +97,10 @@ class BatchSchedule:
             if drop_last and len(batch) < size:
                 break
             batches.append(batch)
-            num_tokens = int(lengths[batch].sum())
-            trained = Trained(trained.steps + 1, trained.tokens + num_tokens)
+            if self.unit == 'ba':
+                trained += 1
+            else:
+                trained += int(lengths[batch].sum())
             start += size
         return batches, trained
 
@@ -190,7 +187,7 @@ class GlobalBatches:
         """The epoch for which :meth:`of_epoch` was called last."""
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
-        self._trained_before_epochs = [Trained(0, 0)]
+        self._trained_before_epochs = [0]
         """With a schedule: what the run has trained before each epoch. Computed for as many epochs as were needed."""
         if drop_last:
             self._check_epoch_fills_a_batch()
@@ -266,7 +263,7 @@ class GlobalBatches:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _trained_before(self, epoch: int, schedule: BatchSchedule) -> Trained:
+    def _trained_before(self, epoch: int, schedule: BatchSchedule) -> int:
         """Returns what the run has trained before an epoch, if all earlier epochs are read to their end.
 
         It may return less, once the last stage is reached. Then the size of all later global batches is the same.
