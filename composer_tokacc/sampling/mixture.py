@@ -213,24 +213,25 @@ class _Stream:
     def read(
         self,
         positions: np.ndarray,
-        entropy: Sequence[int] | None,
+        seed: int | None,
     ) -> np.ndarray:
         """Returns the samples at some positions of the endless sequence.
 
         Args:
             positions: Counted from 0, each one more than the last, int64.
-            entropy: Numbers that decide the orders. None: every pass keeps the order of the dataset.
+            seed: Seed of the run. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
-        if entropy is None or len(positions) == 0:
+        if seed is None or len(positions) == 0:
             return self.samples[positions % size]
         passes = range(positions[0] // size, positions[-1] // size + 1)
         orders = []
         for number_of_pass in passes:
-            # Every pass has another seed.
-            seeds = np.random.SeedSequence([*entropy, number_of_pass])
-            (seed,) = seeds.generate_state(1).tolist()
-            orders.append(permutation(size, seed))
+            # Every pass of every sequence has another seed. Sequences differ in their first samples. SeedSequence takes
+            # no negative numbers.
+            entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
+            (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
+            orders.append(permutation(size, seed_of_pass))
         places = positions - passes[0] * size
         return self.samples[np.concatenate(orders)[places]]
 
@@ -339,11 +340,7 @@ def _merged(
     samples = np.empty_like(positions)
     for number, stream in enumerate(group):
         is_of_stream = stream_numbers == number
-        entropy = None
-        if seed is not None:
-            # The first sample tells the stream from all others. SeedSequence takes no negative numbers.
-            entropy = (seed % 2**32, int(stream.samples[0]))
-        samples[is_of_stream] = stream.read(positions[is_of_stream], entropy)
+        samples[is_of_stream] = stream.read(positions[is_of_stream], seed)
     return samples
 
 
