@@ -28,7 +28,7 @@ from composer_tokacc.compat import DataDependentOutputException, attention_of, l
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import forward_parameters
+from composer_tokacc.model_structure import forward_parameters, transformers_model
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
@@ -105,10 +105,7 @@ class TracedStep:
         # A model may also compute with real tensors that were made before, such as a constant of its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
         with self._mode, let_fake_weights_be_swapped():
-            model = build()
-        self.model: Any = model
-        if hasattr(model, 'shift_labels'):  # Composer's HuggingFaceModel
-            self.model = model.model
+            self.model: Any = transformers_model(build())
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
         self.vocab_size = self.model.config.get_text_config().vocab_size
