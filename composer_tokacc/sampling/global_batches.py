@@ -325,7 +325,7 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
     *,
-    unit: str = 'tokens',
+    least: str = 'the longest sample',
 ) -> None:
     """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
 
@@ -333,15 +333,12 @@ def check_cap(
         option: The option that sets the cap.
         cap: The cap.
         sizes: Size of each sample, (n,).
-        unit: What the sizes count: ``'tokens'``, ``'image tokens'`` or ``'loss tokens'``.
+        least: What the cap must not be less than, for the message.
     """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
-        sample = 'the longest sample'
-        if unit != 'tokens':
-            sample = f'the {unit} of each sample'
         raise InvalidInputError(
-            f'`{option}` must be at least {sample}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
+            f'`{option}` must be at least {least}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
             'leave the sample out.'
         )
 
