@@ -347,16 +347,13 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns all that the plan of a global batch depends on, as text. If ranks differ, the error shows it."""
-        return {**self._facts, 'epoch': str(epoch), 'global batch': str(batch)}
+        """Returns all that the plan of a global batch depends on. If ranks differ, the error shows it."""
+        return {**self._facts, 'epoch': epoch, 'global batch': batch}
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that the plans of a run depend on, as text by name."""
-        facts = {
-            'number of ranks': str(self.num_replicas),
-            'number of samples': str(len(self.lengths)),
-        }
+        """All arguments that the plans of a run depend on, by name. For tables these are digests."""
+        facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
             **self.rows.sizes,
@@ -370,10 +367,7 @@ class RegroupingBatchSampler(DistributedSampler):
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
-        arguments = {**self._identity(), **asdict(self.rows.options)}
-        for name, value in arguments.items():
-            facts[name] = str(value)
-        return facts
+        return {**facts, **self._identity(), **asdict(self.rows.options)}
 
     @cached_property
     def _checksum(self) -> int:
