@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from composer_tokacc.plan_agreement import extended_checksum
 from composer_tokacc.planning import check_count, check_kind, mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
@@ -166,7 +167,7 @@ class GlobalBatches:
         self._seed = seed
         self._drop_last = drop_last
         self._mixture = mixture
-        self._media = media
+        self.media = media
         self._tokens = 0
         self._schedule: BatchSchedule | None = None
         """None: `_tokens` decides."""
@@ -208,11 +209,19 @@ class GlobalBatches:
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide how an epoch is cut into global batches, as plain values.
+        """Returns the arguments that decide which samples a global batch holds, as plain values by name.
 
-        Those that decide its order, such as the seed, are added by the sampler.
+        The sampler adds the arguments that it has in common with torch's sampler, such as the seed.
         """
         identity: dict[str, Any] = {}
+        if self._mixture is not None:
+            identity['quotas'] = [str(quota) for quota in self._mixture.quotas]
+            identity['sizes'] = list(self._mixture.sizes)
+            identity['modality'] = 'mixed'
+            if self.media is not None:
+                identity['modality'] = 'per_step'
+                identity['checksum_of_media'] = extended_checksum(0, self.media.tobytes())
+        identity['num_samples'] = len(self._lengths)
         schedule = self._schedule
         if schedule is None:
             identity['global_batch_tokens'] = self._tokens
@@ -256,7 +265,7 @@ class GlobalBatches:
                 self._mixture,
                 seed=self._seed,
                 epoch=epoch,
-                media=self._media,
+                media=self.media,
                 full_batch_size=full_batch_size,
             )
         if self._seed is None:

@@ -176,13 +176,12 @@ class RegroupingBatchSampler(DistributedSampler):
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
-        self.modality = modality
-        self.media: np.ndarray | None = None
         if modality == 'per_step':
-            self.media = _modality_of_samples(media, self.rows)
+            media = _modality_of_samples(media, self.rows)
             # Only mixtures are divided by modality, so a single dataset becomes a mixture of one.
             mixture = mixture or Mixture([num_samples])
-        self.mixture = mixture
+        else:
+            media = None  # has no effect
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=global_batch_size,
@@ -190,7 +189,7 @@ class RegroupingBatchSampler(DistributedSampler):
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
             mixture=mixture,
-            media=self.media,
+            media=media,
         )
         if global_batch_tokens is None:
             # As with torch's sampler, a rank's mean number of samples, the `batch_size` of the loader, is an integer.
@@ -357,7 +356,7 @@ class RegroupingBatchSampler(DistributedSampler):
         tables = {
             'lengths': self.lengths,
             **self.rows.sizes,
-            'media': self.media,
+            'media': self._global_batches.media,
             'vision_cost': self.rows.vision_cost_table,
         }
         if self.loss_shares is not None:
@@ -376,16 +375,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name."""
-        identity: dict[str, Any] = {}
-        if self.mixture is not None:
-            identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
-            identity['sizes'] = list(self.mixture.sizes)
-            identity['modality'] = self.modality
-        if self.media is not None:
-            data = self.media.tobytes()
-            identity['checksum_of_media'] = extended_checksum(0, data)
-        identity['num_samples'] = len(self.lengths)
-        identity.update(self._global_batches.identity())
+        identity = self._global_batches.identity()
         for name in ('seed', 'shuffle', 'drop_last'):
             identity[name] = getattr(self, name)
         return identity
@@ -470,14 +460,14 @@ def length_of(dataset: object) -> int:
 
 def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
     """Returns the modality of each sample, int64 (n,): as given, or 1 with image tokens and 0 without."""
-    if media is None and 'image_tokens' in rows.sizes:
-        return np.sign(rows.image_tokens)
-    if media is None:
+    if media is not None:
+        return checked_table('media', media, len(rows.lengths))
+    if 'image_tokens' not in rows.sizes:
         raise InvalidInputError(
             "`image_tokens` or `media` must be given with modality='per_step', got: neither. They tell the modality of "
             'each sample.'
         )
-    return checked_table('media', media, len(rows.lengths))
+    return np.sign(rows.image_tokens)
 
 
 def _check_integer(
