@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.compat import (
     FakeTensor,
@@ -201,18 +200,15 @@ class MemoryTracker(TorchDispatchMode):
         self._num_running_encoders = 0  # may be several, because vision modules are nested
         # By the key of each storage that counts. A finalizer is called when its storage is freed.
         self._finalizers: dict[int, weakref.finalize] = {}
+        self.find_parameters(model)
+        for module in media_modules(model):
+            module.register_forward_pre_hook(self._enter_encoder)
+            module.register_forward_hook(self._leave_encoder)
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """Notes the memory of all parameters and buffers. Needed again when the model has new ones."""
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}
-        self._handles: list[RemovableHandle] = []
-        for module in media_modules(model):
-            before_forward = module.register_forward_pre_hook(self._enter_encoder)
-            after_forward = module.register_forward_hook(self._leave_encoder)
-            self._handles += [before_forward, after_forward]
-
-    def close(self) -> None:
-        """Takes the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
 
     def restart_peak(self) -> None:
         """Forgets the earlier peak: sets it to the present bytes."""

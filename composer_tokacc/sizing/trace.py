@@ -117,23 +117,17 @@ class TracedStep:
         self._selector: LabelSelector | None = None
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
-        self._begin_to_track(first_batch)
-        self.static = self._count_static(make_optimizer)  # gradients exist by now
+        self._tracker = MemoryTracker(self.model, self.vocab_size)
+        # The next microbatch begins with gradients and logits in memory, like all but the first of a run.
+        self._step(first_batch)
+        self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._autocast_dtype is not None:
             # FSDP computes with a cast copy of the parameters. The optimizer works on the parameters before the cast,
             # so its states are counted before.
-            self._tracker.close()
             with self._mode, let_fake_weights_be_swapped():
                 self.model.to(self._autocast_dtype)
-            self._begin_to_track(first_batch)
-
-    def _begin_to_track(self, first_batch: Batch) -> None:
-        """Makes a new memory tracker, and runs a first microbatch.
-
-        The next microbatch then begins with gradients and logits in memory, like all but the first of a run.
-        """
-        self._tracker = MemoryTracker(self.model, self.vocab_size)
-        self._step(first_batch)
+            self._tracker.find_parameters(self.model)
+            self._step(first_batch)
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
