@@ -274,12 +274,12 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            between = below  # means: no corner in between
-            if saving > self._tolerance * many.padded_cost:
+            is_good_enough = saving <= self._tolerance * many.padded_cost
+            if not is_good_enough:
                 # At this price both corners cost the same, so only a corner between them can cost less.
-                between = self._add_corner(saving / (above - below))
-            if not below < between < above:
-                # There is no corner in between, or the two cost nearly the same.
+                corner = self._add_corner(saving / (above - below))
+                is_good_enough = not below < corner < above
+            if is_good_enough:
                 return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
