@@ -9,7 +9,7 @@ k-th microbatches of all ranks run at the same time. Together these are a *step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, zip_longest
@@ -241,16 +241,15 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
         ranks_of_groups.append(search.ranks())
-    ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
-    if in_slots:
-        # `zip` turns ranks into slots. The slots of all groups are sorted together, the costliest first. Then `zip`
-        # turns them into ranks again.
-        slots: list[tuple[Microbatch, ...]] = []
-        for ranks_of_group in ranks_of_groups:
-            slots.extend(zip(*ranks_of_group, strict=True))
-        slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
-        ranks = zip(*slots, strict=True)
-    return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _rows=rows)
+    if not in_slots:
+        [ranks] = ranks_of_groups
+        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows)
+    # The step slots of all groups are sorted together, the costliest first.
+    slots: list[tuple[Microbatch, ...]] = []
+    for ranks_of_group in ranks_of_groups:
+        slots.extend(zip(*ranks_of_group, strict=True))
+    slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
+    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
