@@ -183,18 +183,11 @@ def least_padded_cut(
                 best_start = start
         least_totals[end] = least + price
         last_starts[end] = best_start
-    # Walk back from the last end: first to count the microbatches, then to write their bounds.
-    count = 0
-    end = n
-    while end > 0:
-        end = last_starts[end]
-        count += 1
-    bounds = np.zeros(count + 1, dtype=np.int64)
-    end = n
-    for k in range(count, 0, -1):
-        bounds[k] = end
-        end = last_starts[end]
-    return bounds
+    # Walk back from the last end.
+    bounds = [n]
+    while bounds[-1] > 0:
+        bounds.append(last_starts[bounds[-1]])
+    return np.array(bounds[::-1])
 
 
 class _Corner(NamedTuple):
@@ -304,10 +297,7 @@ def _splice(
         t += 1
     # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]. So microbatch t starts as in `few` and ends as
     # in `many`.
-    bounds = np.zeros(count + 1, dtype=np.int64)
-    bounds[: t + 1] = few[: t + 1]
-    bounds[t + 1 :] = many[t + 1 + shift :]
-    return bounds
+    return np.concatenate((few[: t + 1], many[t + 1 + shift :]))
 
 
 @compiled
@@ -323,10 +313,9 @@ def fill(
     under the caps and the limit has fewer microbatches.
     """
     n = len(row_costs)
-    bounds = np.zeros(n + 1, dtype=np.int64)
-    count = 0
-    start = 0
-    while start < n:
+    bounds = [0]
+    while bounds[-1] < n:
+        start = bounds[-1]
         # Find the last end under the limit by bisection, because the cost grows with every row.
         low = start + 1
         high = reach[start]
@@ -339,10 +328,8 @@ def fill(
             else:
                 high = middle - 1
         # Now `low` is that end. The next microbatch starts there.
-        start = low
-        count += 1
-        bounds[count] = start
-    return bounds[: count + 1].copy()
+        bounds.append(low)
+    return np.array(bounds)
 
 
 @compiled
