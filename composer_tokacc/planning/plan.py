@@ -432,8 +432,7 @@ class _CutSearch:
         rows = self._rows
         if count > len(rows):
             # Every row is a microbatch, and the others are dummies.
-            bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
-            return [self._timed(bounds_of_single_rows, count)]
+            return [self._timed(self._least_padded.exactly(len(rows)), count)]
         cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
