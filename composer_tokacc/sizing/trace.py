@@ -397,17 +397,18 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
     """
     shapes = [peaks.shape for peaks in measured]
-    # For each phase, the bytes of each microbatch.
+    # For each phase, the bytes of each microbatch: by part, and their sums.
     bytes_of_phases = {}
+    totals_of_phases = {}
     for name in measured[0].phases:
         bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
-    totals_of_phases = [activation_bytes(bytes_of_phase) for bytes_of_phase in bytes_of_phases.values()]
-    highest = np.max(totals_of_phases, axis=0)
+        totals_of_phases[name] = activation_bytes(bytes_of_phases[name])
+    highest = np.max(list(totals_of_phases.values()), axis=0)
     fits = {}
-    for (name, bytes_of_phase), totals in zip(bytes_of_phases.items(), totals_of_phases, strict=True):
+    for name, totals in totals_of_phases.items():
         # A phase in which nothing is computed, such as `embedding` with frozen weights, is never the highest.
         if (totals > 0).all():
-            fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
+            fits[name] = fit_activations(shapes, bytes_of_phases[name], area=area, peaks=highest)
     return fits
 
 
