@@ -25,7 +25,6 @@ from composer_tokacc.compat import (
     FakeTensorMode,
     TorchDispatchMode,
     storage_key,
-    tree_flatten,
     tree_iter,
     tree_map_only,
 )
@@ -73,8 +72,7 @@ class RealInputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        values, _ = tree_flatten((args, kwargs))
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         num_fake = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if num_fake == 0:
             # The result depends only on the batch.
