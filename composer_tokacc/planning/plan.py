@@ -109,7 +109,8 @@ class MicrobatchPlan:
         cost_of_slowest_rank = max(costs_of_ranks)
         time = cost_of_slowest_rank
         if rows.options.objective == 'fsdp':
-            time = time_in_slots([self._vision_and_text_costs(rank) for rank in self.ranks])
+            vision_cost = rows.vision_cost
+            time = time_in_slots([_vision_and_text_costs(rank, vision_cost) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
@@ -124,14 +125,19 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
 
-    def _vision_and_text_costs(self, rank: Sequence[Microbatch]) -> list[tuple[float, float]]:
-        """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost."""
-        costs = []
-        for microbatch in rank:
-            vision_costs = self._rows.vision_cost[list(microbatch.indices)]
-            vision = float(vision_costs.sum())
-            costs.append((vision, microbatch.cost - vision))
-        return costs
+
+def _vision_and_text_costs(rank: Sequence[Microbatch], vision_cost: np.ndarray) -> list[tuple[float, float]]:
+    """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost.
+
+    Args:
+        rank: The microbatches of the rank.
+        vision_cost: Cost of each sample in the vision encoder, float64 (n,).
+    """
+    costs = []
+    for microbatch in rank:
+        vision = float(vision_cost[list(microbatch.indices)].sum())
+        costs.append((vision, microbatch.cost - vision))
+    return costs
 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
