@@ -138,7 +138,8 @@ class CudaAutocast(TorchFunctionMode):
     Autocast on the CPU computes some of them in the lower precision, so their results would have fewer bytes.
     """
 
-    # From the list "CUDA Ops that can autocast to float32" in the documentation of torch.amp: what transformers uses.
+    # The functions that transformers calls, of the list "CUDA Ops that can autocast to float32" in the documentation of
+    # torch.amp.
     FLOAT32 = (
         F.layer_norm,
         F.group_norm,
