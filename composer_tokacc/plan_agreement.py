@@ -33,8 +33,8 @@ from composer_tokacc.collectives import (
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.repeated_samples import has_torchs_order, sampler_of
 
-Facts = dict[str, str]
-"""Arguments of a plan by name, written as text. An error reports the first one that differs between ranks."""
+Facts = dict[str, object]
+"""Arguments of a plan by name. They are compared as text. An error reports the first one that differs between ranks."""
 
 CHECKSUM_BITS = 20
 """Squares of checksums, below 2**40, are summed over the ranks. The sum is exact in float64 up to 2**53, so on up to
@@ -154,7 +154,8 @@ def compare_plans(record: PlanRecord | None, gather: Gather = all_gather_object)
 
 def checksum_of(facts: Facts) -> int:
     """Returns the checksum of the arguments of a plan."""
-    return extended_checksum(0, repr(facts).encode())
+    texts = {name: str(value) for name, value in facts.items()}
+    return extended_checksum(0, repr(texts).encode())
 
 
 def extended_checksum(checksum: int, data: bytes) -> int:
@@ -184,14 +185,14 @@ def reading_facts(dataloader: DataLoader) -> Facts:
     dataset = dataloader.dataset
     facts: Facts = {}
     if has_torchs_order(sampler):
-        facts['number of ranks'] = str(sampler.num_replicas)
-        facts['number of samples'] = str(len(sampler.dataset))  # pyright: ignore[reportArgumentType]
+        facts['number of ranks'] = sampler.num_replicas
+        facts['number of samples'] = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
         for name in ('shuffle', 'drop_last', 'seed', 'epoch'):
-            facts[name] = str(getattr(sampler, name))
+            facts[name] = getattr(sampler, name)
     # Only a StreamingDataset has this attribute. The package `streaming` may not be installed.
     if hasattr(dataset, 'num_canonical_nodes'):
         for name in STREAMING_OPTIONS:
-            facts[name] = str(getattr(dataset, name, None))
+            facts[name] = getattr(dataset, name, None)
     return facts
 
 
@@ -204,7 +205,7 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences.
     for name in chain.from_iterable(record.facts for record in records):
-        values = [record.facts.get(name, 'none') for record in records]
+        values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
     # An empty witness says nothing.

@@ -60,13 +60,11 @@ def rebalance(
         The new ranks, and the greatest load.
     """
     ranks = ranks.copy()
-    loads = np.zeros(num_ranks)
-    counts = np.zeros(num_ranks, dtype=np.int64)
-    total = 0.0
-    for k in range(len(costs)):
-        loads[ranks[k]] += costs[k]
-        counts[ranks[k]] += 1
-        total += costs[k]
+    loads = np.bincount(ranks, costs, num_ranks)
+    counts = np.bincount(ranks, None, num_ranks)
+    total = 0.0  # not `costs.sum()`, which numpy and numba round differently
+    for cost in costs:
+        total += cost
     close_to_mean = total / num_ranks * (1.0 + CLOSE_ENOUGH)
     for _ in range(4 * num_ranks):
         # So far: loads and counts are those of `ranks`, and the greatest load has not grown.

@@ -182,18 +182,11 @@ def least_padded_cut(
                 best_start = start
         least_totals[end] = least + price
         last_starts[end] = best_start
-    # Walk back from the last end: first to count the microbatches, then to write their bounds.
-    count = 0
-    end = n
-    while end > 0:
-        end = last_starts[end]
-        count += 1
-    bounds = np.zeros(count + 1, dtype=np.int64)
-    end = n
-    for k in range(count, 0, -1):
-        bounds[k] = end
-        end = last_starts[end]
-    return bounds
+    # Walk back from the last end.
+    bounds = [n]
+    while bounds[-1] > 0:
+        bounds.append(last_starts[bounds[-1]])
+    return np.array(bounds[::-1])
 
 
 class _Corner(NamedTuple):
@@ -273,12 +266,12 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            between = below  # means: no corner in between
-            if saving > self._tolerance * many.padded_cost:
+            is_good_enough = saving <= self._tolerance * many.padded_cost
+            if not is_good_enough:
                 # At this price both corners cost the same, so only a corner between them can cost less.
-                between = self._add_corner(saving / (above - below))
-            if not below < between < above:
-                # There is no corner in between, or the two cost nearly the same.
+                corner = self._add_corner(saving / (above - below))
+                is_good_enough = not below < corner < above
+            if is_good_enough:
                 return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
@@ -303,10 +296,7 @@ def _splice(
         t += 1
     # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]. So microbatch t starts as in `few` and ends as
     # in `many`.
-    bounds = np.zeros(count + 1, dtype=np.int64)
-    bounds[: t + 1] = few[: t + 1]
-    bounds[t + 1 :] = many[t + 1 + shift :]
-    return bounds
+    return np.concatenate((few[: t + 1], many[t + 1 + shift :]))
 
 
 @compiled
@@ -322,10 +312,9 @@ def fill(
     under the caps and the limit has fewer microbatches.
     """
     n = len(row_costs)
-    bounds = np.zeros(n + 1, dtype=np.int64)
-    count = 0
-    start = 0
-    while start < n:
+    bounds = [0]
+    while bounds[-1] < n:
+        start = bounds[-1]
         # Find the last end under the limit by bisection, because the cost grows with every row.
         low = start + 1
         high = reach[start]
@@ -338,10 +327,8 @@ def fill(
             else:
                 high = middle - 1
         # Now `low` is that end. The next microbatch starts there.
-        start = low
-        count += 1
-        bounds[count] = start
-    return bounds[: count + 1].copy()
+        bounds.append(low)
+    return np.array(bounds)
 
 
 @compiled
@@ -391,34 +378,34 @@ def split_largest(
         Bounds of ``min(count, n)`` microbatches, or the given bounds if these have more. The given bounds are always
         among them.
     """
-    # A heap of entries of `_heap_entry`. The first entry only tells numba the types.
+    new_bounds = list(bounds)
+    # A heap of the microbatches that can be split, see `_push`. The first entry only tells numba the types.
     heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
-        heapq.heappush(heap, _heap_entry(row_costs, bounds[k], bounds[k + 1]))
-    # The costliest that can be split is at the top. If a single row is there, nothing is left to split.
-    while len(heap) < count and heap[0][0] < 0.0:
-        start, end = heap[0][1], heap[0][2]
+        _push(heap, row_costs, bounds[k], bounds[k + 1])
+    while len(heap) > 0 and len(new_bounds) <= count:
+        _, start, end = heapq.heappop(heap)
         middle = (start + end) // 2  # if the number of rows is odd, the first half has fewer: its rows are longer
-        heapq.heapreplace(heap, _heap_entry(row_costs, start, middle))
-        heapq.heappush(heap, _heap_entry(row_costs, middle, end))
-    new_bounds = [0]
-    for _, _, end in heap:
-        new_bounds.append(end)
+        new_bounds.append(middle)
+        _push(heap, row_costs, start, middle)
+        _push(heap, row_costs, middle, end)
     return np.array(sorted(new_bounds))
 
 
 @compiled
-def _heap_entry(
+def _push(
+    heap: list[tuple[float, int, int]],
     row_costs: np.ndarray,
     start: int,
     end: int,
-) -> tuple[float, int, int]:
-    """Returns the entry of a microbatch in the heap of :func:`split_largest`: minus its padded cost, its start and end.
+) -> None:
+    """Adds a microbatch to the heap of :func:`split_largest`, unless it has only one row, which cannot be split.
 
-    The smallest entry is at the top. A single row cannot be split, so its entry is greater than all others.
+    Its entry is minus its padded cost, its start and its end. The smallest entry, of the costliest microbatch, is at
+    the top.
     """
     num_rows = end - start
-    if num_rows == 1:
-        return (1.0, start, end)
-    return (-num_rows * row_costs[start], start, end)
+    if num_rows > 1:
+        padded_cost = num_rows * row_costs[start]
+        heapq.heappush(heap, (-padded_cost, start, end))

@@ -9,7 +9,7 @@ k-th microbatches of all ranks run at the same time. Together these are a *step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, zip_longest
@@ -109,7 +109,8 @@ class MicrobatchPlan:
         cost_of_slowest_rank = max(costs_of_ranks)
         time = cost_of_slowest_rank
         if rows.options.objective == 'fsdp':
-            time = time_in_slots([self._vision_and_text_costs(rank) for rank in self.ranks])
+            vision_cost = rows.vision_cost
+            time = time_in_slots([_vision_and_text_costs(rank, vision_cost) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
@@ -124,14 +125,19 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
 
-    def _vision_and_text_costs(self, rank: Sequence[Microbatch]) -> list[tuple[float, float]]:
-        """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost."""
-        costs = []
-        for microbatch in rank:
-            vision_costs = self._rows.vision_cost[list(microbatch.indices)]
-            vision = float(vision_costs.sum())
-            costs.append((vision, microbatch.cost - vision))
-        return costs
+
+def _vision_and_text_costs(rank: Sequence[Microbatch], vision_cost: np.ndarray) -> list[tuple[float, float]]:
+    """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost.
+
+    Args:
+        rank: The microbatches of the rank.
+        vision_cost: Cost of each sample in the vision encoder, float64 (n,).
+    """
+    costs = []
+    for microbatch in rank:
+        vision = float(vision_cost[list(microbatch.indices)].sum())
+        costs.append((vision, microbatch.cost - vision))
+    return costs
 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
@@ -241,16 +247,15 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
         ranks_of_groups.append(search.ranks())
-    ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
-    if in_slots:
-        # `zip` turns ranks into slots. The slots of all groups are sorted together, the costliest first. Then `zip`
-        # turns them into ranks again.
-        slots: list[tuple[Microbatch, ...]] = []
-        for ranks_of_group in ranks_of_groups:
-            slots.extend(zip(*ranks_of_group, strict=True))
-        slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
-        ranks = zip(*slots, strict=True)
-    return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _rows=rows)
+    if not in_slots:
+        [ranks] = ranks_of_groups
+        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows)
+    # The step slots of all groups are sorted together, the costliest first.
+    slots: list[tuple[Microbatch, ...]] = []
+    for ranks_of_group in ranks_of_groups:
+        slots.extend(zip(*ranks_of_group, strict=True))
+    slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
+    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -286,8 +291,8 @@ class _Cut(NamedTuple):
     order_by: np.ndarray
     """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots it may be
     only the cost in the vision encoder, or only all other cost."""
-    ranks: np.ndarray | None
-    """Rank of each microbatch, int64 (K + dummies,). None with step slots, where only the best cut gets ranks."""
+    ranks: np.ndarray
+    """Rank of each microbatch, int64 (K + dummies,)."""
 
 
 class _CutSearch:
@@ -337,14 +342,11 @@ class _CutSearch:
     def ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first, or in the order of step slots."""
         best = self._best()
-        rank_of_microbatch = best.ranks
-        if rank_of_microbatch is None:  # with step slots
-            rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-best.order_by, kind='stable').tolist():
-            ranks[rank_of_microbatch[k]].append(microbatches[k])
+            ranks[best.ranks[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
@@ -382,7 +384,6 @@ class _CutSearch:
         if not self._in_slots:
             # After rebalancing another cut may be the best. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
-                assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)
@@ -437,8 +438,7 @@ class _CutSearch:
         rows = self._rows
         if count > len(rows):
             # Every row is a microbatch, and the others are dummies.
-            bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
-            return [self._timed(bounds_of_single_rows, count)]
+            return [self._timed(self._least_padded.exactly(len(rows)), count)]
         cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
@@ -467,6 +467,8 @@ class _CutSearch:
             vision = np.append(vision_of_microbatches, [vision_of_dummy] * num_dummies)
             text = costs - vision
             order_by, time = best_slot_order(text, vision, self._num_ranks)
-            return _Cut(time, bounds, costs, order_by, None)
-        ranks, time = assign_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, costs, ranks)
+            ranks = assign_slots(order_by, self._num_ranks)
+        else:
+            order_by = costs
+            ranks, time = assign_longest_first(costs, self._num_ranks)
+        return _Cut(time, bounds, costs, order_by, ranks)

@@ -192,9 +192,9 @@ def checked_table(
     # Kinds of numpy: signed and unsigned integers, floats.
     if table.dtype.kind not in kinds:
         raise InvalidInputError(f'`{name}` must be {expected}, got: {table.dtype}.')
-    # `min < least or max >= end` would accept NaN, because a comparison with NaN is always False.
-    if not (table.min() >= least and table.max() < end):
-        first_bad = int(np.argmin((table >= least) & (table < end)))
+    is_good = (table >= least) & (table < end)  # False for NaN
+    if not is_good.all():
+        first_bad = int(is_good.argmin())
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
         sample = f'sample {first_bad}'
         if sample_ids is not None:

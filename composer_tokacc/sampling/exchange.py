@@ -239,10 +239,7 @@ class ExchangingDataLoader(DataLoader):
 
     def _arguments(self) -> PlanRecord:
         """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
-        facts = reading_facts(self)
-        for name, value in asdict(self._options).items():
-            facts[name] = str(value)
-        facts['image_token_ids'] = str(self._image_token_ids.tolist())
+        facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
         return PlanRecord(facts=facts)
 
     def _size(self, sample: DatasetSample) -> SampleSize:

@@ -14,10 +14,11 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from composer_tokacc.plan_agreement import extended_checksum
 from composer_tokacc.planning import check_count, check_kind, mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
@@ -29,19 +30,15 @@ _START = re.compile(r'(\d[\d_]*)(ba|tok)?')
 """A start as text: its number and its unit. Without a unit it is a step."""
 
 
-class Trained(NamedTuple):
-    """What a run has trained up to some point: its optimizer steps, and the tokens of these."""
-
-    steps: int
-    tokens: int
-
-
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage."""
+    """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage.
+
+    What a run has trained so far is counted in the unit of the schedule.
+    """
 
     unit: str
-    """Whether `starts` are optimizer steps ('ba') or trained tokens ('tok')."""
+    """What `starts` count: optimizer steps ('ba') or trained tokens ('tok')."""
     starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
     sizes: list[int]
@@ -74,18 +71,17 @@ class BatchSchedule:
         unit = 'tok' if 'tok' in units else 'ba'
         return cls(unit, starts, sizes)
 
-    def stage_after(self, trained: Trained) -> int:
+    def stage_after(self, trained: int) -> int:
         """Returns the number of the stage of the next step."""
-        reached = trained.steps if self.unit == 'ba' else trained.tokens
-        return bisect_right(self.starts, reached) - 1
+        return bisect_right(self.starts, trained) - 1
 
     def cut(
         self,
         order: np.ndarray,
         lengths: np.ndarray,
-        trained: Trained,
+        trained: int,
         drop_last: bool,
-    ) -> tuple[list[np.ndarray], Trained]:
+    ) -> tuple[list[np.ndarray], int]:
         """Returns the global batches of an epoch, and what the run has trained after them.
 
         Args:
@@ -102,8 +98,10 @@ class BatchSchedule:
             if drop_last and len(batch) < size:
                 break
             batches.append(batch)
-            num_tokens = int(lengths[batch].sum())
-            trained = Trained(trained.steps + 1, trained.tokens + num_tokens)
+            if self.unit == 'ba':
+                trained += 1
+            else:
+                trained += int(lengths[batch].sum())
             start += size
         return batches, trained
 
@@ -169,7 +167,7 @@ class GlobalBatches:
         self._seed = seed
         self._drop_last = drop_last
         self._mixture = mixture
-        self._media = media
+        self.media = media
         self._tokens = 0
         self._schedule: BatchSchedule | None = None
         """None: `_tokens` decides."""
@@ -190,7 +188,7 @@ class GlobalBatches:
         """The epoch for which :meth:`of_epoch` was called last."""
         self._kept_batches: list[np.ndarray] = []
         """Global batches of that epoch. Each is a view of the order of the epoch."""
-        self._trained_before_epochs = [Trained(0, 0)]
+        self._trained_before_epochs = [0]
         """With a schedule: what the run has trained before each epoch. Computed for as many epochs as were needed."""
         if drop_last:
             self._check_epoch_fills_a_batch()
@@ -211,11 +209,19 @@ class GlobalBatches:
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide how an epoch is cut into global batches, as plain values.
+        """Returns the arguments that decide which samples a global batch holds, as plain values by name.
 
-        Those that decide its order, such as the seed, are added by the sampler.
+        The sampler adds the arguments that it has in common with torch's sampler, such as the seed.
         """
         identity: dict[str, Any] = {}
+        if self._mixture is not None:
+            identity['quotas'] = [str(quota) for quota in self._mixture.quotas]
+            identity['sizes'] = list(self._mixture.sizes)
+            identity['modality'] = 'mixed'
+            if self.media is not None:
+                identity['modality'] = 'per_step'
+                identity['checksum_of_media'] = extended_checksum(0, self.media.tobytes())
+        identity['num_samples'] = len(self._lengths)
         schedule = self._schedule
         if schedule is None:
             identity['global_batch_tokens'] = self._tokens
@@ -259,14 +265,14 @@ class GlobalBatches:
                 self._mixture,
                 seed=self._seed,
                 epoch=epoch,
-                media=self._media,
+                media=self.media,
                 full_batch_size=full_batch_size,
             )
         if self._seed is None:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _trained_before(self, epoch: int, schedule: BatchSchedule) -> Trained:
+    def _trained_before(self, epoch: int, schedule: BatchSchedule) -> int:
         """Returns what the run has trained before an epoch, if all earlier epochs are read to their end.
 
         It may return less, once the last stage is reached. Then the size of all later global batches is the same.
@@ -328,7 +334,7 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
     *,
-    unit: str = 'tokens',
+    least: str = 'the longest sample',
 ) -> None:
     """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
 
@@ -336,15 +342,12 @@ def check_cap(
         option: The option that sets the cap.
         cap: The cap.
         sizes: Size of each sample, (n,).
-        unit: What the sizes count: ``'tokens'``, ``'image tokens'`` or ``'loss tokens'``.
+        least: What the cap must not be less than, for the message.
     """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
-        sample = 'the longest sample'
-        if unit != 'tokens':
-            sample = f'the {unit} of each sample'
         raise InvalidInputError(
-            f'`{option}` must be at least {sample}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
+            f'`{option}` must be at least {least}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
             'leave the sample out.'
         )
 

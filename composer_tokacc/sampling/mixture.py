@@ -49,10 +49,11 @@ class Mixture:
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        # The order of an epoch is held in memory, so `epochs` must not be huge. `weights` do not make it longer. Their
-        # limit is only far above any useful value.
-        _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
-        _check_rates('weights', self.weights, len(sizes), highest=1e9)
+        if self.epochs is not None:
+            # The order of an epoch is held in memory, so `epochs` must not be huge.
+            _checked_rates('epochs', self.epochs, len(sizes), highest=1e4)
+        if self.weights is not None:
+            _checked_rates('weights', self.weights, len(sizes))
 
     @classmethod
     def from_loss_shares(
@@ -76,13 +77,7 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        # Here, because the check of `weights` would name an argument that the user has not given.
-        if checked_shares.min() == 0:
-            raise InvalidInputError(
-                f'`shares` must be above 0 for each dataset, got: {checked_shares.tolist()}. Leave out the datasets '
-                'without a share.'
-            )
+        checked_shares = _checked_rates('shares', shares, len(sizes))
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -121,19 +116,24 @@ class Mixture:
         return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
 
-def _check_rates(
+def _checked_rates(
     name: str,
-    values: Sequence[float] | None,
+    values: Sequence[float],
     num_datasets: int,
     *,
-    highest: float,
-) -> None:
-    """Raises ValueError unless `values` are None, or a positive number up to `highest` for each dataset."""
-    if values is None:
-        return
+    highest: float = 1e9,
+) -> np.ndarray:
+    """Returns a number for each dataset, float64 (num_datasets,).
+
+    Raises ValueError unless all are above 0 and at most `highest`, by default far above any useful value.
+    """
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
-        raise InvalidInputError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
+        raise InvalidInputError(
+            f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}. Leave out a dataset that '
+            'shall not be read.'
+        )
+    return rates
 
 
 class LossShares:
@@ -213,24 +213,25 @@ class _Stream:
     def read(
         self,
         positions: np.ndarray,
-        entropy: Sequence[int] | None,
+        seed: int | None,
     ) -> np.ndarray:
         """Returns the samples at some positions of the endless sequence.
 
         Args:
             positions: Counted from 0, each one more than the last, int64.
-            entropy: Numbers that decide the orders. None: every pass keeps the order of the dataset.
+            seed: Seed of the run. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
-        if entropy is None or len(positions) == 0:
+        if seed is None or len(positions) == 0:
             return self.samples[positions % size]
         passes = range(positions[0] // size, positions[-1] // size + 1)
         orders = []
         for number_of_pass in passes:
-            # Every pass has another seed.
-            seeds = np.random.SeedSequence([*entropy, number_of_pass])
-            (seed,) = seeds.generate_state(1).tolist()
-            orders.append(permutation(size, seed))
+            # Every pass of every sequence has another seed. Sequences differ in their first samples. SeedSequence takes
+            # no negative numbers.
+            entropy = [seed % 2**32, int(self.samples[0]), number_of_pass]
+            (seed_of_pass,) = np.random.SeedSequence(entropy).generate_state(1).tolist()
+            orders.append(permutation(size, seed_of_pass))
         places = positions - passes[0] * size
         return self.samples[np.concatenate(orders)[places]]
 
@@ -339,11 +340,7 @@ def _merged(
     samples = np.empty_like(positions)
     for number, stream in enumerate(group):
         is_of_stream = stream_numbers == number
-        entropy = None
-        if seed is not None:
-            # The first sample tells the stream from all others. SeedSequence takes no negative numbers.
-            entropy = (seed % 2**32, int(stream.samples[0]))
-        samples[is_of_stream] = stream.read(positions[is_of_stream], entropy)
+        samples[is_of_stream] = stream.read(positions[is_of_stream], seed)
     return samples
 
 

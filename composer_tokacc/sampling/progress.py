@@ -50,14 +50,12 @@ class Progress:
         first: int,
     ) -> Iterator[Item]:
         """Yields the batches of an epoch from batch `first` on, and notes how many were taken."""
-        current = _ReadingIterator(epoch, first)
-        iterators = []
         for iterator in self._iterators:
-            # If a run reads an epoch again, the end of the first reading is no longer its place.
-            is_read_again = iterator.has_ended and iterator.epoch == epoch
-            if not is_read_again:
-                iterators.append(iterator)
-        self._iterators = [*iterators, current]
+            if iterator.has_ended and iterator.epoch == epoch:
+                # The run reads the epoch again, so the end of this reading is no longer its place.
+                iterator.next_batch = 0
+        current = _ReadingIterator(epoch, first)
+        self._iterators.append(current)
         try:
             for batch in batches:
                 current.next_batch += 1

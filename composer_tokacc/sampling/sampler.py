@@ -171,17 +171,17 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         check_cap('max_tokens', options.max_tokens, self.rows.lengths)
         for size, cap in options.caps.items():
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], unit=size.replace('_', ' '))
+            unit = size.replace('_', ' ')
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], least=f'the {unit} of each sample')
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
-        self.modality = modality
-        self.media: np.ndarray | None = None
         if modality == 'per_step':
-            self.media = _modality_of_samples(media, self.rows)
+            media = _modality_of_samples(media, self.rows)
             # Only mixtures are divided by modality, so a single dataset becomes a mixture of one.
             mixture = mixture or Mixture([num_samples])
-        self.mixture = mixture
+        else:
+            media = None  # has no effect
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=global_batch_size,
@@ -189,7 +189,7 @@ class RegroupingBatchSampler(DistributedSampler):
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
             mixture=mixture,
-            media=self.media,
+            media=media,
         )
         if global_batch_tokens is None:
             # As with torch's sampler, a rank's mean number of samples, the `batch_size` of the loader, is an integer.
@@ -346,20 +346,17 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns all that the plan of a global batch depends on, as text. If ranks differ, the error shows it."""
-        return {**self._facts, 'epoch': str(epoch), 'global batch': str(batch)}
+        """Returns all that the plan of a global batch depends on. If ranks differ, the error shows it."""
+        return {**self._facts, 'epoch': epoch, 'global batch': batch}
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that the plans of a run depend on, as text by name."""
-        facts = {
-            'number of ranks': str(self.num_replicas),
-            'number of samples': str(len(self.lengths)),
-        }
+        """All arguments that the plans of a run depend on, by name. For tables these are digests."""
+        facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
             **self.rows.sizes,
-            'media': self.media,
+            'media': self._global_batches.media,
             'vision_cost': self.rows.vision_cost_table,
         }
         if self.loss_shares is not None:
@@ -369,10 +366,7 @@ class RegroupingBatchSampler(DistributedSampler):
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
-        arguments = {**self._identity(), **asdict(self.rows.options)}
-        for name, value in arguments.items():
-            facts[name] = str(value)
-        return facts
+        return {**facts, **self._identity(), **asdict(self.rows.options)}
 
     @cached_property
     def _checksum(self) -> int:
@@ -381,16 +375,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values by name."""
-        identity: dict[str, Any] = {}
-        if self.mixture is not None:
-            identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
-            identity['sizes'] = list(self.mixture.sizes)
-            identity['modality'] = self.modality
-        if self.media is not None:
-            data = self.media.tobytes()
-            identity['checksum_of_media'] = extended_checksum(0, data)
-        identity['num_samples'] = len(self.lengths)
-        identity.update(self._global_batches.identity())
+        identity = self._global_batches.identity()
         for name in ('seed', 'shuffle', 'drop_last'):
             identity[name] = getattr(self, name)
         return identity
@@ -411,13 +396,11 @@ class RegroupingBatchSampler(DistributedSampler):
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)
-        checksum = 0  # a single rank has no other to compare with
-        if self.num_replicas > 1:
-            indices_of_ranks = []
-            for rank in plan.ranks:
-                indices_of_ranks.append([microbatch.indices for microbatch in rank])
-            checksum = extended_checksum(self._checksum, window.tobytes())
-            checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
+        indices_of_ranks = []
+        for rank in plan.ranks:
+            indices_of_ranks.append([microbatch.indices for microbatch in rank])
+        checksum = extended_checksum(self._checksum, window.tobytes())
+        checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
 
 
@@ -475,14 +458,14 @@ def length_of(dataset: object) -> int:
 
 def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
     """Returns the modality of each sample, int64 (n,): as given, or 1 with image tokens and 0 without."""
-    if media is None and 'image_tokens' in rows.sizes:
-        return np.sign(rows.image_tokens)
-    if media is None:
+    if media is not None:
+        return checked_table('media', media, len(rows.lengths))
+    if 'image_tokens' not in rows.sizes:
         raise InvalidInputError(
             "`image_tokens` or `media` must be given with modality='per_step', got: neither. They tell the modality of "
             'each sample.'
         )
-    return checked_table('media', media, len(rows.lengths))
+    return np.sign(rows.image_tokens)
 
 
 def _check_integer(

@@ -59,9 +59,9 @@ def _leaves(value: object) -> Iterator[np.ndarray | str]:
     """
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    if isinstance(value, torch.Tensor):
-        value = None if value.is_floating_point() else value.numpy(force=True)
-    if isinstance(value, list) and value:
+    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+        value = value.numpy(force=True)
+    if isinstance(value, list):
         has_only_integers = all(isinstance(item, int) for item in value)
         if has_only_integers:
             value = np.array(value)

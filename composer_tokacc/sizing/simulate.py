@@ -17,7 +17,7 @@ import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
-from composer_tokacc.sampling.global_batches import GlobalBatches
+from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
 
@@ -64,9 +64,9 @@ def draw_batches(
     At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
     """
     size = min(global_batch_size, num_samples)
-    lengths = np.ones(num_samples, dtype=np.int64)  # not used, because the batch has a number of samples
-    global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
-    return global_batches.of_epoch(0)[:num_batches]
+    num_batches = min(num_batches, num_samples // size)
+    order = permutation(num_samples, seed)  # as in the first epoch of a run
+    return np.split(order[: num_batches * size], num_batches)
 
 
 def simulate_steps(

@@ -352,13 +352,13 @@ def _heaviest_shape(
         options: How the run cuts.
         peak_alone: Returns bytes at the peak of a sample that goes alone.
     """
-    over_a_cap = np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist()
-    fitting = [sample for sample in over_a_cap if peak_alone(sample) <= capacity.limit]
-    if fitting:
-        heaviest = max(fitting, key=peak_alone)
-        if peak_alone(heaviest) > capacity.peak(options.max_tokens):
-            return _shape_alone(capacity, heaviest)
-    return capacity.worst_shape(options.max_tokens)
+    heaviest = capacity.worst_shape(options.max_tokens)
+    highest_peak = capacity.peak(options.max_tokens)
+    for sample in np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist():
+        if highest_peak < peak_alone(sample) <= capacity.limit:
+            heaviest = _shape_alone(capacity, sample)
+            highest_peak = peak_alone(sample)
+    return heaviest
 
 
 def _figures(

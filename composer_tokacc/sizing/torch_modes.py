@@ -19,14 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     storage_key,
-    tree_flatten,
     tree_iter,
     tree_map_only,
 )
@@ -74,8 +72,7 @@ class RealInputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        values, _ = tree_flatten((args, kwargs))
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         num_fake = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
         if num_fake == 0:
             # The result depends only on the batch.
@@ -141,7 +138,8 @@ class CudaAutocast(TorchFunctionMode):
     Autocast on the CPU computes some of them in the lower precision, so their results would have fewer bytes.
     """
 
-    # From the list "CUDA Ops that can autocast to float32" in the documentation of torch.amp: what transformers uses.
+    # The functions that transformers calls, of the list "CUDA Ops that can autocast to float32" in the documentation of
+    # torch.amp.
     FLOAT32 = (
         F.layer_norm,
         F.group_norm,
@@ -201,18 +199,15 @@ class MemoryTracker(TorchDispatchMode):
         self._num_running_encoders = 0  # may be several, because vision modules are nested
         # By the key of each storage that counts. A finalizer is called when its storage is freed.
         self._finalizers: dict[int, weakref.finalize] = {}
+        self.find_parameters(model)
+        for module in media_modules(model):
+            module.register_forward_pre_hook(self._enter_encoder)
+            module.register_forward_hook(self._leave_encoder)
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """Notes the memory of all parameters and buffers. Needed again when the model has new ones."""
         parameters = [*model.parameters(), *model.buffers()]
         self._parameters = {storage_key(tensor) for tensor in parameters}
-        self._handles: list[RemovableHandle] = []
-        for module in media_modules(model):
-            before_forward = module.register_forward_pre_hook(self._enter_encoder)
-            after_forward = module.register_forward_hook(self._leave_encoder)
-            self._handles += [before_forward, after_forward]
-
-    def close(self) -> None:
-        """Takes the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
 
     def restart_peak(self) -> None:
         """Forgets the earlier peak: sets it to the present bytes."""

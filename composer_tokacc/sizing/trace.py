@@ -28,7 +28,7 @@ from composer_tokacc.compat import DataDependentOutputException, attention_of, l
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import forward_parameters
+from composer_tokacc.model_structure import forward_parameters, transformers_model
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
@@ -105,10 +105,7 @@ class TracedStep:
         # A model may also compute with real tensors that were made before, such as a constant of its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
         with self._mode, let_fake_weights_be_swapped():
-            model = build()
-        self.model: Any = model
-        if hasattr(model, 'shift_labels'):  # Composer's HuggingFaceModel
-            self.model = model.model
+            self.model: Any = transformers_model(build())
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
         self.vocab_size = self.model.config.get_text_config().vocab_size
@@ -120,23 +117,17 @@ class TracedStep:
         self._selector: LabelSelector | None = None
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
-        self._begin_to_track(first_batch)
-        self.static = self._count_static(make_optimizer)  # gradients exist by now
+        self._tracker = MemoryTracker(self.model, self.vocab_size)
+        # The next microbatch begins with gradients and logits in memory, like all but the first of a run.
+        self._step(first_batch)
+        self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._autocast_dtype is not None:
             # FSDP computes with a cast copy of the parameters. The optimizer works on the parameters before the cast,
             # so its states are counted before.
-            self._tracker.close()
             with self._mode, let_fake_weights_be_swapped():
                 self.model.to(self._autocast_dtype)
-            self._begin_to_track(first_batch)
-
-    def _begin_to_track(self, first_batch: Batch) -> None:
-        """Makes a new memory tracker, and runs a first microbatch.
-
-        The next microbatch then begins with gradients and logits in memory, like all but the first of a run.
-        """
-        self._tracker = MemoryTracker(self.model, self.vocab_size)
-        self._step(first_batch)
+            self._tracker.find_parameters(self.model)
+            self._step(first_batch)
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
@@ -406,17 +397,18 @@ def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, Act
     The residual of a phase is relative to the highest phase of the microbatch, because only the highest one counts.
     """
     shapes = [peaks.shape for peaks in measured]
-    # For each phase, the bytes of each microbatch.
+    # For each phase, the bytes of each microbatch: by part, and their sums.
     bytes_of_phases = {}
+    totals_of_phases = {}
     for name in measured[0].phases:
         bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
-    totals_of_phases = [activation_bytes(bytes_of_phase) for bytes_of_phase in bytes_of_phases.values()]
-    highest = np.max(totals_of_phases, axis=0)
+        totals_of_phases[name] = activation_bytes(bytes_of_phases[name])
+    highest = np.max(list(totals_of_phases.values()), axis=0)
     fits = {}
-    for (name, bytes_of_phase), totals in zip(bytes_of_phases.items(), totals_of_phases, strict=True):
+    for name, totals in totals_of_phases.items():
         # A phase in which nothing is computed, such as `embedding` with frozen weights, is never the highest.
         if (totals > 0).all():
-            fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
+            fits[name] = fit_activations(shapes, bytes_of_phases[name], area=area, peaks=highest)
     return fits
 
 
