@@ -34,7 +34,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Nested lists and dicts of tensors. The public `torch.utils.pytree` is newer than torch 2.7.
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     'tree_flatten',
     'tree_iter',
     'tree_map_only',
+    'tree_unflatten',
 ]
 
 _NEEDED_BY_COMPOSER = {
