@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from composer_tokacc.checks.logits import edge_of, nodes_of, router_loss_of
+from composer_tokacc.checks.logits import edge_of, logits_of, nodes_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import NotExactError
 
@@ -286,9 +286,9 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the loss. Its backward gives every parameter in the graph a gradient of zero.
 
-    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the outputs that the loss is made
-    of, because an output may be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient, slices of the loss are
-    taken, whose own gradient may be NaN.
+    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the logits and of other outputs
+    that the loss is made of, because an output may be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient,
+    slices of the loss are taken, whose own gradient may be NaN.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     attached = []
@@ -299,9 +299,11 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
         if output.requires_grad and not is_loss and not is_scalar:
             attached.append(output)
     # Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this
-    # rank would then reduce more gradients than the others, and all would wait forever.
+    # rank would then reduce more gradients than the others, and all would wait forever. Logits always count, because a
+    # loss may leave them out if there is no label.
     nodes = set(nodes_of(losses))
-    of_loss = [output for output in attached if edge_of(output)[0] in nodes]
+    logits = logits_of(outputs)
+    of_loss = [output for output in attached if output is logits or edge_of(output)[0] in nodes]
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
     for source in of_loss or attached or losses:

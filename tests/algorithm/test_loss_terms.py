@@ -294,15 +294,18 @@ def test_state_of_a_composer_algorithm():
     assert algorithm.state_dict()['repr'] == repr(algorithm)
 
 
-def test_zero_reaches_only_parameters_of_the_loss():
+@pytest.mark.parametrize('uses_logits', [False, True])
+def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
     """Under FSDP ranks must reduce gradients of the same parameters, also if a microbatch of one has no label."""
     head = torch.nn.Linear(3, 5)
     pooler = torch.nn.Linear(3, 5)
-    hidden = torch.ones(2, 3)
-    outputs = {'logits': head(hidden), 'pooled': pooler(hidden)}
-    no_labels = torch.full((2,), -100)
-    loss = torch.nn.functional.cross_entropy(outputs['logits'], no_labels)
-    assert loss.isnan()
+    hidden = torch.ones(2, 4, 3)
+    outputs = {'logits': head(hidden), 'hidden': hidden, 'pooled': pooler(hidden)}
+    no_labels = torch.full((2, 4), -100)
+    loss = torch.tensor(0.0)  # of a loss that does without logits if there is no label
+    if uses_logits:
+        loss = torch.nn.functional.cross_entropy(outputs['logits'].flatten(0, 1), no_labels.flatten())
+        assert loss.isnan()
     attached_zero(outputs, loss).backward()
     assert torch.equal(head.weight.grad, torch.zeros(5, 3))
     assert pooler.weight.grad is None
