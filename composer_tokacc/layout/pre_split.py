@@ -214,11 +214,12 @@ def widened(
 
 
 def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
-    """Returns an id to pad with: the first id that an attention mask hides, or if none is hidden, an id of the text.
+    """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
     A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
-    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted.
-    Without ``input_ids`` it returns 0, which is not used.
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. The
+    outermost hidden id is none, also if a layout without a config does not know placeholders: LLaMA-Factory's collator
+    hides those of a dummy image between text and padding. Without ``input_ids`` it returns 0, which is not used.
     """
     id_of_text = 0
     for batch in batches:
@@ -228,9 +229,11 @@ def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
         is_text = ~layout.is_placeholder(batch)
         mask = batch.get('attention_mask')
         if mask is not None and mask.shape == ids.shape:
-            hidden_ids = ids[is_text & (mask == 0)]
+            is_hidden = is_text & (mask == 0)
+            hidden_ids = ids.T[is_hidden.T]  # column by column
             if len(hidden_ids) > 0:
-                return int(hidden_ids[0])
+                outermost = 0 if padding_side(batch) == 'left' else -1
+                return int(hidden_ids[outermost])
         text_ids = ids[is_text]
         if len(text_ids) > 0:
             id_of_text = int(text_ids[-1])

@@ -64,6 +64,8 @@ def test_padding_is_no_hidden_placeholder():
     layout = BatchLayout(family=layout.family, config=SimpleNamespace(image_token_id=placeholder))
     joined = PreSplitBatch([with_dummy, text_batch([7])], max_tokens=20).joined(layout)
     assert int(layout.is_placeholder(joined).sum()) == 1
+    wider = widened(with_dummy, 8)  # in a worker, which does not know the placeholder
+    assert int(layout.is_placeholder(wider).sum()) == 1
 
 
 def test_reads_numbers_of_patches_of_all_microbatches():
