@@ -13,6 +13,7 @@ functions at the end find the split and the layout of a loader.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -212,7 +213,7 @@ class MicrobatchSplit:
             # Exact: at the first size it is the loader's budget, so that planned microbatches fit, but no larger ones.
             share = Fraction(microbatch_size) / Fraction(self._planned_size)
             budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
-            return max(budget, widest + decoder_width)  # a single row always fits
+            return min(max(budget, widest + decoder_width), sys.maxsize)  # a single row always fits
         width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)
 

@@ -338,6 +338,15 @@ def test_joined_rows_keep_the_budget(max_tokens, size, most_rows):
         assert len(microbatch['labels']) <= most_rows
 
 
+def test_largest_budget_at_a_larger_size():
+    dataloader = planned_loader(text_rows([(10, 9)] * 6), collate, max_tokens=sys.maxsize)
+    spec = token_data_spec(dataloader, regroup=False)
+    (batch,) = dataloader
+    spec.split_batch(batch, 1)
+    (microbatch,) = spec.split_batch(batch, 2)
+    assert len(microbatch['labels']) == 6
+
+
 def global_batches(dataset, loader):
     """Returns the samples of each step, collated at once."""
     batches = []
