@@ -79,10 +79,10 @@ def deviations(logits, gradient, targets):
 def deviations_in_hook(logits, gradient, rule):
     """Returns the deviation of each token by its position, as the hook of a microbatch measures it."""
     record = MicrobatchRecord(batch=BATCH, rows=count_rows(BATCH, rule))
+    assert record.counts.loss_tokens <= NUM_SAMPLED  # so every token is measured
     watched_logits = logits.clone().requires_grad_() * 1
     record.watch(watched_logits, WEIGHTS, UNIT, batch=BATCH, measures_all=False)
     watched_logits.backward(gradient)
-    assert record.counts.loss_tokens <= NUM_SAMPLED
     return dict(zip(record.measured_positions.tolist(), record.deviations.tolist(), strict=True))
 
 
