@@ -75,7 +75,8 @@ def _sources() -> dict[Path, Path]:
     In a checkout the files lie beside the package. From a wheel they come to ``share``, below the prefix of the
     environment, which is some folder above the package.
     """
-    for parent in Path(__file__).resolve().parents:
+    # The path is not resolved: an installer may link the package to a cache (`uv --link-mode=symlink`).
+    for parent in Path(__file__).absolute().parents:
         for folder in (parent, parent / INSTALLED):
             if (folder / 'yamls' / 'llava_json.yaml').exists():
                 return _files_in(folder)

@@ -137,7 +137,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
         # A fresh model without data needs no processor.
         processor = None if config.model.pretrained is None else source.build_processor()
-        dataset = StandIns(table, processor, source.model_config)
+        dataset = StandIns(table, processor, source.model_config(processor))
     else:
         processor = source.build_processor()
         dataset = source.build_dataset(processor)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -162,8 +161,13 @@ class FittingEncoder(ConversationEncoder):
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
             steps = self._fewest_steps(encode)
-            with suppress(RuntimeError):  # images without pixels (SmolVLM): no share is small enough for this sample
+            try:
                 sample = encode(steps, shapes_only=shapes_only)
+            except RuntimeError as error:
+                # Images without pixels (SmolVLM): no share is small enough for this sample. Other errors, such as a bug
+                # or too little memory, are also raised as a RuntimeError. They must not be skipped.
+                if not isinstance(error.__cause__, PROCESSOR_ERRORS):
+                    raise
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
         return {**sample, SHRINK_STEPS: [steps]}
@@ -273,7 +277,7 @@ class FittingEncoder(ConversationEncoder):
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
-        """Returns the reason to refuse a sample whose media are as small as possible and which is still over a cap."""
+        """Returns the reason to refuse a sample that is over a cap at every share of its media."""
         length = sample['input_ids'].shape[1]
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
         name = type(self.processor).__name__

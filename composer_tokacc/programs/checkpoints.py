@@ -298,8 +298,8 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers that a run can go on with: those whose state was saved, if the time was saved too.
-    Without it Composer would train from step 0 with the optimizers of a later step."""
+    """Class names of the optimizers that a run can go on with. Of a file without a timestamp none is listed: Composer
+    would train from step 0 with the optimizers of a later step."""
 
     @classmethod
     def read(cls, path: Path) -> SavedRun:

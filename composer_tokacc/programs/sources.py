@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
@@ -126,6 +126,7 @@ class Source(ABC):
         self.config = config
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
+        self._model_config: PretrainedConfig | None = None  # see `model_config`
 
     @abstractmethod
     def check(self) -> None:
@@ -262,12 +263,13 @@ class Source(ABC):
 
     def patch_size(self, processor: Processor) -> int:
         """Returns the side of a patch of the run's own vision encoder, in pixels."""
-        return patch_size_of(self.model_config, processor)
+        return patch_size_of(self.model_config(processor), processor)
 
-    @cached_property
-    def model_config(self) -> PretrainedConfig:
-        """The config of the model that is trained. In that of a fresh model, the processor's tokens are missing."""
-        return read_config(self.config.model.pretrained, self.config.model.config)
+    def model_config(self, processor: Processor | None) -> PretrainedConfig:
+        """Returns the config of the model that is trained, which is read only once. A run has one processor."""
+        if self._model_config is None:
+            self._model_config = read_config(self.config.model.pretrained, self.config.model.config, processor)
+        return self._model_config
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
@@ -472,7 +474,7 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         checked = _check_dataset(path, part, extra_keys)
         arguments = without(checked, *extra_keys)
-        if cls is LlavaDataset and is_encoder(self.model_config):
+        if cls is LlavaDataset and is_encoder(self.model_config(processor)):
             raise ConfigError(
                 f'{path}.name',
                 'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '

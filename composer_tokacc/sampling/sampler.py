@@ -243,13 +243,13 @@ class RegroupingBatchSampler(DistributedSampler):
 
         For the iterator of a RegroupingDataLoader it begins at `start_of_loader` instead.
         """
+        epoch, first = self.start_of_loader or (self.epoch, self.first_batch)
         if self._epoch_of_witnesses is None:
-            self._epoch_of_witnesses = self.epoch
+            self._epoch_of_witnesses = epoch
+        assignments = self._assignments(epoch, first)
         if self.start_of_loader is not None:
-            return self._assignments(*self.start_of_loader)
-        first = self.first_batch
-        assignments = self._assignments(self.epoch, first)
-        return noting_progress(self, assignments, self.epoch, first)
+            return assignments
+        return noting_progress(self, assignments, epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""

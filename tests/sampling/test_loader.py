@@ -238,6 +238,17 @@ def test_epoch_set_while_skipping():
     assert sample_numbers(batches) == expected[2:]
 
 
+def test_witnesses_of_an_epoch_set_while_skipping():
+    loader = build(ranks=2, rank=0)
+    loader.skip_to(0, 2)
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(1)
+    next(batches)
+    first_read = next(batches)
+    assert first_read.plan.witness
+
+
 def test_collate_function_must_name_its_entries():
     loader = build()
     tuples = RegroupingDataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=tuple)
