@@ -291,8 +291,8 @@ class _Cut(NamedTuple):
     order_by: np.ndarray
     """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots it may be
     only the cost in the vision encoder, or only all other cost."""
-    ranks: np.ndarray
-    """Rank of each microbatch, int64 (K + dummies,)."""
+    ranks: np.ndarray | None
+    """Rank of each microbatch, int64 (K + dummies,). None with step slots, where only the best cut gets ranks."""
 
 
 class _CutSearch:
@@ -342,11 +342,14 @@ class _CutSearch:
     def ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first, or in the order of step slots."""
         best = self._best()
+        rank_of_microbatch = best.ranks
+        if rank_of_microbatch is None:  # with step slots
+            rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
         for k in np.argsort(-best.order_by, kind='stable').tolist():
-            ranks[best.ranks[k]].append(microbatches[k])
+            ranks[rank_of_microbatch[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
@@ -384,6 +387,7 @@ class _CutSearch:
         if not self._in_slots:
             # After rebalancing another cut may be the best. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
+                assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)
@@ -467,8 +471,6 @@ class _CutSearch:
             vision = np.append(vision_of_microbatches, [vision_of_dummy] * num_dummies)
             text = costs - vision
             order_by, time = best_slot_order(text, vision, self._num_ranks)
-            ranks = assign_slots(order_by, self._num_ranks)
-        else:
-            order_by = costs
-            ranks, time = assign_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, order_by, ranks)
+            return _Cut(time, bounds, costs, order_by, None)
+        ranks, time = assign_longest_first(costs, self._num_ranks)
+        return _Cut(time, bounds, costs, costs, ranks)
