@@ -75,8 +75,9 @@ def _sources() -> dict[Path, Path]:
     In a checkout the files lie beside the package. From a wheel they come to ``share``, below the prefix of the
     environment, which is some folder above the package.
     """
-    # The path is not resolved: an installer may link the package to a cache (`uv --link-mode=symlink`).
-    for parent in Path(__file__).absolute().parents:
+    module = Path(__file__)
+    # First the place where it is installed, because an installer may link each file to a cache.
+    for parent in (*module.absolute().parents, *module.resolve().parents):
         for folder in (parent, parent / INSTALLED):
             if (folder / 'yamls' / 'llava_json.yaml').exists():
                 return _files_in(folder)

@@ -77,7 +77,7 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        checked_shares = _checked_rates('shares', shares, len(sizes))
+        checked_shares = _checked_rates('shares', shares, len(sizes), highest=1e15)  # perhaps numbers of tokens
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -130,8 +130,8 @@ def _checked_rates(
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
         raise InvalidInputError(
-            f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}. Leave out a dataset that '
-            'shall not be read.'
+            f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}. Leave out a dataset with '
+            '0, and lower numbers that are too large.'
         )
     return rates
 

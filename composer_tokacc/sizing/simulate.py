@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
@@ -63,10 +63,12 @@ def draw_batches(
 
     At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
     """
+    check_count('num_samples', num_samples)
+    check_count('global_batch_size', global_batch_size)
     size = min(global_batch_size, num_samples)
     num_batches = min(num_batches, num_samples // size)
     order = permutation(num_samples, seed)  # as in the first epoch of a run
-    return np.split(order[: num_batches * size], num_batches)
+    return [order[first : first + size] for first in range(0, num_batches * size, size)]
 
 
 def simulate_steps(
