@@ -132,8 +132,8 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
-            f'`documents` must number those of a packed row, of shape {tuple(text.shape)} as `input_ids`, got: '
-            f'{numbers_by_row} of shape {tuple(documents.shape)}.'
+            f'`documents` must be integers in the shape of `input_ids`, {tuple(text.shape)}, and some row must have at '
+            f'least two documents, got: the documents {numbers_by_row} in the shape {tuple(documents.shape)}.'
         )
     documents_of_rows = []
     for row, numbers in enumerate(numbers_by_row):
