@@ -107,7 +107,7 @@ def verify_isolation(
     models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
     if not models:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    outermost: Any = models[0]  # its parts have the method too
+    outermost: Any = models[0]  # modules inside of it may have the method, too
     embedding = outermost.get_input_embeddings()
     documents_of_rows = _documents_of_rows(torch.as_tensor(documents), text_of(packed))
     inputs = dict(packed)
@@ -156,23 +156,19 @@ def _leaks_of_gradient(
     documents: Sequence[_Document],
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
-    # Outputs of the embedding, one for each call, from which the graph starts. Gradients are taken by the first one.
-    # A leak through a later call shows only in `_leaks_of_ids`.
+    # The embeddings that the model gets, one tensor for each call of its embedding. If a model calls it several times,
+    # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(
-        module: torch.nn.Module,
-        args: object,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
+    def start_graph(embeddings: torch.Tensor) -> torch.Tensor:
+        embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
 
     embeds = inputs.get('inputs_embeds')
     if isinstance(embeds, torch.Tensor):
         # The model does not call its embedding, so the hook would not run.
-        inputs = {**inputs, 'inputs_embeds': start_graph(embedding, (), embeds)}
-    with embedding.register_forward_hook(start_graph):
+        inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
+    with embedding.register_forward_hook(lambda module, args, output: start_graph(output)):
         logits = _logits(model, inputs)
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
