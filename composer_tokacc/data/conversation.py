@@ -55,8 +55,8 @@ PROCESSOR_PARTS = {
     'video': ('video_processor',),
     'audio': ('feature_extractor', 'audio_processor'),
 }
-"""By modality: names of the attribute of a processor whose value turns media of this modality into tensors. If it has
-both, the second is used, as in Transformers."""
+"""For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
+tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 """Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
@@ -127,7 +127,7 @@ class ConversationEncoder:
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
-        """Of ``<image>``, ``<video>`` and ``<audio>``."""
+        """Those of ``<image>``, ``<video>`` and ``<audio>`` that are in the vocabulary."""
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
