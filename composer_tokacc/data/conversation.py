@@ -320,7 +320,7 @@ class ConversationEncoder:
             if turn.role not in ROLES_WITH_MEDIA:
                 self._check_tags(record, turn.text)
             for placeholder in turn.placeholders:
-                modality = placeholder[1]
+                modality = placeholder.group(1)  # the text between `<` and `>`
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
