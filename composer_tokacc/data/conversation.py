@@ -329,7 +329,8 @@ class ConversationEncoder:
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
                     )
-        self.control.check(record)  # last, because it warns once, which should be of a record that is read
+        # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
+        self.control.check(record)
 
     def _check_tags(self, record: Record, text: str) -> None:
         """Refuses a text with a tag such as ``<image>`` if the tokenizer would encode it as the token of a medium."""
