@@ -470,11 +470,15 @@ class ConversationEncoder:
             arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
 
     def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
-        """Refuses a video with an image or another video, if the processor joins them into one tensor (SmolVLM)."""
+        """Refuses a video with an image or another video, if the processor joins their pixels wrongly (SmolVLM).
+
+        SmolVLM's processor writes all into one row ``(1, images and frames, 3, height, width)``. InternVL's joins
+        pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
+        """
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
             return
-        if encoded['pixel_values'].dim() == 5:  # (1, images and frames, 3, height, width)
+        if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
             raise InvalidInputError(
                 f'{name} takes one video in a conversation, and no image with it. Split the conversation'
