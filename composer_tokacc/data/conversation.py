@@ -587,19 +587,17 @@ class ConversationEncoder:
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
             # If the media have added no such token, the k-th of the text is the k-th in `input_ids`.
-            is_found = len(places_in_text) == len(places_in_ids)
-            if is_found:
+            if len(places_in_text) == len(places_in_ids):
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
-                is_found = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
-                spans.append((expanded_start, expanded_end))
-            if not is_found:
-                answer_text = rendered.text[answer.start : answer.end]
-                name = type(self.processor).__name__
-                raise InvalidInputError(
-                    f'`processor` must expand only placeholders, but {name} writes other tokens for '
-                    f'{answer_text[:200]!r}.'
-                )
+                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+                    spans.append((expanded_start, expanded_end))
+                    continue
+            answer_text = rendered.text[answer.start : answer.end]
+            name = type(self.processor).__name__
+            raise InvalidInputError(
+                f'`processor` must expand only placeholders, but {name} writes other tokens for {answer_text[:200]!r}.'
+            )
         return spans
 
 
