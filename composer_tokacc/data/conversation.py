@@ -652,10 +652,10 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-
-    Args:
-        extractor: The feature extractor. With None (no audio), and if it has no such length, the result is None.
+    Returns None if the extractor has no such length, or is None because the processor takes no audio.
     """
+    if extractor is None:
+        return None
     windows = [getattr(extractor, 'n_samples', None)]
     parameters = inspect.signature(type(extractor).__call__).parameters
     if 'max_length' in parameters:
