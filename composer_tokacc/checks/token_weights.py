@@ -386,16 +386,19 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
-    """Returns the logits in the outputs of a module. Only the whole model (``is_outer``) may return them unnamed."""
-    if is_outer and isinstance(outputs, (tuple, list)):
-        for entry in outputs:
-            logits = logits_of(entry)
-            if logits is not None:
-                return logits
-        return None
-    if not is_outer and isinstance(outputs, Tensor):
-        return None
-    return logits_of(outputs)
+    """Returns the logits in the outputs of a module.
+
+    If the module is a part of the model, its logits need the name ``logits``, because its other tensors may be hidden
+    states. The whole model (``is_outer``) may also return them without a name, by themselves or in a tuple.
+    """
+    if not is_outer:
+        return None if isinstance(outputs, Tensor) else logits_of(outputs)
+    entries = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    for entry in entries:
+        logits = logits_of(entry)
+        if logits is not None:
+            return logits
+    return None
 
 
 def _num_labels(batch: Any) -> Tensor | None:
