@@ -404,9 +404,9 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _num_labels(batch: Any) -> Tensor | None:
     """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
-    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch whose only label is the one that
-    :func:`.with_one_label` writes has none, because the loss of this label is multiplied by 0. A user's own label that
-    is equal to it cannot be told apart.
+    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch without labels may have got one
+    by :func:`.with_one_label`. This label does not count, because its loss is multiplied by 0. A user's only label, if
+    it has the same place and id, cannot be told apart from it.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -416,6 +416,7 @@ def _num_labels(batch: Any) -> Tensor | None:
     if not isinstance(batch.get('attention_mask'), Tensor):  # some models take other objects as masks
         batch = {**batch, 'attention_mask': None}
     num_labels = counted_tokens(batch, 'causal_attended').sum()
+    # If the batch has this label, writing it again changes nothing.
     has_written_label = (labels == with_one_label(batch)['labels']).all()
     is_empty = (num_labels == 1) & has_written_label
     return num_labels.masked_fill(is_empty, 0)
