@@ -293,10 +293,10 @@ class TokenWeightsReport:
         """Measures a gradient of logits and does not change it. It is a hook at the node that made the logits.
 
         Args:
-            gradients: The gradients by all outputs of the node.
+            gradients: The gradients with respect to all outputs of the node.
             logits: The logits. Not used with a mask.
-            mask: None: the gradient is by logits. Else it is by log-probabilities of labels, and this bool tensor in
-                their shape says which of them are of real labels.
+            mask: None for a gradient with respect to logits. For one with respect to the log-probabilities of labels: a
+                bool tensor in their shape, False where a label is ignored.
             index: Number of the logits among the outputs.
             forward: The forward that made the logits.
         """
