@@ -61,7 +61,10 @@ class _WatchedForward:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are."""
+        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are.
+
+        Leaves out positions without loss, and weights that could not be measured reliably.
+        """
         reliable_weights = [backward.weights.where(backward.is_reliable, 0) for backward in self.backwards]
         weights = torch.stack(reliable_weights).sum(dim=0)
         return weights[weights != 0]
@@ -209,7 +212,7 @@ class TokenWeightsReport:
             num_left_out += int(is_left_out.sum())
         if num_left_out:
             lines.append(
-                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
+                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that no label explains'
             )
         num_without_gradient = sum(not forward.backwards for forward in self._forwards)
         if num_without_gradient:
