@@ -32,9 +32,9 @@ class Media:
         sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
             tells these numbers.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: For models that write a frame of a video with the placeholder of an image, between two tokens that
-            start and end the video. True: the modality has the placeholders within videos; False: those outside. None:
-            the modality has a placeholder of its own.
+        frames: None if the modality has its own placeholder. Otherwise images and frames of videos have the same one,
+            and two tokens mark the start and the end of each video. Then it is True for videos, which have the
+            placeholders between these tokens, and False for images, which have all others.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
