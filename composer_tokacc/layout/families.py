@@ -103,7 +103,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
-    # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
+    # (rows,) or (rows, width). NaN marks samples without weights. If weights are used, the first of them is refused.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
