@@ -121,18 +121,20 @@ TEXT_ENTRIES: dict[str, Entry] = {
 _IMAGE = Entry(unit='image')
 _VIDEO = Entry(unit='video')
 _AUDIO = Entry(unit='audio')
-# Tensors that several families have: the patches of all items one after the other, with grids that tell their number;
-# clips of videos; images cut into tiles; and audios.
+# The next tables hold tensors that several families have.
+# The patches of all images (videos) one after the other. A grid tells how many patches an image (a video) has.
 _GRIDS = {
     'pixel_values': Entry(unit='patch'),
     'image_grid_thw': _IMAGE,
     'pixel_values_videos': Entry(unit='video_patch'),
     'video_grid_thw': _VIDEO,
 }
+# Videos whose frames are kept together.
 _CLIPS = {
     'pixel_values_videos': _VIDEO,
     'image_sizes_videos': _VIDEO,
 }
+# Images that may be cut into tiles, and clips.
 _TILES_AND_CLIPS = {
     **_CLIPS,
     'pixel_values': _IMAGE,
