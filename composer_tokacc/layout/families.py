@@ -203,10 +203,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
-# placeholders. This is so without TokenAccumulation if a loader has no layout, in verify_invariance without one, in a
-# collator without one, and if callbacks read a pre-split batch. The first family that matches is taken, so a special
-# format stands before the more general ones.
+# Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
+# to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
+# format, and no config names the placeholders. The first family that matches is taken, so a special format stands
+# before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -284,7 +284,7 @@ FAMILIES: tuple[Family, ...] = (
         'one attend to padding images',
         matches=_Format({'aspect_ratio_ids': None}),
     ),
-    # Without it all types are refused, because all slots of a row would be taken for one image.
+    # Without it these models are refused, because all slots of a row would be taken for one image.
     Family(
         name='Idefics',
         model_types=(
