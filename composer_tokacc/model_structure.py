@@ -45,8 +45,8 @@ def media_modules(model: nn.Module) -> list[nn.Module]:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of the language model and of encoders.
 
-    These are the members of the outermost module lists, if they have parameters. Lists within a block, such as its
-    experts, do not count.
+    These are the members of the outermost module lists. Lists within a block, such as its experts, do not count.
+    Members without parameters are left out: FSDP has nothing to shard in them.
     """
     blocks: list[nn.Module] = []
     for child in model.children():
