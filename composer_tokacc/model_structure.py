@@ -29,7 +29,9 @@ MEDIA_MODULES = {
 def transformers_model(model: Any) -> Any:
     """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
     # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
-    return getattr(model, 'model', model) if hasattr(model, 'eval_forward') else model
+    if hasattr(model, 'eval_forward'):
+        return getattr(model, 'model', model)
+    return model
 
 
 def media_modules(model: nn.Module) -> list[nn.Module]:
