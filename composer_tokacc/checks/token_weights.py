@@ -395,8 +395,12 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
     states. The whole model (``is_outer``) may also return them without a name, by themselves or in a tuple.
     """
     if not is_outer:
-        return None if isinstance(outputs, Tensor) else logits_of(outputs)
-    entries = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        if isinstance(outputs, Tensor):
+            return None
+        return logits_of(outputs)
+    entries = [outputs]
+    if isinstance(outputs, (tuple, list)):
+        entries = outputs
     for entry in entries:
         logits = logits_of(entry)
         if logits is not None:
