@@ -149,6 +149,7 @@ def _others(document: _Document, documents: Sequence[_Document]) -> Iterator[_Do
             yield other
 
 
+@torch.enable_grad()
 def _leaks_of_gradient(
     model: torch.nn.Module,
     embedding: torch.nn.Module,

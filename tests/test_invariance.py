@@ -290,6 +290,8 @@ def test_isolation_of_documents(is_wrapped):
     report = verify_isolation(model, packed, documents)
     assert pairs_of(report) == [(0, 1, 0), (0, 2, 0), (0, 2, 1)]
     assert 'row 0: document 1 sees document 0: ' in str(report)
+    with torch.no_grad():
+        assert pairs_of(verify_isolation(model, packed, documents)) == pairs_of(report)
     with pytest.raises(ValueError, match=r'`documents` must be integers'):
         verify_isolation(model, packed, torch.zeros_like(documents))
 
