@@ -87,7 +87,7 @@ def verify_isolation(
     Raises:
         ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
             gives the same rows other logits each time.
-        TypeError: If the model has no input embeddings, or returns no logits.
+        TypeError: If the model has no input embeddings, does not call them, or returns no logits.
 
     Example:
         >>> import torch
@@ -171,6 +171,8 @@ def _leaks_of_gradient(
         inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
     with embedding.register_forward_hook(lambda module, args, output: start_graph(output)):
         logits = _logits(model, inputs)
+    if not embedded:
+        raise TypeError(f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}.')
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)

@@ -308,6 +308,13 @@ def test_isolation_of_embedded_documents():
     assert pairs_of(verify_isolation(model, packed, documents)) == [(0, 1, 0)]
 
 
+def test_isolation_needs_called_embeddings():
+    model = text_model()
+    model.get_input_embeddings = lambda: torch.nn.Embedding(1, 1)
+    with pytest.raises(TypeError, match=r'must call its input embeddings, got: no call of Embedding'):
+        verify_isolation(model, PACKED, DOCUMENTS)
+
+
 class HashedBigrams(torch.nn.Module):
     """Embeds the hash of each token and the token before it.
 
