@@ -87,7 +87,7 @@ def verify_isolation(
     Raises:
         ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
             gives the same rows other logits each time.
-        TypeError: If the model has no input embeddings, or returns no logits.
+        TypeError: If the model has no input embeddings, does not call them, or returns no logits.
 
     Example:
         >>> import torch
@@ -107,7 +107,7 @@ def verify_isolation(
     models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
     if not models:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    outermost: Any = models[0]  # its parts have the method too
+    outermost: Any = models[0]  # modules inside of it may have the method, too
     embedding = outermost.get_input_embeddings()
     documents_of_rows = _documents_of_rows(torch.as_tensor(documents), text_of(packed))
     inputs = dict(packed)
@@ -132,8 +132,8 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != text.shape or most_documents < 2:
         raise InvalidInputError(
-            f'`documents` must number those of a packed row, of shape {tuple(text.shape)} as `input_ids`, got: '
-            f'{numbers_by_row} of shape {tuple(documents.shape)}.'
+            f'`documents` must be integers in the shape of `input_ids`, {tuple(text.shape)}, and some row must have at '
+            f'least two documents, got: the documents {numbers_by_row} in the shape {tuple(documents.shape)}.'
         )
     documents_of_rows = []
     for row, numbers in enumerate(numbers_by_row):
@@ -149,6 +149,7 @@ def _others(document: _Document, documents: Sequence[_Document]) -> Iterator[_Do
             yield other
 
 
+@torch.enable_grad()
 def _leaks_of_gradient(
     model: torch.nn.Module,
     embedding: torch.nn.Module,
@@ -156,24 +157,25 @@ def _leaks_of_gradient(
     documents: Sequence[_Document],
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another one, if not 0."""
-    # Outputs of the embedding, one for each call, from which the graph starts. Gradients are taken by the first one.
-    # A leak through a later call shows only in `_leaks_of_ids`.
+    # The embeddings that the model gets, one tensor for each call of its embedding. If a model calls it several times,
+    # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(
-        module: torch.nn.Module,
-        args: object,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        embedded.append(output.detach().requires_grad_())
+    def start_graph(embeddings: torch.Tensor) -> torch.Tensor:
+        embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
+
+    def replace_output(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        return start_graph(output)
 
     embeds = inputs.get('inputs_embeds')
     if isinstance(embeds, torch.Tensor):
         # The model does not call its embedding, so the hook would not run.
-        inputs = {**inputs, 'inputs_embeds': start_graph(embedding, (), embeds)}
-    with embedding.register_forward_hook(start_graph):
+        inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
+    with embedding.register_forward_hook(replace_output):
         logits = _logits(model, inputs)
+    if not embedded:
+        raise TypeError(f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}.')
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)

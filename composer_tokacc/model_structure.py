@@ -29,7 +29,9 @@ MEDIA_MODULES = {
 def transformers_model(model: Any) -> Any:
     """Returns the Hugging Face model inside of a Composer model, or any other model itself."""
     # Every ComposerModel has `eval_forward`. With isinstance(), Composer would have to be imported.
-    return getattr(model, 'model', model) if hasattr(model, 'eval_forward') else model
+    if hasattr(model, 'eval_forward'):
+        return getattr(model, 'model', model)
+    return model
 
 
 def media_modules(model: nn.Module) -> list[nn.Module]:
@@ -45,8 +47,8 @@ def media_modules(model: nn.Module) -> list[nn.Module]:
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of the language model and of encoders.
 
-    These are the members of the outermost module lists, if they have parameters. Lists within a block, such as its
-    experts, do not count.
+    These are the members of the outermost module lists. Lists within a block, such as its experts, do not count.
+    Members without parameters are left out: FSDP has nothing to shard in them.
     """
     blocks: list[nn.Module] = []
     for child in model.children():

@@ -290,7 +290,9 @@ def test_isolation_of_documents(is_wrapped):
     report = verify_isolation(model, packed, documents)
     assert pairs_of(report) == [(0, 1, 0), (0, 2, 0), (0, 2, 1)]
     assert 'row 0: document 1 sees document 0: ' in str(report)
-    with pytest.raises(ValueError, match=r'`documents` must number'):
+    with torch.no_grad():
+        assert pairs_of(verify_isolation(model, packed, documents)) == pairs_of(report)
+    with pytest.raises(ValueError, match=r'`documents` must be integers'):
         verify_isolation(model, packed, torch.zeros_like(documents))
 
 
@@ -304,6 +306,13 @@ def test_isolation_of_embedded_documents():
     assert verify_isolation(model, packed, documents).is_isolated
     packed['position_ids'] = torch.arange(10)[None]
     assert pairs_of(verify_isolation(model, packed, documents)) == [(0, 1, 0)]
+
+
+def test_isolation_needs_called_embeddings():
+    model = text_model()
+    model.get_input_embeddings = lambda: torch.nn.Embedding(1, 1)
+    with pytest.raises(TypeError, match=r'must call its input embeddings, got: no call of Embedding'):
+        verify_isolation(model, PACKED, DOCUMENTS)
 
 
 class HashedBigrams(torch.nn.Module):

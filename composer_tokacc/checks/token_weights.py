@@ -61,7 +61,10 @@ class _WatchedForward:
 
     @property
     def weights(self) -> Tensor:
-        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are."""
+        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are.
+
+        Leaves out positions without loss, and weights that could not be measured reliably.
+        """
         reliable_weights = [backward.weights.where(backward.is_reliable, 0) for backward in self.backwards]
         weights = torch.stack(reliable_weights).sum(dim=0)
         return weights[weights != 0]
@@ -209,7 +212,7 @@ class TokenWeightsReport:
             num_left_out += int(is_left_out.sum())
         if num_left_out:
             lines.append(
-                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
+                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that no label explains'
             )
         num_without_gradient = sum(not forward.backwards for forward in self._forwards)
         if num_without_gradient:
@@ -293,10 +296,10 @@ class TokenWeightsReport:
         """Measures a gradient of logits and does not change it. It is a hook at the node that made the logits.
 
         Args:
-            gradients: The gradients by all outputs of the node.
+            gradients: The gradients with respect to all outputs of the node.
             logits: The logits. Not used with a mask.
-            mask: None: the gradient is by logits. Else it is by log-probabilities of labels, and this bool tensor in
-                their shape says which of them are of real labels.
+            mask: None for a gradient with respect to logits. For one with respect to the log-probabilities of labels: a
+                bool tensor in their shape, False where a label is ignored.
             index: Number of the logits among the outputs.
             forward: The forward that made the logits.
         """
@@ -386,24 +389,31 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
-    """Returns the logits in the outputs of a module. Only the whole model (``is_outer``) may return them unnamed."""
-    if is_outer and isinstance(outputs, (tuple, list)):
-        for entry in outputs:
-            logits = logits_of(entry)
-            if logits is not None:
-                return logits
-        return None
-    if not is_outer and isinstance(outputs, Tensor):
-        return None
-    return logits_of(outputs)
+    """Returns the logits in the outputs of a module.
+
+    If the module is a part of the model, its logits need the name ``logits``, because its other tensors may be hidden
+    states. The whole model (``is_outer``) may also return them without a name, by themselves or in a tuple.
+    """
+    if not is_outer:
+        if isinstance(outputs, Tensor):
+            return None
+        return logits_of(outputs)
+    entries = [outputs]
+    if isinstance(outputs, (tuple, list)):
+        entries = outputs
+    for entry in entries:
+        logits = logits_of(entry)
+        if logits is not None:
+            return logits
+    return None
 
 
 def _num_labels(batch: Any) -> Tensor | None:
     """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
-    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch whose only label is the one that
-    :func:`.with_one_label` writes has none, because the loss of this label is multiplied by 0. A user's own label that
-    is equal to it cannot be told apart.
+    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch without labels may have got one
+    by :func:`.with_one_label`. This label does not count, because its loss is multiplied by 0. A user's only label, if
+    it has the same place and id, cannot be told apart from it.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -413,6 +423,7 @@ def _num_labels(batch: Any) -> Tensor | None:
     if not isinstance(batch.get('attention_mask'), Tensor):  # some models take other objects as masks
         batch = {**batch, 'attention_mask': None}
     num_labels = counted_tokens(batch, 'causal_attended').sum()
+    # If the batch has this label, writing it again changes nothing.
     has_written_label = (labels == with_one_label(batch)['labels']).all()
     is_empty = (num_labels == 1) & has_written_label
     return num_labels.masked_fill(is_empty, 0)

@@ -55,8 +55,8 @@ PROCESSOR_PARTS = {
     'video': ('video_processor',),
     'audio': ('feature_extractor', 'audio_processor'),
 }
-"""By modality: names of the attribute of a processor whose value turns media of this modality into tensors. If it has
-both, the second is used, as in Transformers."""
+"""For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
+tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 """Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
@@ -127,7 +127,7 @@ class ConversationEncoder:
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
         vocabulary = tokenizer.get_vocab()
         self._tags_that_are_tokens = [tag for tag in PLACEHOLDERS if tag in vocabulary]
-        """Of ``<image>``, ``<video>`` and ``<audio>``."""
+        """Those of ``<image>``, ``<video>`` and ``<audio>`` that are in the vocabulary."""
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
@@ -320,7 +320,7 @@ class ConversationEncoder:
             if turn.role not in ROLES_WITH_MEDIA:
                 self._check_tags(record, turn.text)
             for placeholder in turn.placeholders:
-                modality = placeholder[1]
+                modality = placeholder.group(1)  # the text between `<` and `>`
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
@@ -329,7 +329,8 @@ class ConversationEncoder:
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
                     )
-        self.control.check(record)  # last, because it warns once, which should be of a record that is read
+        # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
+        self.control.check(record)
 
     def _check_tags(self, record: Record, text: str) -> None:
         """Refuses a text with a tag such as ``<image>`` if the tokenizer would encode it as the token of a medium."""
@@ -469,11 +470,15 @@ class ConversationEncoder:
             arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
 
     def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
-        """Refuses a video with an image or another video, if the processor joins them into one tensor (SmolVLM)."""
+        """Refuses a video with an image or another video, if the processor joins their pixels wrongly (SmolVLM).
+
+        SmolVLM's processor writes all into one row ``(1, images and frames, 3, height, width)``. InternVL's joins
+        pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
+        """
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
             return
-        if encoded['pixel_values'].dim() == 5:  # (1, images and frames, 3, height, width)
+        if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
             raise InvalidInputError(
                 f'{name} takes one video in a conversation, and no image with it. Split the conversation'
@@ -582,19 +587,17 @@ class ConversationEncoder:
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
             # If the media have added no such token, the k-th of the text is the k-th in `input_ids`.
-            is_found = len(places_in_text) == len(places_in_ids)
-            if is_found:
+            if len(places_in_text) == len(places_in_ids):
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)
-                is_found = torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end])
-                spans.append((expanded_start, expanded_end))
-            if not is_found:
-                answer_text = rendered.text[answer.start : answer.end]
-                name = type(self.processor).__name__
-                raise InvalidInputError(
-                    f'`processor` must expand only placeholders, but {name} writes other tokens for '
-                    f'{answer_text[:200]!r}.'
-                )
+                if torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+                    spans.append((expanded_start, expanded_end))
+                    continue
+            answer_text = rendered.text[answer.start : answer.end]
+            name = type(self.processor).__name__
+            raise InvalidInputError(
+                f'`processor` must expand only placeholders, but {name} writes other tokens for {answer_text[:200]!r}.'
+            )
         return spans
 
 
@@ -649,10 +652,10 @@ def _window_of(extractor: Any) -> int | None:
     """Returns the length, in audio samples, above which a feature extractor may cut off an audio.
 
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
-
-    Args:
-        extractor: The feature extractor. With None (no audio), and if it has no such length, the result is None.
+    Returns None if the extractor has no such length, or is None because the processor takes no audio.
     """
+    if extractor is None:
+        return None
     windows = [getattr(extractor, 'n_samples', None)]
     parameters = inspect.signature(type(extractor).__call__).parameters
     if 'max_length' in parameters:

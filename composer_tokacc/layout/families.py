@@ -32,9 +32,9 @@ class Media:
         sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
             tells these numbers.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: For models that write a frame of a video with the placeholder of an image, between two tokens that
-            start and end the video. True: the modality has the placeholders within videos; False: those outside. None:
-            the modality has a placeholder of its own.
+        frames: None if the modality has its own placeholder. Otherwise images and frames of videos have the same one,
+            and two tokens mark the start and the end of each video. Then it is True for videos, which have the
+            placeholders between these tokens, and False for images, which have all others.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -103,7 +103,7 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
     'attention_mask': Entry(seq_dims=(1,)),  # BatchLayout.entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
-    # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
+    # (rows,) or (rows, width). NaN marks samples without weights. If weights are used, the first of them is refused.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
@@ -121,18 +121,20 @@ TEXT_ENTRIES: dict[str, Entry] = {
 _IMAGE = Entry(unit='image')
 _VIDEO = Entry(unit='video')
 _AUDIO = Entry(unit='audio')
-# Tensors that several families have: the patches of all items one after the other, with grids that tell their number;
-# clips of videos; images cut into tiles; and audios.
+# The next tables hold tensors that several families have.
+# The patches of all images (videos) one after the other. A grid tells how many patches an image (a video) has.
 _GRIDS = {
     'pixel_values': Entry(unit='patch'),
     'image_grid_thw': _IMAGE,
     'pixel_values_videos': Entry(unit='video_patch'),
     'video_grid_thw': _VIDEO,
 }
+# Videos whose frames are kept together.
 _CLIPS = {
     'pixel_values_videos': _VIDEO,
     'image_sizes_videos': _VIDEO,
 }
+# Images that may be cut into tiles, and clips.
 _TILES_AND_CLIPS = {
     **_CLIPS,
     'pixel_values': _IMAGE,
@@ -201,10 +203,10 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # The comment above each family says why the family is needed. To find out, each family was removed in turn, and tiny
 # models of its types were trained without it.
 #
-# Some are only needed if the model is not known. Then only the keys of a batch tell its format, and no config names the
-# placeholders. This is so without TokenAccumulation if a loader has no layout, in verify_invariance without one, in a
-# collator without one, and if callbacks read a pre-split batch. The first family that matches is taken, so a special
-# format stands before the more general ones.
+# Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
+# to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
+# format, and no config names the placeholders. The first family that matches is taken, so a special format stands
+# before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -282,7 +284,7 @@ FAMILIES: tuple[Family, ...] = (
         'one attend to padding images',
         matches=_Format({'aspect_ratio_ids': None}),
     ),
-    # Without it all types are refused, because all slots of a row would be taken for one image.
+    # Without it these models are refused, because all slots of a row would be taken for one image.
     Family(
         name='Idefics',
         model_types=(
