@@ -429,12 +429,12 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         if facts.has_positions:
             suffix = ', with position_ids'
             suffix_of_padded = suffix
-        # Beyond the limit the rotary embedding depends on the width, or with `position_ids` on the largest position of
-        # the microbatch. Such rows always keep their padding. With `position_ids` it also matters which rows share a
-        # microbatch.
+        # Beyond this limit the rotary embedding depends on the width of the microbatch, so padded rows are never
+        # trimmed. With `position_ids` it depends on the largest position, so on the rows that share the microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
-            # If only some rows are beyond it, the others change with the rows in their microbatch.
+            # Rows within the limit change if they share a microbatch with a row beyond it. So rows of both kinds have a
+            # name of their own.
             rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
             limits[f'{rows} wider than the rotary limit{suffix}'] = ()
     # A row without padding shows nothing about trimming.
