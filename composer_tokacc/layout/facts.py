@@ -447,9 +447,12 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
 def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
-    It has the most items of a row; whether several rows have items; the smallest and the largest size that a row's
-    largest item has, if they differ; and whether microbatches that a loader collates one by one pad items to different
-    sizes.
+    Its five values are:
+
+    - the largest number of items in a row;
+    - whether several rows have items;
+    - two values for the range of :meth:`RowFacts.media_sizes`: the smallest size as its negative, and the largest size;
+    - whether the microbatches of a pre-split batch pad items to different sizes.
     """
     counts: list[int] = []
     sizes: list[float] = []
