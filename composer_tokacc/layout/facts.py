@@ -132,7 +132,7 @@ class RowFacts:
             return [None] * len(self.real)
         media = self.layout.family.media.get(modality, Media())
         is_placeholder = media.placeholders(self.batch, self.layout.config, modality)
-        if is_placeholder is None:
+        if is_placeholder is None:  # nothing tells them, so all items have the size 0
             is_placeholder = torch.zeros_like(self.real)
         sizes: list[float | None] = []
         for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
