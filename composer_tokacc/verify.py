@@ -256,8 +256,9 @@ class _VerifiedRun:
                 'regrouped': partial(self._our_gradients, batch, size, regroup=True),
             }
             for name, gradients in steps.items():
-                is_ours = name != 'stock Composer'
-                yield StepCut(name=name, microbatch_size=size, gradients=gradients, is_held=is_ours)
+                # The error of stock Composer is only shown. It may be over the tolerance.
+                is_held = name != 'stock Composer'
+                yield StepCut(name=name, microbatch_size=size, gradients=gradients, is_held=is_held)
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
