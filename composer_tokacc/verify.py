@@ -238,7 +238,9 @@ class _VerifiedRun:
         reversed_rows = self.rows_of_all_ranks[::-1]
         batch = self.layout.concat(reversed_rows, padding_side=padding)
         if padding == 'left':
-            # A multiple above the width becomes the new width.
+            # On the left, more padding moves the tokens to other columns, so their rotary embedding is rounded in
+            # another way. On the right it moves no token. The rows are widened to the next multiple of
+            # `width_multiple`, which is larger than the width. So this number is the new width.
             batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
