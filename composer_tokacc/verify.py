@@ -311,7 +311,8 @@ class _VerifiedRun:
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
     """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cuts.
 
-    The copy that a rank without a sample gets has no labels, but counts as a row here.
+    If a global batch has fewer samples than ranks, the loader gives some ranks a copy of a sample, without labels. It
+    is a row like any other here.
     """
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
