@@ -68,9 +68,10 @@ class DocumentAttention:
 
     Args:
         model: The model, or a module that contains it.
-        packing: ``'documents'``, or ``'positions'``: the model keeps its plain attention, which finds documents by
-            ``position_ids`` that restart. SDPA and eager attention then make a mask of ``(width, width)`` for a packed
-            row.
+        packing: See ``CutRules.packing``. With ``'documents'``, our attention replaces SDPA and eager attention. With
+            ``'positions'`` the model keeps its plain attention, and SDPA and eager attention make a mask of
+            ``(width, width)`` for a packed row. Flash and flex attention are always kept. Attention that is kept finds
+            documents by ``position_ids`` that restart.
 
     Raises:
         RuntimeError: If the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
@@ -100,8 +101,7 @@ class DocumentAttention:
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
         self.has_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
-        """Whether packed rows have a packed mask. Without one the plain attention finds the documents by
-        ``position_ids`` that restart, as flash and flex attention always do."""
+        """Whether packed rows have a packed mask, because our attention replaces the plain one."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
