@@ -14,8 +14,10 @@ the packed row. Three steps tell the attention where the documents are:
 3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, calls the model's own
    attention function for each document.
 
-Layers with a state or a convolution, and embeddings that look at the mask, receive the packed mask itself. They are
-called once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
+Layers with a state or a convolution, and embeddings that look at the mask, do not use step 2. The model hands them the
+packed mask itself, and they are called once for each document.
+
+The load-balancing loss of a router gets no mask, because packed rows have no padding.
 
 The documents are passed as arguments of the forward, not kept in the model. So a layer that is computed again in the
 backward, or a model that is called twice before its backward, sees the right documents.
