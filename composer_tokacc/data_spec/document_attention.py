@@ -48,8 +48,8 @@ LARGEST_HEAD = 256
 """Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
 """Arguments that :func:`_attend_at_once` lacks, and that the SDPA attention of Transformers does not ignore. SDPA adds
-the first to the scores, and refuses the second. Both ignore further ones, such as ``sliding_window``, because the mask
-says the same."""
+``position_bias`` to the scores, and refuses ``softcap``. Other arguments, such as ``sliding_window``, are ignored by
+SDPA too, because the mask says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
