@@ -313,7 +313,8 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
 
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
-    - attention modules (``is_causal``), which receive :class:`_Documents` and which ``torch.compile`` can compile;
+    - attention modules (``is_causal``). They receive :class:`_Documents`, so they need no call for each document, which
+      would hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """
