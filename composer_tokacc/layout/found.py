@@ -96,8 +96,8 @@ def possible_readings(
         return _readings_by_shape(shape, num_rows, width)
     # The name of the tensor is that of media.
     if shape == (num_rows,):
-        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. The text is
-        # searched for items only while both are possible, because for a batch on a GPU the host would wait.
+        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. If earlier
+        # batches tell which it is, the text is not searched, because for a batch on a GPU the host would wait.
         is_known_column = earlier[:1] == (Reading.ROWS,)
         is_known_media = earlier == (Reading.MEDIA,)
         if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
