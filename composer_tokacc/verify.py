@@ -239,8 +239,7 @@ class _VerifiedRun:
         batch = self.layout.concat(reversed_rows, padding_side=padding)
         if padding == 'left':
             # On the left, more padding moves the tokens to other columns, so their rotary embedding is rounded in
-            # another way. On the right it moves no token. The rows are widened to the next multiple of
-            # `width_multiple`, which is larger than the width. So this number is the new width.
+            # another way. On the right it moves no token. A multiple that is larger than the width is the new width.
             batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
         error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
