@@ -79,21 +79,21 @@ class State:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
         is_replaced = current is not self.value
+        # A number, or no tensor any more. A NaN that was not replaced is not equal to itself.
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             is_equal = type(current) is type(self.value) and bool(current == self.value)
-            return is_replaced and not is_equal  # a NaN that was not replaced is not equal to itself
+            return is_replaced and not is_equal
         has_writes = not is_replaced and num_writes(current) != self.version
+        # A tensor that is too large for a copy.
+        if not isinstance(self.content, Tensor):
+            return is_replaced or has_writes
+        # A parameter. FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts
+        # experts, write a parameter into itself. Neither changes a value.
         if self.is_sampled:
-            # FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts experts, write
-            # a parameter into itself. Neither changes a value.
-            assert isinstance(self.content, Tensor), 'entries of every parameter are copied'
             return has_writes and not _are_equal(_sample_of(current), self.content)
-        if has_writes:
-            return True
-        if not isinstance(self.content, Tensor):  # there is nothing to compare with
-            return is_replaced
-        # `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal one.
-        return not _are_equal(current, self.content)
+        # Any other tensor. `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal
+        # one.
+        return has_writes or not _are_equal(current, self.content)
 
 
 class StateSnapshot:

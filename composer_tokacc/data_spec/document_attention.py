@@ -14,8 +14,10 @@ the packed row. Three steps tell the attention where the documents are:
 3. The layers hand :class:`_Documents` to the attention function. Our function, :func:`_attend`, calls the model's own
    attention function for each document.
 
-Layers with a state or a convolution, and embeddings that look at the mask, receive the packed mask itself. They are
-called once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
+Layers with a state or a convolution, and embeddings that look at the mask, do not use step 2. The model hands them the
+packed mask itself, and they are called once for each document.
+
+The load-balancing loss of a router gets no mask, because packed rows have no padding.
 
 The documents are passed as arguments of the forward, not kept in the model. So a layer that is computed again in the
 backward, or a model that is called twice before its backward, sees the right documents.
@@ -46,8 +48,8 @@ LARGEST_HEAD = 256
 """Largest head size of the kernel for half precision, see :func:`_half_kernel`. It also needs a multiple of 8."""
 UNKNOWN_TO_KERNELS = ('position_bias', 'softcap')
 """Arguments that :func:`_attend_at_once` lacks, and that the SDPA attention of Transformers does not ignore. SDPA adds
-the first to the scores, and refuses the second. Both ignore further ones, such as ``sliding_window``, because the mask
-says the same."""
+``position_bias`` to the scores, and refuses ``softcap``. Other arguments, such as ``sliding_window``, are ignored by
+SDPA too, because the mask says the same."""
 SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
@@ -68,9 +70,10 @@ class DocumentAttention:
 
     Args:
         model: The model, or a module that contains it.
-        packing: ``'documents'``, or ``'positions'``: the model keeps its plain attention, which finds documents by
-            ``position_ids`` that restart. SDPA and eager attention then make a mask of ``(width, width)`` for a packed
-            row.
+        packing: See ``CutRules.packing``. With ``'documents'``, our attention replaces SDPA and eager attention. With
+            ``'positions'`` the model keeps its plain attention, and SDPA and eager attention make a mask of
+            ``(width, width)`` for a packed row. Flash and flex attention are always kept. Attention that is kept finds
+            documents by ``position_ids`` that restart.
 
     Raises:
         RuntimeError: If the text attention does not go through ``AttentionInterface`` or attends in chunks, or if a
@@ -100,8 +103,7 @@ class DocumentAttention:
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
         self.has_masks = self._plain_name in ('sdpa', 'eager') and packing == 'documents'
-        """Whether packed rows have a packed mask. Without one the plain attention finds the documents by
-        ``position_ids`` that restart, as flash and flex attention always do."""
+        """Whether packed rows have a packed mask, because our attention replaces the plain one."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
@@ -311,7 +313,8 @@ def _layers_that_mix(model: nn.Module, states_name: str) -> Iterator[nn.Module]:
 
     They have a state or a convolution, or are embeddings that look at the mask. Left out are:
 
-    - attention modules (``is_causal``), which receive :class:`_Documents` and which ``torch.compile`` can compile;
+    - attention modules (``is_causal``). They receive :class:`_Documents`, so they need no call for each document, which
+      would hide them from ``torch.compile``;
     - decoder layers, which hold an attention module that takes a mask;
     - models, and wrappers of models such as PEFT's, which take ids and a mask, too.
     """

@@ -132,7 +132,7 @@ class RowFacts:
             return [None] * len(self.real)
         media = self.layout.family.media.get(modality, Media())
         is_placeholder = media.placeholders(self.batch, self.layout.config, modality)
-        if is_placeholder is None:
+        if is_placeholder is None:  # nothing tells them, so all items have the size 0
             is_placeholder = torch.zeros_like(self.real)
         sizes: list[float | None] = []
         for runs, num_items in zip(lengths_of_runs(is_placeholder), counts, strict=True):
@@ -397,6 +397,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     has_media = any(media_per_row)
     if has_media and not all(media_per_row):
         limits['rows with and without media'] = ()
+    # Two names, because a model may handle holes in another way if the batch has media. So holes that were seen in text
+    # alone say nothing about holes in a batch with media.
     if has_holes and has_media:
         limits['holes beside media'] = ()
     elif has_holes:
@@ -427,12 +429,12 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
         if facts.has_positions:
             suffix = ', with position_ids'
             suffix_of_padded = suffix
-        # Beyond the limit the rotary embedding depends on the width, or with `position_ids` on the largest position of
-        # the microbatch. Such rows always keep their padding. With `position_ids` it also matters which rows share a
-        # microbatch.
+        # Beyond this limit the rotary embedding depends on the width of the microbatch, so padded rows are never
+        # trimmed. With `position_ids` it depends on the largest position, so on the rows that share the microbatch.
         width_limit = facts.layout.width_limit
         if facts.is_padded and width_limit is not None and facts.width > width_limit:
-            # If only some rows are beyond it, the others change with the rows in their microbatch.
+            # Rows within the limit change if they share a microbatch with a row beyond it. So rows of both kinds have a
+            # name of their own.
             rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
             limits[f'{rows} wider than the rotary limit{suffix}'] = ()
     # A row without padding shows nothing about trimming.
@@ -445,9 +447,12 @@ def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
 def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
     """Returns the limit of a modality's items; None: no row has any.
 
-    It has the most items of a row; whether several rows have items; the smallest and the largest size that a row's
-    largest item has, if they differ; and whether microbatches that a loader collates one by one pad items to different
-    sizes.
+    Its five values are:
+
+    - the largest number of items in a row;
+    - whether several rows have items;
+    - two values for the range of :meth:`RowFacts.media_sizes`: the smallest size as its negative, and the largest size;
+    - whether the microbatches of a pre-split batch pad items to different sizes.
     """
     counts: list[int] = []
     sizes: list[float] = []

@@ -96,17 +96,16 @@ def possible_readings(
         return _readings_by_shape(shape, num_rows, width)
     # The name of the tensor is that of media.
     if shape == (num_rows,):
-        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. Once that
-        # is known, or excluded, the text is not searched, because for a batch on a GPU the host would wait.
-        is_column = earlier[:1] == (Reading.ROWS,)
-        if not is_column and len(earlier) != 1:
-            is_column = not _may_have_items(batch, modality, config, registered)
-        if is_column:
-            return (Reading.ROWS, Reading.MEDIA)
-        return (Reading.MEDIA, Reading.ROWS)
-    # Integers in the shape of the text may be a mask over its tokens.
+        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. If earlier
+        # batches tell which it is, the text is not searched, because for a batch on a GPU the host would wait.
+        is_known_column = earlier[:1] == (Reading.ROWS,)
+        is_known_media = earlier == (Reading.MEDIA,)
+        if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
+            return (Reading.MEDIA, Reading.ROWS)
+        return (Reading.ROWS, Reading.MEDIA)
     if value.is_floating_point() or shape[:2] != (num_rows, width):
         return (Reading.MEDIA,)
+    # Integers in the shape of the text may be a mask over its tokens.
     if _masks_media(batch, value, modality):
         return (Reading.MEDIA, Reading.TEXT)
     return (Reading.TEXT, Reading.MEDIA)
@@ -170,7 +169,7 @@ def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
 def _entry_of_media(batch: Batch, key: str) -> Entry:
     """Returns the ``Entry`` of a tensor of media. Its unit is the modality and the tensor's length: ``'image/12'``.
 
-    The layout reads both from the unit. :func:`entries_per_row` divides the 12 elements among the rows.
+    The layout reads both from the unit. :func:`entries_per_row` divides the 12 entries among the rows.
     """
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
