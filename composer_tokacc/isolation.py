@@ -76,8 +76,8 @@ def verify_isolation(
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
     makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
     experts with a capacity. So each document gets other ids in turn, and the logits of the others must stay the same,
-    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if its documents have fewer
-    than two different ids without a special meaning.
+    except for round-off. Only the gradient is checked if the batch has no ``input_ids``, or if there are fewer than two
+    ids to choose from.
 
     Args:
         model: A Hugging Face model, or a module around one. It is checked in its present mode, training or evaluation.
@@ -116,7 +116,8 @@ def verify_isolation(
     if isinstance(inputs.get('input_ids'), torch.Tensor):
         reserved = _reserved_ids(getattr(outermost, 'config', None))
         # A leak that both functions find keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved) | leaks
+        num_embeddings = getattr(embedding, 'num_embeddings', 0)
+        leaks = _leaks_of_ids(model, inputs, documents_of_rows, reserved, num_embeddings) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
@@ -199,6 +200,7 @@ def _leaks_of_ids(
     inputs: Batch,
     documents: Sequence[_Document],
     reserved: set[int],
+    num_embeddings: int,
 ) -> Leaks:
     """Returns the largest relative change of each document's logits if another document gets other ids.
 
@@ -209,6 +211,7 @@ def _leaks_of_ids(
         inputs: The batch as it is.
         documents: The documents of all rows.
         reserved: Ids with a special meaning.
+        num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
@@ -220,7 +223,7 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved):
+    for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved, num_embeddings):
         logits = _logits(model, {**inputs, 'input_ids': ids})
         for reader in _others(source, documents):
             before = expected[reader.row][reader.positions]
@@ -250,6 +253,7 @@ def _with_other_ids(
     ids: torch.Tensor,
     documents: Sequence[_Document],
     reserved: set[int],
+    num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
     """Yields a document, and a copy of ``ids`` in which only this document has other ids.
 
@@ -261,6 +265,7 @@ def _with_other_ids(
         ids: ``input_ids`` of the batch, ``(rows, width)``.
         documents: The documents of all rows.
         reserved: Ids with a special meaning.
+        num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
     texts = [ids[document.row][document.positions].tolist() for document in documents]
     # If all documents begin (or end) with the same id, it may separate them, even if the config does not name it.
@@ -269,7 +274,7 @@ def _with_other_ids(
     for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
             reserved = reserved | tokens
-    ordinary = ids.new_tensor(sorted(set().union(*texts) - reserved))
+    ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
@@ -280,6 +285,20 @@ def _with_other_ids(
             changed = ids.clone()
             changed[document.row] = torch.where(is_changed, other_ids, row)
             yield document, changed
+
+
+def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
+    """Returns the ids that may be inserted, in ascending order: those of the documents, without the reserved ones.
+
+    If these are fewer than two, the first ids of the vocabulary are added.
+    """
+    ordinary = set().union(*texts) - reserved
+    for token in range(num_embeddings):
+        if len(ordinary) >= 2:
+            break
+        if token not in reserved:
+            ordinary.add(token)
+    return sorted(ordinary)
 
 
 def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:

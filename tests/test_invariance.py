@@ -402,6 +402,13 @@ def test_capped_experts_leak_without_gradient():
         assert reader > source, 'experts fill up from the left'
 
 
+def test_leak_between_documents_of_one_id():
+    ids = torch.tensor([[1, 9, 9, 9, 2] * 2])
+    packed = {'input_ids': ids, 'position_ids': torch.arange(5).repeat(2)[None]}
+    documents = torch.arange(2).repeat_interleave(5)[None]
+    assert verify_isolation(CappedExperts(capacity=3), packed, documents).leaks
+
+
 @pytest.mark.parametrize(
     'make_model',
     [

@@ -165,8 +165,9 @@ class TokenWeightsReport:
         Args:
             ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
         """
-        is_equal = (ratios - 1).abs() <= self.known_to  # False for NaN
-        unequal = (~is_equal).nonzero().flatten()
+        # NaN in one weight makes `known_to` NaN. Then only the tokens without a number are unequal.
+        is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
+        unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'

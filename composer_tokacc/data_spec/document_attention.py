@@ -107,15 +107,19 @@ class DocumentAttention:
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
-            # undo() leaves these changes in place. They act only on packed masks, and copies of the model share them.
-            _call_layers_by_document(model)
-            _balance_routers_without_mask(submodels)
-        self._check_convolutions()
-        # From here on undo() takes the changes back.
-        if self.has_masks:
+            # First, because it refuses a model without AttentionInterface, whose classes must stay as they are.
             self._register()
         self._cached_configs: list[Any] = []
         self._switch_off_cache()
+        if self.has_masks:
+            # undo() leaves these changes in place. They act only on packed masks, and copies of the model share them.
+            _call_layers_by_document(model)
+            _balance_routers_without_mask(submodels)
+        try:
+            self._check_convolutions()
+        except NotExactError:
+            self.undo()
+            raise
 
     def _switch_off_cache(self) -> None:
         """Switches off the cache of keys and values in the configs of the text models.
