@@ -59,8 +59,8 @@ class ReductionWatch:
             and not is_coupled
             and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether ranks wait for each other only where DDP reduces. If it reduces only in the last microbatch of a
-        step, one rank may then have more microbatches than another."""
+        """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
+        microbatch of a step, ranks may have unequal numbers of microbatches."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
