@@ -65,8 +65,8 @@ class ReductionWatch:
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
         self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # The parameters that are watched in the next backward, each with a pair of numbers that changes if the backward
-        # reaches it. Under DDP they are those that it waits for, under FSDP2 all that it shards.
+        # The parameters to watch in the next backward: under DDP those that it waits for, under FSDP2 all that it
+        # shards. Each has its state before the backward, which changes if the backward reaches it.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
         self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
@@ -112,7 +112,7 @@ class ReductionWatch:
             )
 
     def _note_states(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Notes the gradients of parameters, to see whether the next backward reaches them."""
+        """Notes the states of the gradients, so that :meth:`end_microbatch` sees which the backward has written."""
         self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
 
     def end_microbatch(self) -> None:
