@@ -129,7 +129,8 @@ class ReductionWatch:
             return
         if all(is_reached):
             return
-        # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all.
+        # DDP may have found the other parameters itself. If the backward has reached no parameter at all, is_reduced()
+        # returns True, because DDP has not started to reduce.
         if is_reduced(self._ddp) and any(is_reached):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
