@@ -144,9 +144,11 @@ class ReductionWatch:
     def check_gradients(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.
 
-        If DDP still waits for a gradient, it would itself raise only at the next forward. FSDP2 reduces only the
-        gradients that a rank has, one behind the other. If another rank has gradients of other parameters, and they are
-        as large by chance, it adds up gradients of different parameters without an error. Then all ranks raise.
+        If DDP still waits for a gradient, DDP itself would raise only at the next forward.
+
+        FSDP2 joins the gradients that a rank has to one tensor, and sums these tensors over the ranks. If two ranks
+        have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the gradients
+        of different parameters without an error. Here all ranks raise in this case.
         """
         if self._ddp is not None and not is_reduced(self._ddp):
             raise NotExactError(
