@@ -170,8 +170,9 @@ class ReductionWatch:
     def complete_for_composer(self) -> None:
         """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.
 
-        Called after the backward of the last microbatch. By its strategy ``forced_sync`` Composer then reduces the
-        gradients that are not None, one after the other. So all ranks must have gradients for the same parameters.
+        Called after the backward of the last microbatch. With ``ddp_sync_strategy='forced_sync'`` Composer then reduces
+        one gradient after the other, and leaves out those that are None. So all ranks must have gradients of the same
+        parameters. Composer also reduces those that DDP ignores.
         """
         if self._ddp is None:
             return
