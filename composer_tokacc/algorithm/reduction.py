@@ -195,10 +195,12 @@ class ReductionWatch:
 
 
 def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP shards some parameters of the model, trained or not, but leaves out a trained one.
+    """Raises RuntimeError if FSDP shards a part of the model, but leaves out a trained parameter.
 
-    Each rank would train its own copy of it. A single rank may leave it out.
+    Each rank would train its own copy of this parameter. On a single rank there is nothing to check.
     """
+    if get_world_size() == 1:
+        return
     sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for unit in fsdp_units(model):
         if not isinstance(unit, FSDPModule):  # the parameters of FSDP1 are no DTensors
@@ -207,7 +209,7 @@ def check_sharding(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in sharded:
             left_out.append(name)
-    if sharded and left_out and get_world_size() > 1:
+    if sharded and left_out:
         raise NotExactError(
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
             f'{left_out[:3]}. Composer wraps the children of a ComposerModel. Move these parameters into a child '
