@@ -220,9 +220,9 @@ def check_sharding(model: torch.nn.Module) -> None:
 def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
-    FSDP2 asks the backend for the mean over the ranks. gloo of torch 2.7, which CPUs use, gives it the sum. So FSDP2
-    reduces the gradient of a weight here, whose gradient is 1 on each rank. This is not known for a ``reduce_dtype`` of
-    float16, for which FSDP2 itself divides.
+    FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. To find out,
+    FSDP2 reduces a gradient here that is 1 on each rank. The result does not hold for a ``reduce_dtype`` of float16,
+    because FSDP2 then divides by itself.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':
