@@ -129,8 +129,8 @@ class ReductionWatch:
             return
         if all(is_reached):
             return
-        # DDP may have found the other parameters itself. If the backward has reached no parameter at all, is_reduced()
-        # returns True, because DDP has not started to reduce.
+        # If DDP has reduced, it waits for nothing. But is_reduced() also returns True if the backward has reached no
+        # parameter at all, because DDP then has not begun to reduce.
         if is_reduced(self._ddp) and any(is_reached):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
@@ -146,9 +146,9 @@ class ReductionWatch:
 
         If DDP still waits for a gradient, DDP itself would raise only at the next forward.
 
-        FSDP2 joins the gradients that a rank has to one tensor, and sums these tensors over the ranks. If two ranks
-        have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the gradients
-        of different parameters without an error. Here all ranks raise in this case.
+        FSDP2 joins the gradients that a rank has in a unit to one tensor, and sums these tensors over the ranks. If two
+        ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
+        gradients of different parameters without an error. In this case all ranks raise here.
         """
         if self._ddp is not None and not is_reduced(self._ddp):
             raise NotExactError(
