@@ -151,7 +151,7 @@ class MicrobatchRecord:
         self,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float | None,
+        plain_token_weight: float | None,
         *,
         batch: Batch,
         measures_all: bool,
@@ -162,7 +162,7 @@ class MicrobatchRecord:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``, see
                 :class:`.LabelledPositions`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
-            unit: The weight of a token whose relative weight is 1. None: tokens are not measured.
+            plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured.
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
             measures_all: Whether to measure all tokens, or only some.
         """
@@ -171,7 +171,7 @@ class MicrobatchRecord:
             batch=batch,
             logits=logits.detach(),  # a graph whose hook holds its own logits is never freed
             weights=weights,
-            unit=unit,
+            plain_token_weight=plain_token_weight,
             measures_all=measures_all,
         )
         on_gradient(logits, measure_tokens)
@@ -193,12 +193,12 @@ class MicrobatchRecord:
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float | None,
+        plain_token_weight: float | None,
         measures_all: bool,
     ) -> None:
         """Measures tokens by the gradient by the logits. It is the hook of :meth:`watch`, which has its arguments."""
         self.was_reached = True
-        if unit is None:
+        if plain_token_weight is None:
             return
         # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
@@ -214,7 +214,8 @@ class MicrobatchRecord:
             if weights is not None:
                 weights = _at(self.measured_positions, weights)
         measured = measure(logits, gradient, targets)
-        self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
+        relative_weights = 1.0 if weights is None else weights
+        self.deviations = measured.deviations(plain_token_weight, relative_weights).flatten()
 
     def _sampled_numbers(self) -> range:
         """Returns the numbers of the tokens to measure, from 1: every n-th token, from a random first one on.
