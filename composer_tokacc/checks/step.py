@@ -55,10 +55,10 @@ GENERATOR = random.Random(0)
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
-    In the first step these are all tokens. In each later step they are some tokens of one microbatch, and of every
-    microbatch with a label that counts for the first time. In one of 64 draws they are all tokens of the microbatch. In
-    each step it is the turn of another place. A step with fewer microbatches than the step before may have none there,
-    and then only new labels are measured.
+    In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
+    counts for the first time, and one more. Its place in the step moves on by one from step to step. If the step has no
+    microbatch at this place, because it has fewer than the step before, none more is chosen. In a chosen microbatch
+    some tokens are measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
