@@ -200,7 +200,8 @@ class MicrobatchRecord:
         self.was_reached = True
         if plain_token_weight is None:
             return
-        # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
+        # The types differ if the model has converted its logits to another type and the hook is before the conversion.
+        # The finer of the two holds numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
