@@ -205,8 +205,8 @@ class MicrobatchRecord:
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
-            # The running count of tokens: a token has its own number, from 1, and any other position the number of the
-            # last token before it.
+            # The number of tokens up to each position. At a token it is the token's own number, from 1, by which
+            # places_of() finds the position.
             running_count = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
             self.measured_positions = places_of(running_count, self._sampled_numbers())
             logits = _at(self.measured_positions, logits)
@@ -244,7 +244,10 @@ class MicrobatchRecord:
 
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:
-    """Returns values ``(rows, width, ...)`` at some positions, as one row."""
+    """Returns values ``(rows, width, ...)`` at some positions, as one row.
+
+    With tensor parallelism each rank holds a part of the vocabulary. Here it gets all of it.
+    """
     return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
