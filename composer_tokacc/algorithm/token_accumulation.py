@@ -379,8 +379,6 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            # Composer deep-copies every microbatch, but only metrics of training read the copies. Without metrics
-            # CountingDataSpec saves the copy. A function, because metrics may be added late.
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,

@@ -264,10 +264,13 @@ class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
-    # Whether metrics of training read a copy of each microbatch. A function, because a callback may add metrics late.
+    # Tells the split whether Composer must copy each microbatch, because metrics of training read the copies. It is a
+    # function, because a callback may add metrics after BATCH_START.
     copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
-    facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; empty if rows cannot be told apart
+    # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty if the entries
+    # of the batch cannot be divided among its rows.
+    facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
