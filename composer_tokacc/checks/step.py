@@ -323,9 +323,10 @@ def _check_reached(step: Step) -> None:
 
 
 def _read_from_device(step: Step) -> None:
-    """Fills in ``observed`` of all microbatches. Composer reads the loss at this point and waits for the device anyway.
+    """Fills in ``observed`` of all microbatches.
 
-    All numbers are read at once, because each reading would wait.
+    Each reading waits for the device, so all numbers are read at once. This costs little time here, because Composer
+    waits for the device at this point anyway, to read the loss.
     """
     values_of_records = []
     for record in step.microbatches:
