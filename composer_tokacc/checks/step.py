@@ -392,7 +392,7 @@ def _check_factors(step: Step) -> None:
         if 'factor' in record.observed:
             factors.append(record.observed['factor'] / step.gradient_scale)
     if not factors and step.counts.loss_tokens == 0:
-        return  # nothing required a gradient
+        return  # no loss of the step required a gradient, so no hook has noted a factor
     expected = [record.composers_weight for record in step.microbatches]
     # The weight of a microbatch without samples is 0, which has no relative error.
     if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
@@ -407,8 +407,9 @@ def _check_factors(step: Step) -> None:
 def _check_tokens(step: Step) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-    The first step whose tokens have weight notes in ``step.has_bypass`` whether the loss has terms that are not made of
-    the logits. The algorithm gives this note to later steps, which are compared with it.
+    A bypass is a part of the loss that is not made of the logits. The first step with a weight notes in
+    ``step.has_bypass`` whether its loss has one. The algorithm passes this on to later steps. If there was none at
+    first, a later bypass is a new term.
     """
     for record in step.with_weight:
         if record.has_bypass and step.has_bypass is False:
