@@ -264,12 +264,12 @@ class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
-    # Tells the split whether Composer must copy each microbatch, because metrics of training read the copies. It is a
-    # function, because a callback may add metrics after BATCH_START.
+    # Tells CountingDataSpec whether Composer must copy each microbatch, because metrics of training read the copies. It
+    # is a function, because a callback may add metrics after BATCH_START.
     copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
-    # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty if the entries
-    # of the batch cannot be divided among its rows.
+    # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty without a
+    # layout, that is, if it is not known how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
