@@ -142,7 +142,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._num_read = 0  # batches that were read from the loader since it was last iterated from its start
+        self._num_read = 0  # batches of the loader's epoch so far, also those before the place where it was resumed
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
@@ -279,13 +279,17 @@ class TokenAccumulation(Algorithm):
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
 
-        ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
-        checkpoint or from the last fit, but the loader is read from its start.
+        The number tells which samples of the batch are repeated, and which batch of a plan it is. It is not
+        ``timestamp.batch_in_epoch``, which with ``Trainer(spin_dataloaders=False)`` goes on from the checkpoint or from
+        the last fit, although the loader is read from its start.
         """
         self._num_read += 1
 
     def _iteration_end(self, state: State) -> None:
-        """Begins to count again. An iteration of so many tokens may end within an epoch. Then the loader restarts."""
+        """Counts from 0 again, because Composer restarts the loader.
+
+        An iteration whose length is in tokens may end within an epoch.
+        """
         self._num_read = 0
 
     def _epoch_end(self, state: State) -> None:
