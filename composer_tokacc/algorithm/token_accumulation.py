@@ -356,7 +356,8 @@ class TokenAccumulation(Algorithm):
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
+        # Not due in the first step, because prove() has just seen its rows. Due if a rank has new rows, and in steps
+        # 16, 32, 64 and so on, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
