@@ -372,7 +372,10 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps += run.is_step_empty
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
-        """Adds the counts of its rows to the batch, and returns the record of the step."""
+        """Adds the counts of its rows to the batch, and returns the record of the step.
+
+        A row that repeats a sample of another rank is first marked as 0 samples. Counting keeps this mark.
+        """
         run = self._run
         batch: Batch = state.batch
         if num_repeated(state.dataloader, batch_index, num_rows(batch)):
