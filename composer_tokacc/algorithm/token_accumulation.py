@@ -442,8 +442,9 @@ class TokenAccumulation(Algorithm):
         """Begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
-        # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
-        # a reduction before the last microbatch could wait forever.
+        # If ranks have unequal numbers of microbatches, a rank that reduces before its last microbatch may wait forever
+        # for a rank that has no such microbatch. The split makes unequal numbers if DDP reduced only once in earlier
+        # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
