@@ -511,7 +511,8 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Gives the loss of a microbatch without media a gradient if it has none, because the backward would raise.
 
-        It has none if only an encoder of media is trained.
+        It has none if only an encoder of media is trained. If a microbatch with media has none, something is wrong, and
+        the backward should raise.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
