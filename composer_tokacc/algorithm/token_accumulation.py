@@ -553,7 +553,7 @@ class TokenAccumulation(Algorithm):
         _check_added_rows(state.loss, microbatch.outputs, record, run.terms)
         self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
         microbatch.raw_loss = state.loss
-        if isinstance(state.loss, SplitLoss):
+        if isinstance(state.loss, SplitLoss):  # callbacks get one number again, as the model returned it
             microbatch.raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
@@ -585,7 +585,7 @@ class TokenAccumulation(Algorithm):
         record = microbatch.record
         num_tokens = record.counts.loss_tokens
         if step.is_weighted and num_tokens:
-            # The mean of equal weights, because the weights are applied below.
+            # Here the loss is still the plain mean. _weigh_mean() changes it below.
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
