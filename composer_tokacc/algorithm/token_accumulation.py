@@ -593,8 +593,8 @@ class TokenAccumulation(Algorithm):
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
-        # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
-        # then refuses the step.
+        # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
+        # refuses the step, because no gradient has come to the logits of this record.
         if logits is None or logits.grad_fn is None:
             return
         at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
