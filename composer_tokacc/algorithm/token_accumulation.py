@@ -614,13 +614,15 @@ class TokenAccumulation(Algorithm):
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
         """Returns the weight in the backward of a token whose relative weight is 1; None: tokens are not measured.
 
-        They are measured only if the loss is one mean over tokens, because other terms may also use the logits.
+        They are measured only if the loss is one mean over tokens (no ``loss_units``, or one term), because several
+        terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
         scale = run.check.token_scale  # measured by the first-batch check: 1 for a mean of cross-entropies
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
+        # LossTerms.scaled() divides the gradient of the loss by `excess_of_reduction`.
         return scale * weight_of_mean * run.step.gradient_scale / num_tokens / run.excess_of_reduction
 
     def _weigh_mean(
