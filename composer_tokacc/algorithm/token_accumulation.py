@@ -638,11 +638,13 @@ class TokenAccumulation(Algorithm):
         """
         rule = record.counts.rule
         num_tokens = record.counts.loss_tokens
-        # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
+        # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
+        # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
         relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(relative, rule)
         weigh_tokens(logits, weights)
-        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
+        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here, by a number without
+        # a gradient.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
         losses = token_losses_at(logits, positions, targets)
