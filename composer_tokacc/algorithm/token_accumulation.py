@@ -703,9 +703,9 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # Its means over tokens have a gradient of 0. Other terms (boxes, a router) may have another one, which is
-            # dropped, because the loss of one forward over the whole batch would be NaN. Gradients become None, so that
-            # the optimizer neither decays weights nor moves by its momentum.
+            # One forward over the whole batch would have the loss NaN, so the step must change no weight. Terms that
+            # are no means over tokens, such as a router's, may have a gradient. It is dropped. Gradients become None,
+            # not 0, so that the optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
