@@ -779,8 +779,8 @@ class CurrentMicrobatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # If nobody has changed the entry that the model got, the original comes back. For a hidden entry both sides
-            # are None, unless somebody has added one of this name.
+            # If nobody has changed the entry that the model got, the original comes back. The model did not get a
+            # hidden entry, so it is missing in both, and comes back unless somebody has added one of this name.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
