@@ -812,10 +812,13 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a dummy row or a repeated sample has a gradient in a term that is no mean over tokens."""
+    """Raises RuntimeError if an added row has a gradient in a term that is no mean over tokens.
+
+    Added rows are dummy rows and repeated samples. They have no labels, so means over tokens leave them out.
+    """
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
-    # If all rows are added ones, all terms are multiplied by 0.
+    # If all rows are added ones, _scales_of() multiplies all terms by 0.
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
