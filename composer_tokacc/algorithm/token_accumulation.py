@@ -867,9 +867,11 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and to its total."""
+    """Returns the loss with a number added to its first mean over tokens, and to its total, if it has one.
+
+    Composer takes the gradient of the total. terms_of() does not return the total, but changed() changes it, too.
+    """
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    # Composer takes only the gradient of a total, if there is one. terms_of() leaves the total out.
     changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:
