@@ -33,9 +33,9 @@ class RegroupingDataLoader(DataLoader):
 
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - ``batch_size``, from which Composer derives its first microbatch size, is the fixed number
-      ``global_batch_size / num_replicas``. A schedule counts with its largest size, ``global_batch_tokens`` with the
-      mean number of samples.
+    - ``batch_size``, from which Composer derives its first microbatch size, is ``global_batch_size / num_replicas``. It
+      does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
+      ``global_batch_tokens``, from the mean number of samples.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
     - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read.
       Iterating draws no random numbers of the run.
