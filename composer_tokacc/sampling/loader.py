@@ -37,8 +37,8 @@ class RegroupingDataLoader(DataLoader):
       does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
       ``global_batch_tokens``, from the mean number of samples.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
-    - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read.
-      Iterating draws no random numbers of the run.
+    - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read,
+      unless you give a ``generator``. Iterating draws no random numbers of the run.
     - Batches that a resumed run discards are not read, see :meth:`skip_to`.
     - On several ranks, every rank reads the same two samples together with its first batch. If they differ, because the
       datasets list the samples in different orders, the first step is refused.
@@ -76,7 +76,7 @@ class RegroupingDataLoader(DataLoader):
             )
         self._sampler = batch_sampler
         self._generator = torch.Generator()
-        kwargs.setdefault('generator', self._generator)
+        kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
         # The dataset returns collated batches, so nothing is left to collate. Only batches that must be pinned are
         # wrapped, and `__iter__` unwraps them. To skip batches, accelerate copies the attributes of this loader to a
