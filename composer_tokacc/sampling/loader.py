@@ -78,9 +78,10 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so nothing is left to collate. Only batches that must be pinned are
-        # wrapped, and `__iter__` unwraps them. To skip batches, accelerate copies the attributes of this loader to a
-        # plain DataLoader, which unwraps nothing. So accelerate cannot skip batches with `pin_memory`.
+        # The dataset returns collated batches, so nothing is left to collate. Batches that must be pinned are wrapped
+        # (see _BatchToPin), and `__iter__` unwraps them. Other batches are not wrapped, because accelerate, to skip
+        # batches, makes a plain DataLoader with the attributes of this one, and that unwraps nothing. So accelerate
+        # cannot skip batches with `pin_memory`.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         keep_from_accelerate(self)
