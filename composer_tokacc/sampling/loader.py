@@ -119,8 +119,8 @@ class RegroupingDataLoader(DataLoader):
         sampler = self._sampler
         epoch = sampler.epoch
         num_skipped = self._num_to_skip(epoch)
-        # A run is resumed in one of two ways: by `skip_to` of this loader, which yields a SkippedBatch for each earlier
-        # batch, or by the state of the sampler, which yields nothing for them.
+        # A run is resumed either by `skip_to` of this loader or by the state of the sampler. With `skip_to` the epoch
+        # starts at batch 0, and a SkippedBatch stands for each earlier batch. With the state nothing stands for them.
         first = 0 if num_skipped else sampler.first_batch
         batches = self._batches(epoch, first, num_skipped)
         yield from noting_progress(sampler, batches, epoch, first)
@@ -131,15 +131,16 @@ class RegroupingDataLoader(DataLoader):
         first: int,
         num_skipped: int,
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
-        """Yields the batches of the epoch from `first` on, of which some are skipped."""
+        """Yields the batches of the epoch from `first` on. The first `num_skipped` of them are skipped."""
         sampler = self._sampler
+        # Before anything is yielded, because the trainer may set another epoch in between.
         num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
-        first += num_skipped
-        if first == num_batches:
+        first_read = first + num_skipped
+        if first_read == num_batches:
             return  # no workers are needed
-        for index, batch in enumerate(self._read_from(epoch, first), start=first):
+        for index, batch in enumerate(self._read_from(epoch, first_read), start=first_read):
             if isinstance(batch, _BatchToPin):
                 batch = batch.batch
             plan = batch.plan
