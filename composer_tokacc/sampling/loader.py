@@ -145,8 +145,8 @@ class RegroupingDataLoader(DataLoader):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch brings the witness. Later ones get it, too, because Composer may discard the first
-            # batches of a resumed run.
+            # Only the first batch that is read brings the witness. Later ones get it, too, because without `skip_to`
+            # Composer reads and discards the first batches of a resumed run, and so does not check them.
             self._witness = plan.witness or self._witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
