@@ -174,8 +174,8 @@ class RegroupingDataLoader(DataLoader):
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
-        # gets its own workers, so that it does not stop the first.
+        # Persistent workers serve one iterator at a time, and a new iterator would take them from the old one. If an
+        # iterator is made while another one reads, as in `next(iter(loader))`, it gets its own workers.
         needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
         # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
         # sampler itself may be in the next epoch already, if that was set while batches were skipped.
