@@ -189,7 +189,8 @@ class RegroupingDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
-        ``next(iter(loader))``, a look at a batch, changes it only if no other iterator has read a batch of the epoch.
+        A look at one batch by ``next(iter(loader))`` counts as a yielded batch, unless another iterator has already
+        yielded a batch of the epoch.
         """
         return self._sampler.state_dict()
 
