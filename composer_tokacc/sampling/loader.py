@@ -206,9 +206,9 @@ class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
     Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
-    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. With one,
-    Composer would discard no batches when it resumes a run. Then it would not restore the random numbers, which it does
-    at the last batch that it discards.
+    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. If a
+    dataset has one, Composer discards no batches when it resumes a run. But only at the last batch that it discards
+    does Composer restore the random numbers.
     """
 
     def __init__(
