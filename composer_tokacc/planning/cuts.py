@@ -112,7 +112,8 @@ def _pack(rows: Rows) -> list[list[int]]:
     # (n, number of caps). Packing adds no padding, so the token budget is a cap on the sum of lengths, like the others.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    # How much each group may still take under each cap, (n, number of caps). There are at most as many groups as rows.
+    # How much each group may still take under each cap, (n, number of caps). It has a line for each group that could be
+    # opened, at most one for each row. Only the first `len(groups)` lines are groups that have rows.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
