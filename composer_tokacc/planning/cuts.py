@@ -166,9 +166,9 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. On sorted rows no start before the last start of the
-        # previous end needs a trial: (end - start) * row_costs[start] is a Monge cost, for which the best start never
-        # falls when the end grows (Galil and Park 1992).
+        # Now `earliest` is the first start that the caps allow. If the rows are sorted so far, starts before the best
+        # one of the previous end need no trial: (end - start) * row_costs[start] is a Monge cost, for which the best
+        # start never falls when the end grows (Galil and Park 1992).
         if end > 1 and row_costs[end - 1] > row_costs[end - 2]:
             is_sorted = False
         first = max(earliest, last_starts[end - 1]) if is_sorted else earliest
