@@ -257,9 +257,9 @@ class LeastPaddedCuts:
     def exactly(self, count: int) -> np.ndarray:
         """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``.
 
-        The least cost lies between the costs of the corners on both sides. If these differ by less than the tolerance,
-        it returns a splice, which costs no more than the costlier corner. If no corner lies between them, it returns a
-        splice, too, which then has the least cost.
+        The least cost lies between the costs of the nearest corners on both sides. It returns a splice of their cuts in
+        two cases. If their costs differ by less than the tolerance, the splice costs no more than the costlier corner.
+        If no other corner lies between them, the splice has the least cost.
         """
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
@@ -267,12 +267,11 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            is_good_enough = saving <= self._tolerance * many.padded_cost
-            if not is_good_enough:
-                # At this price both corners cost the same, so only a corner between them can cost less.
-                corner = self._add_corner(saving / (above - below))
-                is_good_enough = not below < corner < above
-            if is_good_enough:
+            if saving <= self._tolerance * many.padded_cost:
+                return _splice(few.bounds, many.bounds, count)
+            # At this price both corners cost the same, so only a corner between them can cost less.
+            corner = self._add_corner(saving / (above - below))
+            if not below < corner < above:
                 return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
