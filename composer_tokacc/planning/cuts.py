@@ -233,8 +233,8 @@ class LeastPaddedCuts:
         self._tolerance = tolerance
         self._corners: dict[int, _Corner] = {}
         """By number of microbatches."""
-        # The left end of the curve. No cut saves more than the cost of all rows at the greatest width, so above this
-        # price another microbatch never pays. Twice as much, because of rounding.
+        # The left end of the curve. No cut costs more than all rows at the greatest width, so a further microbatch
+        # cannot save more than that. The price is twice as high, to be safe from rounding.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
         self.fewest = self._add_corner(2.0 * cost_at_greatest_width)
         """The fewest microbatches under the caps."""
