@@ -285,9 +285,9 @@ def _splice(
     """Returns a cut into ``count`` microbatches that follows the cut ``few`` up to some row, and then the cut ``many``.
 
     ``few`` has fewer than ``count`` microbatches, and ``many`` has more. If both are best at the same price, so is the
-    result. For there is a second splice, from ``many`` to ``few``, and since the cost is Monge, the two splices
-    together cost no more than the two cuts. The microbatch in which the cuts change lies inside one of ``few``, so it
-    keeps the caps.
+    result. There is a second splice, the cut ``many`` at first and then ``few``. Because the cost is Monge, the two
+    splices together cost no more than the two cuts. Neither costs less than the best, so both are best. The microbatch
+    in which the cuts change lies inside one of ``few``, so it keeps the caps.
     """
     # The last microbatches are those of `many`, so bound t of the result is many[t + shift].
     shift = len(many) - 1 - count
