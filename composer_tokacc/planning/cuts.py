@@ -343,7 +343,8 @@ def equal_cost_cut(
     ``count`` is at least the number of microbatches that the caps demand.
     """
     # `low` is the cost of the costliest row alone, `high` that of the costliest microbatch under the caps. Both are
-    # computed with the operations of `fill`. Otherwise rounding could put these microbatches above their own limit.
+    # computed by the same operations as in `fill`. Otherwise, by rounding, `fill` could find that such a microbatch
+    # costs more than its own limit.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     most_rows = reach - np.arange(len(reach))
