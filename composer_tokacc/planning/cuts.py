@@ -267,12 +267,12 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            if saving <= self._tolerance * many.padded_cost:
-                return _splice(few.bounds, many.bounds, count)
-            # At this price both corners cost the same, so only a corner between them can cost less.
-            corner = self._add_corner(saving / (above - below))
-            if not below < corner < above:
-                return _splice(few.bounds, many.bounds, count)
+            if saving > self._tolerance * many.padded_cost:
+                # At this price both corners cost the same, so only a corner between them can cost less.
+                corner = self._add_corner(saving / (above - below))
+                if below < corner < above:
+                    continue
+            return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
 
