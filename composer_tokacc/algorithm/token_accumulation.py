@@ -494,7 +494,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step_number = self._step_number
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
-        is_check_due = step_number & (step_number - 1) == 0
+        is_check_due = (step_number & (step_number - 1)) == 0
         # Without a coefficient nothing is split. Then the loss is checked only if the user wants it.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
         if is_check_due and needs_check:
