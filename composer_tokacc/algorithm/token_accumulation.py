@@ -219,8 +219,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, the model gets one, see CurrentMicrobatch. With `loss_units` it may get none, but then
-            # there is no selector.
+            # If no label counts, CurrentMicrobatch adds one. It adds none if a term of `loss_units` is no mean over
+            # tokens, but then the model has no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
