@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
-from composer_tokacc.compat import is_reduced, num_reduced, state_of_gradient
+from composer_tokacc.compat import is_reduced, reduced_parameters, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 from composer_tokacc.refusals import NotExactError
 
@@ -43,7 +43,9 @@ class ReductionWatch:
         self._parameters = list(state.model.parameters())
         # All but those that the model has DDP ignore, because it reduces their gradients itself (such as experts).
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
+        self._reduced_parameters: set[torch.nn.Parameter] = set()
         if self._ddp is not None:
+            self._reduced_parameters = reduced_parameters(self._ddp)
             for name, parameter in self._ddp.module.named_parameters():
                 if name not in self._ddp.parameters_to_ignore:
                     self._parameters_of_ddp.append(parameter)
@@ -57,14 +59,14 @@ class ReductionWatch:
             and not is_coupled
             and not has_synchronized_norms  # these gather statistics of other ranks in every forward
         )
-        """Whether ranks wait for each other only where DDP reduces. If it reduces only in the last microbatch of a
-        step, one rank may then have more microbatches than another."""
+        """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
+        microbatch of a step, ranks may have unequal numbers of microbatches."""
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
         self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # The parameters that are watched in the next backward, each with a pair of numbers that changes if the backward
-        # reaches it. Under DDP they are those that it waits for, under FSDP2 all that it shards.
+        # The parameters to watch in the next backward: under DDP those that it waits for, under FSDP2 all that it
+        # shards. Each has its state before the backward, which changes if the backward reaches it.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
         self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
@@ -89,13 +91,13 @@ class ReductionWatch:
         if not reduces:
             return
         trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
-        num_in_ddp = num_reduced(self._ddp)
-        if len(trained) > num_in_ddp:
-            # Each rank would train its own copy of those that were unfrozen later.
+        unfrozen_later = set(trained) - self._reduced_parameters
+        if unfrozen_later:
+            # Each rank would train its own copy of them.
             raise NotExactError(
-                f'DDP reduces only the {num_in_ddp} parameters that were trained when the Trainer was made, got: '
-                f'{len(trained)} that are trained now. Unfreeze parameters before that, or make a new Trainer '
-                '(docs/errors.md#ranks).'
+                'DDP reduces only parameters that were trained when the Trainer was made, got: '
+                f'{len(unfrozen_later)} others that are trained now. Unfreeze parameters before that, or make a new '
+                'Trainer (docs/errors.md#ranks).'
             )
         # With one of these options DDP itself finds the parameters that a backward leaves out.
         finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
@@ -110,7 +112,7 @@ class ReductionWatch:
             )
 
     def _note_states(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Notes the gradients of parameters, to see whether the next backward reaches them."""
+        """Notes the states of the gradients, so that :meth:`end_microbatch` sees which the backward has written."""
         self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in parameters]
 
     def end_microbatch(self) -> None:
@@ -127,7 +129,8 @@ class ReductionWatch:
             return
         if all(is_reached):
             return
-        # If the backward has reached no parameter at all, DDP reports that it has reduced, but it waits for all.
+        # If DDP has reduced, it waits for nothing. But is_reduced() also returns True if the backward has reached no
+        # parameter at all, because DDP then has not begun to reduce.
         if is_reduced(self._ddp) and any(is_reached):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
@@ -141,9 +144,11 @@ class ReductionWatch:
     def check_gradients(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.
 
-        If DDP still waits for a gradient, it would itself raise only at the next forward. FSDP2 reduces only the
-        gradients that a rank has, one behind the other. If another rank has gradients of other parameters, and they are
-        as large by chance, it adds up gradients of different parameters without an error. Then all ranks raise.
+        If DDP still waits for a gradient, DDP itself would raise only at the next forward.
+
+        FSDP2 joins the gradients that a rank has in a unit to one tensor, and sums these tensors over the ranks. If two
+        ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
+        gradients of different parameters without an error. In this case all ranks raise here.
         """
         if self._ddp is not None and not is_reduced(self._ddp):
             raise NotExactError(
@@ -165,8 +170,9 @@ class ReductionWatch:
     def complete_for_composer(self) -> None:
         """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.
 
-        Called after the backward of the last microbatch. By its strategy ``forced_sync`` Composer then reduces the
-        gradients that are not None, one after the other. So all ranks must have gradients for the same parameters.
+        Called after the backward of the last microbatch. With ``ddp_sync_strategy='forced_sync'`` Composer then reduces
+        one gradient after the other, and leaves out those that are None. So all ranks must have gradients of the same
+        parameters. Composer also reduces those that DDP ignores.
         """
         if self._ddp is None:
             return
@@ -189,10 +195,12 @@ class ReductionWatch:
 
 
 def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP shards some parameters of the model, trained or not, but leaves out a trained one.
+    """Raises RuntimeError if FSDP shards a part of the model, but leaves out a trained parameter.
 
-    Each rank would train its own copy of it. A single rank may leave it out.
+    Each rank would train its own copy of this parameter. On a single rank there is nothing to check.
     """
+    if get_world_size() == 1:
+        return
     sharded: set[torch.nn.Parameter] = {parameter for parameter in model.parameters() if isinstance(parameter, DTensor)}
     for unit in fsdp_units(model):
         if not isinstance(unit, FSDPModule):  # the parameters of FSDP1 are no DTensors
@@ -201,7 +209,7 @@ def check_sharding(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in sharded:
             left_out.append(name)
-    if sharded and left_out and get_world_size() > 1:
+    if sharded and left_out:
         raise NotExactError(
             f'FSDP must shard every trained parameter, got: {len(left_out)} that it leaves out, such as '
             f'{left_out[:3]}. Composer wraps the children of a ComposerModel. Move these parameters into a child '
@@ -212,9 +220,9 @@ def check_sharding(model: torch.nn.Module) -> None:
 def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
-    FSDP2 asks the backend for the mean over the ranks. gloo of torch 2.7, which CPUs use, gives it the sum. So FSDP2
-    reduces the gradient of a weight here, whose gradient is 1 on each rank. This is not known for a ``reduce_dtype`` of
-    float16, for which FSDP2 itself divides.
+    FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. To find out,
+    FSDP2 reduces a gradient here that is 1 on each rank. The result does not hold for a ``reduce_dtype`` of float16,
+    because FSDP2 then divides by itself.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':

@@ -142,7 +142,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._num_read = 0  # batches that were read from the loader since it was last iterated from its start
+        self._num_read = 0  # batches of the loader's epoch so far, also those before the place where it was resumed
         self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
         self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
         self._context: RunContext | None = None  # made at the first batch of a fit
@@ -219,8 +219,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, the model gets one, see CurrentMicrobatch. With `loss_units` it may get none, but then
-            # there is no selector.
+            # If no label counts, CurrentMicrobatch adds one. It adds none if a term of `loss_units` is no mean over
+            # tokens, but then the model has no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -279,13 +279,17 @@ class TokenAccumulation(Algorithm):
     def _before_dataloader(self, state: State) -> None:
         """Counts the batches that are read, also those that Composer discards in a resumed run.
 
-        ``timestamp.batch_in_epoch`` is another number with ``Trainer(spin_dataloaders=False)``: it goes on from the
-        checkpoint or from the last fit, but the loader is read from its start.
+        The number tells which samples of the batch are repeated, and which batch of a plan it is. It is not
+        ``timestamp.batch_in_epoch``, which with ``Trainer(spin_dataloaders=False)`` goes on from the checkpoint or from
+        the last fit, although the loader is read from its start.
         """
         self._num_read += 1
 
     def _iteration_end(self, state: State) -> None:
-        """Begins to count again. An iteration of so many tokens may end within an epoch. Then the loader restarts."""
+        """Counts from 0 again, because Composer restarts the loader.
+
+        An iteration whose length is in tokens may end within an epoch.
+        """
         self._num_read = 0
 
     def _epoch_end(self, state: State) -> None:
@@ -352,7 +356,8 @@ class TokenAccumulation(Algorithm):
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # Never due in the first step, whose rows have just been proven. In steps 16, 32, 64 and so on it always is.
+        # Not due in the first step, because prove() has just seen its rows. Due if a rank has new rows, and in steps
+        # 16, 32, 64 and so on, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -367,7 +372,10 @@ class TokenAccumulation(Algorithm):
         self.num_empty_steps += run.is_step_empty
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
-        """Adds the counts of its rows to the batch, and returns the record of the step."""
+        """Adds the counts of its rows to the batch, and returns the record of the step.
+
+        A row that repeats a sample of another rank is first marked as 0 samples. Counting keeps this mark.
+        """
         run = self._run
         batch: Batch = state.batch
         if num_repeated(state.dataloader, batch_index, num_rows(batch)):
@@ -379,8 +387,6 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            # Composer deep-copies every microbatch, but only metrics of training read the copies. Without metrics
-            # CountingDataSpec saves the copy. A function, because metrics may be added late.
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
@@ -436,8 +442,9 @@ class TokenAccumulation(Algorithm):
         """Begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
-        # Ranks may have unequal numbers of microbatches if DDP reduces only once a step, or if the user allows it. Then
-        # a reduction before the last microbatch could wait forever.
+        # If ranks have unequal numbers of microbatches, a rank that reduces before its last microbatch may wait forever
+        # for a rank that has no such microbatch. The split makes unequal numbers if DDP reduced only once in earlier
+        # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
         run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
@@ -487,7 +494,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step_number = self._step_number
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
-        is_check_due = step_number & (step_number - 1) == 0
+        is_check_due = (step_number & (step_number - 1)) == 0
         # Without a coefficient nothing is split. Then the loss is checked only if the user wants it.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
         if is_check_due and needs_check:
@@ -504,7 +511,8 @@ class TokenAccumulation(Algorithm):
     def _attach_gradient(self, state: State) -> None:
         """Gives the loss of a microbatch without media a gradient if it has none, because the backward would raise.
 
-        It has none if only an encoder of media is trained.
+        It has none if only an encoder of media is trained. If a microbatch with media has none, something is wrong, and
+        the backward should raise.
         """
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return
@@ -545,7 +553,7 @@ class TokenAccumulation(Algorithm):
         _check_added_rows(state.loss, microbatch.outputs, record, run.terms)
         self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
         microbatch.raw_loss = state.loss
-        if isinstance(state.loss, SplitLoss):
+        if isinstance(state.loss, SplitLoss):  # callbacks get one number again, as the model returned it
             microbatch.raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # balance.count() refuses models without a router's loss
@@ -577,7 +585,7 @@ class TokenAccumulation(Algorithm):
         record = microbatch.record
         num_tokens = record.counts.loss_tokens
         if step.is_weighted and num_tokens:
-            # The mean of equal weights, because the weights are applied below.
+            # Here the loss is still the plain mean. _weigh_mean() changes it below.
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
@@ -585,8 +593,8 @@ class TokenAccumulation(Algorithm):
         if not (record.has_weight and is_chosen and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
-        # Without logits that fit the labels, nothing is weighted or measured here. If tokens have weights, check_step()
-        # then refuses the step.
+        # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
+        # refuses the step, because no gradient has come to the logits of this record.
         if logits is None or logits.grad_fn is None:
             return
         at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
@@ -606,13 +614,15 @@ class TokenAccumulation(Algorithm):
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
         """Returns the weight in the backward of a token whose relative weight is 1; None: tokens are not measured.
 
-        They are measured only if the loss is one mean over tokens, because other terms may also use the logits.
+        They are measured only if the loss is one mean over tokens (no ``loss_units``, or one term), because several
+        terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
         scale = run.check.token_scale  # measured by the first-batch check: 1 for a mean of cross-entropies
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
+        # LossTerms.scaled() divides the gradient of the loss by `excess_of_reduction`.
         return scale * weight_of_mean * run.step.gradient_scale / num_tokens / run.excess_of_reduction
 
     def _weigh_mean(
@@ -628,11 +638,13 @@ class TokenAccumulation(Algorithm):
         """
         rule = record.counts.rule
         num_tokens = record.counts.loss_tokens
-        # The mean divides by the number of tokens, the weighted mean by the sum of their weights.
+        # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
+        # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
         relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(relative, rule)
         weigh_tokens(logits, weights)
-        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
+        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here, by a number without
+        # a gradient.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
         losses = token_losses_at(logits, positions, targets)
@@ -691,9 +703,9 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
         if run.is_step_empty:
-            # Its means over tokens have a gradient of 0. Other terms (boxes, a router) may have another one, which is
-            # dropped, because the loss of one forward over the whole batch would be NaN. Gradients become None, so that
-            # the optimizer neither decays weights nor moves by its momentum.
+            # One forward over the whole batch would have the loss NaN, so the step must change no weight. Terms that
+            # are no means over tokens, such as a router's, may have a gradient. It is dropped. Gradients become None,
+            # not 0, so that the optimizer neither decays weights nor moves by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         return self._metrics(state, step)
@@ -767,8 +779,8 @@ class CurrentMicrobatch:
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # If nobody has changed the entry that the model got, the original comes back. For a hidden entry both sides
-            # are None, unless somebody has added one of this name.
+            # If nobody has changed the entry that the model got, the original comes back. The model did not get a
+            # hidden entry, so it is missing in both, and comes back unless somebody has added one of this name.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -800,10 +812,13 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a dummy row or a repeated sample has a gradient in a term that is no mean over tokens."""
+    """Raises RuntimeError if an added row has a gradient in a term that is no mean over tokens.
+
+    Added rows are dummy rows and repeated samples. They have no labels, so means over tokens leave them out.
+    """
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     row_count = len(record.rows)
-    # If all rows are added ones, all terms are multiplied by 0.
+    # If all rows are added ones, _scales_of() multiplies all terms by 0.
     if not 0 < len(added_rows) < row_count:
         return
     logits = logits_of(outputs)
@@ -852,9 +867,11 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and to its total."""
+    """Returns the loss with a number added to its first mean over tokens, and to its total, if it has one.
+
+    Composer takes the gradient of the total. terms_of() does not return the total, but changed() changes it, too.
+    """
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    # Composer takes only the gradient of a total, if there is one. terms_of() leaves the total out.
     changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:

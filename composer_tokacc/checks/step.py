@@ -55,10 +55,10 @@ GENERATOR = random.Random(0)
 class TokenChoice:
     """Chooses which tokens of a run are measured.
 
-    In the first step these are all tokens. In each later step they are some tokens of one microbatch, and of every
-    microbatch with a label that counts for the first time. In one of 64 draws they are all tokens of the microbatch. In
-    each step it is the turn of another place. A step with fewer microbatches than the step before may have none there,
-    and then only new labels are measured.
+    In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
+    counts for the first time, and one more. Its place in the step moves on by one from step to step. If the step has no
+    microbatch at this place, because it has fewer than the step before, none more is chosen. In a chosen microbatch
+    some tokens are measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
@@ -151,7 +151,7 @@ class MicrobatchRecord:
         self,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float | None,
+        plain_token_weight: float | None,
         *,
         batch: Batch,
         measures_all: bool,
@@ -162,7 +162,7 @@ class MicrobatchRecord:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``, see
                 :class:`.LabelledPositions`.
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
-            unit: The weight of a token whose relative weight is 1. None: tokens are not measured.
+            plain_token_weight: The weight of a token whose relative weight is 1. None: tokens are not measured.
             batch: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`.
             measures_all: Whether to measure all tokens, or only some.
         """
@@ -171,7 +171,7 @@ class MicrobatchRecord:
             batch=batch,
             logits=logits.detach(),  # a graph whose hook holds its own logits is never freed
             weights=weights,
-            unit=unit,
+            plain_token_weight=plain_token_weight,
             measures_all=measures_all,
         )
         on_gradient(logits, measure_tokens)
@@ -193,19 +193,20 @@ class MicrobatchRecord:
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
-        unit: float | None,
+        plain_token_weight: float | None,
         measures_all: bool,
     ) -> None:
         """Measures tokens by the gradient by the logits. It is the hook of :meth:`watch`, which has its arguments."""
         self.was_reached = True
-        if unit is None:
+        if plain_token_weight is None:
             return
-        # The model may convert its logits. Then one of the two has a finer type, but was rounded to the coarser one.
+        # The types differ if the model has converted its logits to another type and the hook is before the conversion.
+        # The finer of the two holds numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
-            # The running count of tokens: a token has its own number, from 1, and any other position the number of the
-            # last token before it.
+            # The number of tokens up to each position. At a token it is the token's own number, from 1, by which
+            # places_of() finds the position.
             running_count = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
             self.measured_positions = places_of(running_count, self._sampled_numbers())
             logits = _at(self.measured_positions, logits)
@@ -214,7 +215,8 @@ class MicrobatchRecord:
             if weights is not None:
                 weights = _at(self.measured_positions, weights)
         measured = measure(logits, gradient, targets)
-        self.deviations = measured.deviations(unit, 1.0 if weights is None else weights).flatten()
+        relative_weights = 1.0 if weights is None else weights
+        self.deviations = measured.deviations(plain_token_weight, relative_weights).flatten()
 
     def _sampled_numbers(self) -> range:
         """Returns the numbers of the tokens to measure, from 1: every n-th token, from a random first one on.
@@ -242,7 +244,10 @@ class MicrobatchRecord:
 
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:
-    """Returns values ``(rows, width, ...)`` at some positions, as one row."""
+    """Returns values ``(rows, width, ...)`` at some positions, as one row.
+
+    With tensor parallelism each rank holds a part of the vocabulary. Here it gets all of it.
+    """
     return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
@@ -259,10 +264,13 @@ class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
-    # Whether metrics of training read a copy of each microbatch. A function, because a callback may add metrics late.
+    # Tells CountingDataSpec whether Composer must copy each microbatch, because metrics of training read the copies. It
+    # is a function, because a callback may add metrics after BATCH_START.
     copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
-    facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; empty if rows cannot be told apart
+    # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty without a
+    # layout, that is, if it is not known how to divide the entries of the batch among its rows.
+    facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
@@ -315,9 +323,10 @@ def _check_reached(step: Step) -> None:
 
 
 def _read_from_device(step: Step) -> None:
-    """Fills in ``observed`` of all microbatches. Composer reads the loss at this point and waits for the device anyway.
+    """Fills in ``observed`` of all microbatches.
 
-    All numbers are read at once, because each reading would wait.
+    Each reading waits for the device, so all numbers are read at once. This costs little time here, because Composer
+    waits for the device at this point anyway, to read the loss.
     """
     values_of_records = []
     for record in step.microbatches:
@@ -383,7 +392,7 @@ def _check_factors(step: Step) -> None:
         if 'factor' in record.observed:
             factors.append(record.observed['factor'] / step.gradient_scale)
     if not factors and step.counts.loss_tokens == 0:
-        return  # nothing required a gradient
+        return  # no loss of the step required a gradient, so no hook has noted a factor
     expected = [record.composers_weight for record in step.microbatches]
     # The weight of a microbatch without samples is 0, which has no relative error.
     if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
@@ -398,8 +407,9 @@ def _check_factors(step: Step) -> None:
 def _check_tokens(step: Step) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-    The first step whose tokens have weight notes in ``step.has_bypass`` whether the loss has terms that are not made of
-    the logits. The algorithm gives this note to later steps, which are compared with it.
+    A bypass is a part of the loss that is not made of the logits. The first step with a weight notes in
+    ``step.has_bypass`` whether its loss has one. The algorithm passes this on to later steps. If there was none at
+    first, a later bypass is a new term.
     """
     for record in step.with_weight:
         if record.has_bypass and step.has_bypass is False:

@@ -112,7 +112,8 @@ def _pack(rows: Rows) -> list[list[int]]:
     # (n, number of caps). Packing adds no padding, so the token budget is a cap on the sum of lengths, like the others.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
-    # How much each group may still take under each cap, (n, number of caps). There are at most as many groups as rows.
+    # How much each group may still take under each cap, (n, number of caps). It has a line for each group that could be
+    # opened, at most one for each row. Only the first `len(groups)` lines are groups that have rows.
     room = np.tile(rows.caps, (len(sizes), 1))
     longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
     for row in longest_first:
@@ -165,9 +166,9 @@ def least_padded_cut(
         # So far: both arrays are filled for all smaller ends.
         while reach[earliest] < end:
             earliest += 1
-        # Now `earliest` is the first start that the caps allow. On sorted rows no start before the last start of the
-        # previous end needs a trial: (end - start) * row_costs[start] is a Monge cost, for which the best start never
-        # falls when the end grows (Galil and Park 1992).
+        # Now `earliest` is the first start that the caps allow. If the rows are sorted so far, starts before the best
+        # one of the previous end need no trial: (end - start) * row_costs[start] is a Monge cost, for which the best
+        # start never falls when the end grows (Galil and Park 1992).
         if end > 1 and row_costs[end - 1] > row_costs[end - 2]:
             is_sorted = False
         first = max(earliest, last_starts[end - 1]) if is_sorted else earliest
@@ -232,8 +233,8 @@ class LeastPaddedCuts:
         self._tolerance = tolerance
         self._corners: dict[int, _Corner] = {}
         """By number of microbatches."""
-        # The left end of the curve. No cut saves more than the cost of all rows at the greatest width, so above this
-        # price another microbatch never pays. Twice as much, because of rounding.
+        # The left end of the curve. No cut costs more than all rows at the greatest width, so a further microbatch
+        # cannot save more than that. The price is twice as high, to be safe from rounding.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
         self.fewest = self._add_corner(2.0 * cost_at_greatest_width)
         """The fewest microbatches under the caps."""
@@ -256,9 +257,9 @@ class LeastPaddedCuts:
     def exactly(self, count: int) -> np.ndarray:
         """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``.
 
-        The least cost lies between the costs of the corners on both sides. If these differ by less than the tolerance,
-        it returns a splice, which costs no more than the costlier corner. If no corner lies between them, it returns a
-        splice, too, which then has the least cost.
+        The least cost lies between the costs of the nearest corners on both sides. It returns a splice of their cuts in
+        two cases. If their costs differ by less than the tolerance, the splice costs no more than the costlier corner.
+        If no other corner lies between them, the splice has the least cost.
         """
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
@@ -266,13 +267,12 @@ class LeastPaddedCuts:
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            is_good_enough = saving <= self._tolerance * many.padded_cost
-            if not is_good_enough:
+            if saving > self._tolerance * many.padded_cost:
                 # At this price both corners cost the same, so only a corner between them can cost less.
                 corner = self._add_corner(saving / (above - below))
-                is_good_enough = not below < corner < above
-            if is_good_enough:
-                return _splice(few.bounds, many.bounds, count)
+                if below < corner < above:
+                    continue
+            return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
 
@@ -285,9 +285,9 @@ def _splice(
     """Returns a cut into ``count`` microbatches that follows the cut ``few`` up to some row, and then the cut ``many``.
 
     ``few`` has fewer than ``count`` microbatches, and ``many`` has more. If both are best at the same price, so is the
-    result. For there is a second splice, from ``many`` to ``few``, and since the cost is Monge, the two splices
-    together cost no more than the two cuts. The microbatch in which the cuts change lies inside one of ``few``, so it
-    keeps the caps.
+    result. There is a second splice, the cut ``many`` at first and then ``few``. Because the cost is Monge, the two
+    splices together cost no more than the two cuts. Neither costs less than the best, so both are best. The microbatch
+    in which the cuts change lies inside one of ``few``, so it keeps the caps.
     """
     # The last microbatches are those of `many`, so bound t of the result is many[t + shift].
     shift = len(many) - 1 - count
@@ -343,7 +343,8 @@ def equal_cost_cut(
     ``count`` is at least the number of microbatches that the caps demand.
     """
     # `low` is the cost of the costliest row alone, `high` that of the costliest microbatch under the caps. Both are
-    # computed with the operations of `fill`. Otherwise rounding could put these microbatches above their own limit.
+    # computed by the same operations as in `fill`. Otherwise, by rounding, `fill` could find that such a microbatch
+    # costs more than its own limit.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     most_rows = reach - np.arange(len(reach))

@@ -33,12 +33,12 @@ class RegroupingDataLoader(DataLoader):
 
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - ``batch_size``, from which Composer derives its first microbatch size, is the fixed number
-      ``global_batch_size / num_replicas``. A schedule counts with its largest size, ``global_batch_tokens`` with the
-      mean number of samples.
+    - ``batch_size``, from which Composer derives its first microbatch size, is ``global_batch_size / num_replicas``. It
+      does not change in a run. If the sampler has a schedule of sizes, it is computed from the largest one; with
+      ``global_batch_tokens``, from the mean number of samples.
     - If a global batch has fewer samples than ranks, a rank without a sample gets a copy of one, which does not count.
-    - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read.
-      Iterating draws no random numbers of the run.
+    - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read,
+      unless you give a ``generator``. Iterating draws no random numbers of the run.
     - Batches that a resumed run discards are not read, see :meth:`skip_to`.
     - On several ranks, every rank reads the same two samples together with its first batch. If they differ, because the
       datasets list the samples in different orders, the first step is refused.
@@ -50,8 +50,8 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If `collate_fn` is no function, or if the sampler was made for a dataset of another size. Torch
-            raises one for arguments that the sampler decides, such as ``shuffle``.
+        ValueError: If the sampler was made for a dataset of another size. Torch raises one for arguments that the
+            sampler decides, such as ``shuffle``.
     """
 
     marks_added_rows = True
@@ -66,8 +66,6 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
-        if collate_fn is not None and not callable(collate_fn):
-            raise InvalidInputError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
         num_samples = length_of(dataset)
         num_planned = length_of(batch_sampler.dataset)
         if num_samples != num_planned:
@@ -76,11 +74,12 @@ class RegroupingDataLoader(DataLoader):
             )
         self._sampler = batch_sampler
         self._generator = torch.Generator()
-        kwargs.setdefault('generator', self._generator)
+        kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so nothing is left to collate. Only batches that must be pinned are
-        # wrapped, and `__iter__` unwraps them. To skip batches, accelerate copies the attributes of this loader to a
-        # plain DataLoader, which unwraps nothing. So accelerate cannot skip batches with `pin_memory`.
+        # The dataset returns collated batches, so nothing is left to collate. Batches that must be pinned are wrapped
+        # (see _BatchToPin), and `__iter__` unwraps them. Other batches are not wrapped, because accelerate, to skip
+        # batches, makes a plain DataLoader with the attributes of this one, and that unwraps nothing. So accelerate
+        # cannot skip batches with `pin_memory`.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         keep_from_accelerate(self)
@@ -118,8 +117,8 @@ class RegroupingDataLoader(DataLoader):
         sampler = self._sampler
         epoch = sampler.epoch
         num_skipped = self._num_to_skip(epoch)
-        # A run is resumed in one of two ways: by `skip_to` of this loader, which yields a SkippedBatch for each earlier
-        # batch, or by the state of the sampler, which yields nothing for them.
+        # A run is resumed either by `skip_to` of this loader or by the state of the sampler. With `skip_to` the epoch
+        # starts at batch 0, and a SkippedBatch stands for each earlier batch. With the state nothing stands for them.
         first = 0 if num_skipped else sampler.first_batch
         batches = self._batches(epoch, first, num_skipped)
         yield from noting_progress(sampler, batches, epoch, first)
@@ -130,21 +129,22 @@ class RegroupingDataLoader(DataLoader):
         first: int,
         num_skipped: int,
     ) -> Iterator[PreSplitBatch | SkippedBatch]:
-        """Yields the batches of the epoch from `first` on, of which some are skipped."""
+        """Yields the batches of the epoch from `first` on. The first `num_skipped` of them are skipped."""
         sampler = self._sampler
+        # Before anything is yielded, because the trainer may set another epoch in between.
         num_batches = sampler.num_batches
         for _ in range(num_skipped):
             yield SkippedBatch()
-        first += num_skipped
-        if first == num_batches:
+        first_read = first + num_skipped
+        if first_read == num_batches:
             return  # no workers are needed
-        for index, batch in enumerate(self._read_from(epoch, first), start=first):
+        for index, batch in enumerate(self._read_from(epoch, first_read), start=first_read):
             if isinstance(batch, _BatchToPin):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch brings the witness. Later ones get it, too, because Composer may discard the first
-            # batches of a resumed run.
+            # Only the first batch that is read brings the witness. Later ones get it, too, because without `skip_to`
+            # Composer reads and discards the first batches of a resumed run, and so does not check them.
             self._witness = plan.witness or self._witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
@@ -172,8 +172,8 @@ class RegroupingDataLoader(DataLoader):
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator at a time. While one is reading, a second one (`next(iter(loader))`)
-        # gets its own workers, so that it does not stop the first.
+        # Persistent workers serve one iterator at a time, and a new iterator would take them from the old one. If an
+        # iterator is made while another one reads, as in `next(iter(loader))`, it gets its own workers.
         needs_own_workers = self.persistent_workers and sampler.progress.num_reading > 1
         # Torch calls `iter(sampler)` while it makes its iterator. This attribute tells the sampler where to begin. The
         # sampler itself may be in the next epoch already, if that was set while batches were skipped.
@@ -187,7 +187,8 @@ class RegroupingDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
-        ``next(iter(loader))``, a look at a batch, changes it only if no other iterator has read a batch of the epoch.
+        A look at one batch by ``next(iter(loader))`` counts as a yielded batch, unless another iterator has already
+        yielded a batch of the epoch.
         """
         return self._sampler.state_dict()
 
@@ -203,9 +204,9 @@ class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
     Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
-    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. With one,
-    Composer would discard no batches when it resumes a run. Then it would not restore the random numbers, which it does
-    at the last batch that it discards.
+    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. If a
+    dataset has one, Composer discards no batches when it resumes a run. But only at the last batch that it discards
+    does Composer restore the random numbers.
     """
 
     def __init__(

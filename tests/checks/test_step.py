@@ -180,7 +180,9 @@ def measured_deviations(logits, gradient, measures_all):
     rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
     batch = {'labels': torch.arange(15).view(3, 5)}
     record = MicrobatchRecord(batch=batch, rows=rows)
-    record._measure(gradient, batch=batch, logits=logits, weights=None, unit=0.1, measures_all=measures_all)
+    record._measure(
+        gradient, batch=batch, logits=logits, weights=None, plain_token_weight=0.1, measures_all=measures_all
+    )
     return record.deviations
 
 
