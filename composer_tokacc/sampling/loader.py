@@ -50,8 +50,8 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If the sampler was made for a dataset of another size. Torch raises one for arguments that the
-            sampler decides, such as ``shuffle``.
+        ValueError: If `collate_fn` is no function, or if the sampler was made for a dataset of another size. Torch
+            raises one for arguments that the sampler decides, such as ``shuffle``.
     """
 
     marks_added_rows = True
@@ -66,6 +66,8 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
+        if collate_fn is not None and not callable(collate_fn):
+            raise InvalidInputError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
         num_samples = length_of(dataset)
         num_planned = length_of(batch_sampler.dataset)
         if num_samples != num_planned:
