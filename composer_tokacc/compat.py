@@ -153,16 +153,21 @@ def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     return True
 
 
-def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[torch.nn.Parameter]:
+def num_reduced(model: torch.nn.parallel.DistributedDataParallel) -> int:
+    """Returns the number of parameters whose gradients DDP reduces."""
+    return model._get_ddp_logging_data()['num_parameter_tensors']
+
+
+def reduced_parameters(model: torch.nn.parallel.DistributedDataParallel) -> set[torch.nn.Parameter] | None:
     """Returns the parameters whose gradients DDP reduces: those that required a gradient when DDP was made.
 
-    Only the zeros that DDP makes for :class:`torch.distributed.algorithms.Join` tell which they are. For a moment these
-    take as much memory as the gradients.
+    None: DDP does not tell. Only the zeros that DDP makes for :class:`torch.distributed.algorithms.Join` tell which
+    they are. For a moment these take as much memory as the gradients.
     """
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
-    except RuntimeError:  # memory is short, or a gradient is sparse. Then no parameter is refused
-        return set(model.parameters())
+    except RuntimeError:  # memory is short, or a gradient is sparse
+        return None
     parameters = set()
     for bucket in buckets:
         parameters.update(bucket.parameters())

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
-from composer_tokacc.compat import is_reduced, reduced_parameters, state_of_gradient
+from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 from composer_tokacc.refusals import NotExactError
 
@@ -43,7 +43,7 @@ class ReductionWatch:
         self._parameters = list(state.model.parameters())
         # All but those that the model has DDP ignore, because it reduces their gradients itself (such as experts).
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
-        self._reduced_parameters: set[torch.nn.Parameter] = set()
+        self._reduced_parameters: set[torch.nn.Parameter] | None = None  # if it is known
         if self._ddp is not None:
             self._reduced_parameters = reduced_parameters(self._ddp)
             for name, parameter in self._ddp.module.named_parameters():
@@ -91,12 +91,14 @@ class ReductionWatch:
         if not reduces:
             return
         trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
-        unfrozen_later = set(trained) - self._reduced_parameters
-        if unfrozen_later:
+        num_unfrozen = len(trained) - num_reduced(self._ddp)
+        if self._reduced_parameters is not None:
+            num_unfrozen = len(set(trained) - self._reduced_parameters)
+        if num_unfrozen > 0:
             # Each rank would train its own copy of them.
             raise NotExactError(
                 'DDP reduces only parameters that were trained when the Trainer was made, got: '
-                f'{len(unfrozen_later)} others that are trained now. Unfreeze parameters before that, or make a new '
+                f'{num_unfrozen} others that are trained now. Unfreeze parameters before that, or make a new '
                 'Trainer (docs/errors.md#ranks).'
             )
         # With one of these options DDP itself finds the parameters that a backward leaves out.

@@ -138,6 +138,17 @@ def test_unfrozen_parameters_are_refused(options, freezes_others):
         backward(watch, model, ('first', 'second'))
 
 
+def test_unfrozen_parameters_beside_a_sparse_embedding():
+    """DDP then tells only how many parameters it reduces."""
+    inner = TwoHeads()
+    inner.embedding = torch.nn.Embedding(2, 2, sparse=True)
+    inner.second.requires_grad_(False)
+    watch, model = watch_of(inner, find_unused_parameters=True)
+    inner.second.requires_grad_(True)
+    with pytest.raises(RuntimeError, match='2 others that are trained now'):
+        backward(watch, model, ('first',))
+
+
 def test_unfrozen_parameters_that_ddp_ignores():
     inner = with_ignored_head()
     inner.second.requires_grad_(False)
