@@ -164,9 +164,10 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # Images without pixels (SmolVLM): no share is small enough for this sample. Other errors, such as a bug
-                # or too little memory, are also raised as a RuntimeError. They must not be skipped.
-                if not isinstance(error.__cause__, PROCESSOR_ERRORS):
+                # Images without pixels (SmolVLM), at which torch raises a RuntimeError: no share is small enough for
+                # this sample. Other errors, such as a bug, are raised as a RuntimeError by `encode_record`. They must
+                # not be skipped.
+                if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
