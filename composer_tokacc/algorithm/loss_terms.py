@@ -300,10 +300,13 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
             attached.append(output)
     # Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this
     # rank would then reduce more gradients than the others, and all would wait forever. Logits always count, because a
-    # loss may leave them out if there is no label.
+    # loss may leave them out if there is no label. A loss without a graph does not tell what it is made of.
     nodes = set(nodes_of(losses))
     logits = logits_of(outputs)
-    of_loss = [output for output in attached if output is logits or edge_of(output)[0] in nodes]
+    of_loss = []
+    for output in attached:
+        if not losses or output is logits or edge_of(output)[0] in nodes:
+            of_loss.append(output)
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
     for source in of_loss or attached or losses:

@@ -300,9 +300,11 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
     head = torch.nn.Linear(3, 5)
     pooler = torch.nn.Linear(3, 5)
     hidden = torch.ones(2, 4, 3)
-    outputs = {'logits': head(hidden), 'hidden': hidden, 'pooled': pooler(hidden)}
+    scale = torch.ones(3, requires_grad=True)
+    outputs = {'logits': head(hidden), 'scaled': hidden * scale, 'pooled': pooler(hidden)}
     no_labels = torch.full((2, 4), -100)
-    loss = torch.tensor(0.0)  # of a loss that does without logits if there is no label
+    # Some losses do without logits if there is no label.
+    loss = {'lm': torch.tensor(0.0), 'norm': outputs['scaled'].square().mean()}
     if uses_logits:
         loss = torch.nn.functional.cross_entropy(outputs['logits'].flatten(0, 1), no_labels.flatten())
         assert loss.isnan()
