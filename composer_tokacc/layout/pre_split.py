@@ -217,9 +217,10 @@ def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
     A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
-    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. The
-    outermost hidden id is none, also if a layout without a config does not know placeholders: LLaMA-Factory's collator
-    hides those of a dummy image between text and padding. Without ``input_ids`` it returns 0, which is not used.
+    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. A
+    layout without a config does not know placeholders. But where rows have padding, the outermost hidden id is none:
+    LLaMA-Factory's collator hides those of a dummy image between text and padding. Without ``input_ids`` it returns 0,
+    which is not used.
     """
     id_of_text = 0
     for batch in batches:
