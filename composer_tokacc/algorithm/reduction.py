@@ -91,8 +91,9 @@ class ReductionWatch:
         if not reduces:
             return
         trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
-        num_unfrozen = len(trained) - num_reduced(self._ddp)
-        if self._reduced_parameters is not None:
+        if self._reduced_parameters is None:
+            num_unfrozen = len(trained) - num_reduced(self._ddp)
+        else:
             num_unfrozen = len(set(trained) - self._reduced_parameters)
         if num_unfrozen > 0:
             # Each rank would train its own copy of them.
