@@ -396,11 +396,13 @@ class RegroupingBatchSampler(DistributedSampler):
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)
-        indices_of_ranks = []
-        for rank in plan.ranks:
-            indices_of_ranks.append([microbatch.indices for microbatch in rank])
-        checksum = extended_checksum(self._checksum, window.tobytes())
-        checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
+        checksum = 0  # a single rank has no other to compare with
+        if self.num_replicas > 1:
+            indices_of_ranks = []
+            for rank in plan.ranks:
+                indices_of_ranks.append([microbatch.indices for microbatch in rank])
+            checksum = extended_checksum(self._checksum, window.tobytes())
+            checksum = extended_checksum(checksum, repr(indices_of_ranks).encode())
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
 
 
