@@ -659,7 +659,10 @@ def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
 
 
 def _sizes(gradients: Tensor) -> Tensor:
-    """Returns by what the change of each row's gradient is divided, see :data:`SMALL_ROW`; ``(rows,)``."""
+    """Returns the norm of each row's gradient, but at least the least size, see :data:`SMALL_ROW`; ``(rows,)``.
+
+    The change of a row's gradient is divided by it.
+    """
     norms = gradients.flatten(1).norm(dim=1)
     smallest_size = max(SMALL_ROW * float(norms.max()), 1e-30)  # nothing is divided by zero
     return norms.clamp(min=smallest_size)

@@ -522,10 +522,10 @@ def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] != 'text':
             continue
-        said = part['text'].strip()
+        part_text = part['text'].strip()
         # Llama 3.1 and gpt-oss write the results of tools as JSON strings.
-        said_in_json = json.dumps(said, ensure_ascii=False)[1:-1]
-        if said not in text and said_in_json not in text:
+        part_text_in_json = json.dumps(part_text, ensure_ascii=False)[1:-1]
+        if part_text not in text and part_text_in_json not in text:
             raise InvalidInputError(
                 f'`chat_template` must write what the {message["role"]} says, but this one leaves it out or changes '
                 'it. Set another, or write the text into the turn of another role.'
