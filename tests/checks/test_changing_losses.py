@@ -140,6 +140,11 @@ def multi_token_prediction(outputs):
     return loss
 
 
+def doubled(outputs):
+    factor = 2 if outputs.has_changed else 1
+    return factor * outputs.next_token_loss()
+
+
 def value_head(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
@@ -213,10 +218,11 @@ def test_every_step_is_exact_or_refused(loss, first_changed):
         assert len(steps) >= FIRST_CHANGED, 'refused before the loss changed'
 
 
-def test_change_in_a_step_whose_rows_are_checked():
+@pytest.mark.parametrize('loss', [label_smoothing, doubled])
+def test_change_in_a_step_whose_rows_are_checked(loss):
     """The check of the rows must not take the changed loss for the loss of the run."""
     first_changed = LOOK_AGAIN
-    model = ChangingModel(label_smoothing, first_changed)
+    model = ChangingModel(loss, first_changed)
     # At the end of the step before, because at BATCH_START the check runs before callbacks.
     steps = gradients_of_steps(model, batches(first_changed), step_is_set_at=Event.BATCH_END)
     assert len(steps) == first_changed
@@ -398,14 +404,10 @@ def test_rows_coupled_later_are_refused(units):
 
 
 def test_unchecked_loss_may_change():
-    def doubled_later(outputs):
-        factor = 2 if outputs.has_changed else 1
-        return factor * outputs.next_token_loss()
-
     data = batches()[:16]
-    checked_steps = gradients_of_steps(ChangingModel(doubled_later), data)
+    checked_steps = gradients_of_steps(ChangingModel(doubled), data)
     assert len(checked_steps) == FIRST_CHANGED
-    unchecked_steps = gradients_of_steps(ChangingModel(doubled_later), data, check_loss=False, loss_tokens='causal')
+    unchecked_steps = gradients_of_steps(ChangingModel(doubled), data, check_loss=False, loss_tokens='causal')
     assert len(unchecked_steps) == 16
 
 
