@@ -94,6 +94,12 @@ def test_tiles_are_told_by_their_number():
     assert numbers_of_rows(batch) == [[0, 1, 2, 3], None, [4, 5]]
 
 
+def test_videos_are_told_by_their_frames():
+    frames = torch.tensor([3, 2])  # each frame has a run of placeholders, and the runs have unequal lengths
+    batch = drawn_batch('vv1vv1vv', '1', 'v1v', pixel_values_videos=numbered(2, 3, 2), num_frames_per_video=frames)
+    assert numbers_of_rows(batch, 'pixel_values_videos') == [[0], None, [1]]
+
+
 def test_tiles_that_some_images_lack():
     tiles_of_images = torch.tensor([4, 0, 0])
     batch = drawn_batch(*THREE_ROWS, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=tiles_of_images)
