@@ -46,7 +46,7 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PADDED_ROWS, UNATTENDED_LABELS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import PADDED_ROWS, PADDING_ON_BOTH_SIDES, UNATTENDED_LABELS, RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -663,6 +663,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(lengths, facts.has_hole))
     if UNATTENDED_LABELS in missing:
         criteria.append(Criterion(lengths, facts.has_unattended_label))
+    if PADDING_ON_BOTH_SIDES in missing:
+        criteria.append(Criterion(lengths, facts.begins_with_padding))
     # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
     # chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))

@@ -40,6 +40,7 @@ PACKED_ROWS = 'packed rows'
 PADDED_ROWS = 'rows padded'
 """The beginning of the names of limits that are proven only by trimming rows, see :meth:`RowRanges.without_padding`."""
 UNATTENDED_LABELS = 'labels without attention'
+PADDING_ON_BOTH_SIDES = 'padding on both sides'
 COLLATED_BY_LOADER = 'microbatches that a loader has collated'
 """A name of rows, for the message of :func:`check_first_labels`."""
 Limit = tuple[float, ...]
@@ -178,6 +179,16 @@ class RowFacts:
         """Which rows have a label at a position without attention. In DeBERTa it attends to all padding."""
         is_unattended = self.real & ~self.attended
         return is_unattended.any(dim=1).tolist()
+
+    @cached_property
+    def begins_with_padding(self) -> list[bool]:
+        """Which rows of a batch that is padded on the right have padding on the left, too.
+
+        Trimming keeps that padding, but packing cuts it off.
+        """
+        if self.side == 'left':
+            return [False] * len(self.real)
+        return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
     def has_first_label(self) -> list[bool]:
@@ -379,12 +390,14 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     media_per_row: list[int] = []
     has_holes = False
     has_unattended_labels = False
+    begin_with_padding = False
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
         has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
+        begin_with_padding = begin_with_padding or any(facts.begins_with_padding)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
     if largest_packed_row:
@@ -405,6 +418,8 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['holes'] = ()
     if has_unattended_labels:
         limits[UNATTENDED_LABELS] = ()
+    if begin_with_padding:
+        limits[PADDING_ON_BOTH_SIDES] = ()
     return RowRanges(limits=limits, readings=readings)
 
 

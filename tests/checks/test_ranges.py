@@ -23,8 +23,8 @@ from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
-from tests.support.text import ragged_batch
-from tests.support.training import fit
+from tests.support.text import gpt2, ragged_batch
+from tests.support.training import fit, hugging_face
 
 TOP_K = 8
 """In a wider batch the model attends only to this many keys."""
@@ -90,6 +90,18 @@ def test_window_of_a_users_model():
     model.model.config.keep_window_size = TOP_K
     with pytest.raises(RuntimeError, match='keep_window_size'):
         fit(model, ragged_batch([(TOP_K + 1, 3), (4, 2)]))
+
+
+@pytest.mark.parametrize(('packing', 'second_step'), [(False, 'exact'), (True, 'refused')])
+def test_padding_on_both_sides_comes_later(packing, second_step):
+    """The model counts positions from the first column. In a packed row they would begin at the first token."""
+    batch = ragged_batch()
+    short_rows = [0, 1, 4, 5]  # padding on the left makes them no longer than the row of 9 tokens
+    later = {}
+    for key, value in batch.items():
+        later[key] = value.clone()
+        later[key][short_rows] = value[short_rows].roll(2, dims=1)
+    assert kinds_of_steps(hugging_face(gpt2()), [batch, later], packing=packing) == ['exact', second_step]
 
 
 class AddsMemory(NativeModel):
