@@ -180,8 +180,8 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One array for each field of SampleSize, with a number for each sample.
-        lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
+        # One array for each field of SampleSize, with a number for each sample. Only patches may be floats.
+        lengths, image_tokens, patches, loss_tokens = map(np.array, zip(*sizes, strict=True))
         rows = Rows(
             lengths,
             self._options,
