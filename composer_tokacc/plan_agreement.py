@@ -203,8 +203,9 @@ def _digest(values: np.ndarray) -> str:
 
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
-    # The arguments come first, because they explain all other differences.
-    for name in chain.from_iterable(record.facts for record in records):
+    # The arguments come first, because they explain all other differences. All ranks usually have the same names.
+    names = dict.fromkeys(chain.from_iterable(record.facts for record in records))
+    for name in names:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)

@@ -117,6 +117,19 @@ def test_batch_size_of_stream_is_compared():
     assert '`batch_size` must be the same' in find_difference(records)
 
 
+def test_time_to_compare_grows_with_ranks():
+    """Each argument is read once for each rank, not once for each pair of ranks."""
+    reads = []
+
+    class Value:
+        def __str__(self):
+            reads.append(self)
+            return 'value'
+
+    find_difference([PlanRecord(1, rank, 20, facts={'value': Value()}) for rank in range(20)])
+    assert len(reads) == 20
+
+
 def test_entry_named_plan_is_no_record():
     """A batch of Hugging Face gives its entries as attributes, also one that the dataset calls ``plan``."""
     assert plan_record_of(BatchEncoding({'plan': ['cut', 'sew']}), None, 0) is None
