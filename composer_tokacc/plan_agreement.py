@@ -72,8 +72,8 @@ class PlanRecord:
     num_ranks: int = field(default_factory=get_world_size)
     """Number of ranks that the batch was planned for."""
     witness: str = ''
-    """Digest of a few samples that every rank reads with its first batch, to see that the datasets are the same. Empty
-    if the rank has not read them, or if it has read one of them twice with different results."""
+    """Digest of two samples that every rank reads with its first batch, to see that the datasets are the same. Empty if
+    the rank has not read them, or has read them repeatedly with different results. Then no rank is compared."""
     facts: Facts = field(default_factory=dict)
     """The arguments of the plan."""
 
@@ -209,9 +209,10 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
-    # An empty witness says nothing.
-    witnesses = [record.witness or 'unknown' for record in records]
-    if len(set(witnesses) - {'unknown'}) > 1:
+    # Usually a rank has no witness because its dataset draws random numbers of its own. Then the datasets of the other
+    # ranks do so, too, and each of them may have read the same by chance.
+    witnesses = [record.witness for record in records]
+    if '' not in witnesses and len(set(witnesses)) > 1:
         return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)
