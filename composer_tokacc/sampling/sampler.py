@@ -425,24 +425,19 @@ def noting_progress(
         sampler.first_batch = 0
 
 
-def prefetch(
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    *,
-    depth: int = 2,
-) -> Iterator[Result]:
-    """Yields ``map(function, items)``. A background thread computes up to `depth` further results in advance.
+def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
 
-    With a depth of 2 the thread has an item to work on while a result waits. No more than `depth` items are taken in
-    advance. The thread starts when the first result is requested. It is joined when the iterator ends, is closed or is
-    garbage collected. An error of `function` is raised where its result would have been yielded.
+    With two, the thread has an item to work on while a result waits. No more than two items are taken in advance. The
+    thread starts when the first result is requested. It is joined when the iterator ends, is closed or is garbage
+    collected. An error of `function` is raised where its result would have been yielded.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
-            if len(waiting) > depth:
+            if len(waiting) > 2:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
