@@ -6,10 +6,10 @@
 Every rank plans the whole global batch by itself and computes its own part of it. That is exact only if all ranks make
 the same plan. Otherwise some samples would be trained twice and others never, without any sign of it.
 
-So three integers travel with the counts that are summed over the ranks in each step anyway. Their sums tell all ranks
-whether the plans are equal. Only if they are not, the ranks exchange the arguments of their plans, and all of them
-raise the same error about the difference. They go on if only the witness of some rank is missing, see
-:attr:`PlanRecord.witness`. A normal step has no further collective.
+So each rank has a *record* of its plan: a checksum, the rank, and a *witness*, a digest of two samples that every rank
+reads. Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell
+all ranks whether the records are equal. Only if they are not, the ranks exchange the arguments of their plans, and all
+of them raise the same error about the difference. A normal step has no further collective.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # If a process has the sampler of a wrong rank, another process usually has the same one, and no process has the
-    # sampler of its own rank. Then the sum of the squares changes.
+    # A process may have the sampler of a wrong rank. Then usually two have that of one rank, none has that of another,
+    # and the sum changes. Two ranks that are exchanged do no harm, because each part of the plan is still computed.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
-    # If this value differs between ranks, the checksums are unequal too, because they cover the number of ranks. So all
-    # ranks compare their plans, or none does.
+    # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
+    # because they cover the number of ranks.
     is_for_all_ranks = record is None or record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
