@@ -138,9 +138,10 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        # Not in the default process group: a thread may read ahead, at any time of a step. Then these collectives could
-        # meet those of the training on another rank.
-        compare_plans(self._arguments(), self._exchange.gather)
+        # There is no plan yet, so only its arguments are compared. Not in the default process group: a thread may read
+        # ahead, at any time of a step, and then these collectives could meet those of the training on another rank.
+        facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
+        compare_plans(PlanRecord(facts=facts), self._exchange.gather)
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. A rank without samples still takes part in each step, and
@@ -247,11 +248,6 @@ class ExchangingDataLoader(DataLoader):
         assert self.batch_size is not None
         num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
         return loaded[: len(loaded) - num_repeated]
-
-    def _arguments(self) -> PlanRecord:
-        """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
-        facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
-        return PlanRecord(facts=facts)
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. Sizes that no option needs are 0."""
