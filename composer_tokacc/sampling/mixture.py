@@ -81,7 +81,7 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        checked_shares = _checked_rates('shares', shares, len(sizes), highest=1e15)  # perhaps numbers of tokens
+        checked_shares = _checked_rates('shares', shares, len(sizes))
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -125,11 +125,12 @@ def _checked_rates(
     values: Sequence[float],
     num_datasets: int,
     *,
-    highest: float = 1e9,
+    highest: float = 1e300,
 ) -> np.ndarray:
     """Returns a number for each dataset, float64 (num_datasets,).
 
-    Raises ValueError unless all are above 0 and at most `highest`, by default far above any useful value.
+    Raises ValueError unless all are above 0 and at most `highest`. By default that is no limit, because only the ratio
+    of weights or shares counts. They may be numbers of tokens.
     """
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
