@@ -6,10 +6,10 @@
 Every rank plans the whole global batch by itself and computes its own part of it. That is exact only if all ranks make
 the same plan. Otherwise some samples would be trained twice and others never, without any sign of it.
 
-So three integers travel with the counts that are summed over the ranks in each step anyway. Their sums tell all ranks
-whether the plans are equal. Only if they are not, the ranks exchange the arguments of their plans, and all of them
-raise the same error about the difference. They go on if only the witness of some rank is missing, see
-:attr:`PlanRecord.witness`. A normal step has no further collective.
+So each rank has a *record* of its plan: a checksum, the rank, and a *witness*, a digest of two samples that every rank
+reads. Three integers of it travel with the counts that are summed over the ranks in each step anyway. Their sums tell
+all ranks whether the records are equal. Only if they are not, the ranks exchange the arguments of their plans, and all
+of them raise the same error about the difference. A normal step has no further collective.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PlanRecord:
     num_ranks: int = field(default_factory=get_world_size)
     """Number of ranks that the batch was planned for."""
     witness: str = ''
-    """Digest of a few samples that every rank reads with its first batch, to see that the datasets are the same. Empty
-    if the rank has not read them, or if it has read one of them twice with different results."""
+    """Digest of two samples that every rank reads with its first batch, to see that the datasets are the same. Empty if
+    the rank has not read them, or has read them repeatedly with different results. Then no rank is compared."""
     facts: Facts = field(default_factory=dict)
     """The arguments of the plan."""
 
@@ -130,11 +130,11 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # If a process has the sampler of a wrong rank, another process usually has the same one, and no process has the
-    # sampler of its own rank. Then the sum of the squares changes.
+    # A process may have the sampler of a wrong rank. Then usually two have that of one rank, none has that of another,
+    # and the sum changes. Two ranks that are exchanged do no harm, because each part of the plan is still computed.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
-    # If this value differs between ranks, the checksums are unequal too, because they cover the number of ranks. So all
-    # ranks compare their plans, or none does.
+    # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
+    # because they cover the number of ranks.
     is_for_all_ranks = record is None or record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
@@ -203,14 +203,16 @@ def _digest(values: np.ndarray) -> str:
 
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
-    # The arguments come first, because they explain all other differences.
-    for name in chain.from_iterable(record.facts for record in records):
+    # The arguments come first, because they explain all other differences. All ranks usually have the same names.
+    names = dict.fromkeys(chain.from_iterable(record.facts for record in records))
+    for name in names:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
-    # An empty witness says nothing.
-    witnesses = [record.witness or 'unknown' for record in records]
-    if len(set(witnesses) - {'unknown'}) > 1:
+    # Usually a rank has no witness because its dataset draws random numbers of its own. Then the datasets of the other
+    # ranks do so, too, and each of them may have read the same by chance.
+    witnesses = [record.witness for record in records]
+    if '' not in witnesses and len(set(witnesses)) > 1:
         return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)

@@ -138,14 +138,14 @@ def best_slot_order(
 ) -> tuple[np.ndarray, float]:
     """Returns the cost by which to sort microbatches into step slots, float64 (K,), and the time of all slots.
 
-    Ranks that gather each layer's weights together wait for each other twice in a microbatch: at the end of the vision
-    encoder, and at the end of the microbatch. So a slot takes the time of its slowest encoder plus the time of its
-    slowest remainder.
+    Ranks that gather each layer's weights together also compute each layer at the same time. One rank of the slot is
+    the slowest in all layers of the vision encoder, and one, perhaps another, in all layers after it. So a slot takes
+    the time of its slowest encoder plus the time of its slowest remainder.
 
-    Without images, sorting by cost is optimal. Take any other slots, and put the slowest first. The first k slots hold
-    only k * num_ranks microbatches. So at least one of the k * num_ranks + 1 costliest microbatches is in a later slot,
-    and slot k + 1, the slowest of the later ones, takes at least as long as the cheapest of these microbatches. If
-    microbatches are sorted by cost, slot k + 1 begins with that microbatch, and takes just its time.
+    Without images, sorting by cost is optimal, for this reason. Take any slots, the slowest first. The first k of them
+    hold k * num_ranks microbatches. So one of the k * num_ranks + 1 costliest microbatches is in a later slot, and slot
+    k + 1 takes at least as long as the cheapest of these. If microbatches are sorted by cost, this cheapest one is the
+    first of slot k + 1, which takes just its time.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.
@@ -191,8 +191,8 @@ def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
 
     The costliest ``num_ranks`` microbatches are the first slot, the next ones the second, and so on. K is a multiple of
-    ``num_ranks``. The loads of the ranks stay close, too: ranks in snake order (0, 1, 2, 2, 1, 0, 0, ...), so that the
-    rank with the costliest microbatch of one slot gets the cheapest of the next.
+    ``num_ranks``. Ranks take them in snake order (0, 1, 2, 2, 1, 0, 0, ...): the rank with the costliest microbatch of
+    one slot gets the cheapest of the next, so that the loads of the ranks stay close.
     """
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)
     snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)

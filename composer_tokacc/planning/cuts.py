@@ -71,6 +71,7 @@ def cut_rows(
     else:
         rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     fixed_cost = options.cost.launch
+    # All cuts cost the same in the vision encoder, so it does not count here.
     bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
     microbatches = []
     for start, end in pairwise(bounds.tolist()):
@@ -173,11 +174,11 @@ def least_padded_cut(
             is_sorted = False
         first = max(earliest, last_starts[end - 1]) if is_sorted else earliest
         best_start = end - 1
-        widest = row_costs[best_start]
-        least = least_totals[best_start] + widest
+        cost_of_widest = row_costs[best_start]
+        least = least_totals[best_start] + cost_of_widest
         for start in range(end - 2, first - 1, -1):
-            widest = max(widest, row_costs[start])
-            total = least_totals[start] + (end - start) * widest
+            cost_of_widest = max(cost_of_widest, row_costs[start])
+            total = least_totals[start] + (end - start) * cost_of_widest
             if total < least:
                 least = total
                 best_start = start
@@ -255,24 +256,19 @@ class LeastPaddedCuts:
         return count
 
     def exactly(self, count: int) -> np.ndarray:
-        """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``.
-
-        The least cost lies between the costs of the nearest corners on both sides. It returns a splice of their cuts in
-        two cases. If their costs differ by less than the tolerance, the splice costs no more than the costlier corner.
-        If no other corner lies between them, the splice has the least cost.
-        """
+        """Returns the bounds of the cut of least padded cost into ``count`` microbatches, ``fewest <= count <= n``."""
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
             above = min(k for k in self._corners if k > count)
             few = self._corners[below]
             many = self._corners[above]
             saving = few.padded_cost - many.padded_cost
-            if saving > self._tolerance * many.padded_cost:
-                # At this price both corners cost the same, so only a corner between them can cost less.
-                corner = self._add_corner(saving / (above - below))
-                if below < corner < above:
-                    continue
-            return _splice(few.bounds, many.bounds, count)
+            # The splice costs no more than the costlier corner, and no cut costs less than the cheaper one.
+            is_close_enough = saving <= self._tolerance * many.padded_cost
+            # At this price both corners cost the same, so only a corner between them can cost less.
+            price = saving / (above - below)
+            if is_close_enough or not below < self._add_corner(price) < above:
+                return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 
 
@@ -289,14 +285,15 @@ def _splice(
     splices together cost no more than the two cuts. Neither costs less than the best, so both are best. The microbatch
     in which the cuts change lies inside one of ``few``, so it keeps the caps.
     """
-    # The last microbatches are those of `many`, so bound t of the result is many[t + shift].
+    # How many more microbatches `many` has than the result. Where the result follows `many`, its bound k is
+    # many[k + shift].
     shift = len(many) - 1 - count
-    t = 0
-    while few[t + 1] < many[t + 1 + shift]:
-        t += 1
-    # Now few[t] <= many[t + shift] < many[t + 1 + shift] <= few[t + 1]. So microbatch t starts as in `few` and ends as
+    k = 0
+    while few[k + 1] < many[k + 1 + shift]:
+        k += 1
+    # Now few[k] <= many[k + shift] < many[k + 1 + shift] <= few[k + 1]. So microbatch k starts as in `few` and ends as
     # in `many`.
-    return np.concatenate((few[: t + 1], many[t + 1 + shift :]))
+    return np.concatenate((few[: k + 1], many[k + 1 + shift :]))
 
 
 @compiled
@@ -385,7 +382,7 @@ def split_largest(
     heap.pop()
     for k in range(len(bounds) - 1):
         _push(heap, row_costs, bounds[k], bounds[k + 1])
-    while len(heap) > 0 and len(new_bounds) <= count:
+    while len(heap) > 0 and len(new_bounds) - 1 < count:  # K microbatches have K + 1 bounds
         _, start, end = heapq.heappop(heap)
         middle = (start + end) // 2  # if the number of rows is odd, the first half has fewer: its rows are longer
         new_bounds.append(middle)

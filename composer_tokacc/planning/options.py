@@ -34,8 +34,8 @@ class CostModel:
     Args:
         quadratic: Width at which attention costs as much as the dense layers: six times the hidden size for a standard
             transformer block. ``math.inf`` for no quadratic term.
-        vision_per_token: Cost of the vision encoder for one image token. It is added to the prices of images and
-            patches, so leave it at 0 if these are set.
+        vision_per_token: Cost of the vision encoder for one image token. Leave it at 0 if you set the costs of images
+            and patches below, because all of them are added.
         vision_per_image: Cost of the vision encoder for one image of any size.
         vision_per_patch: Cost of the vision encoder for one patch.
         vision_per_square: Factor of the squared number of patches of an image: attention over the whole image.
@@ -106,8 +106,8 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     """Returns ``max_tokens``, the most positions of a microbatch. Splitting, planning and sizing use the same number.
 
     Args:
-        microbatch_size: Composer's ``device_train_microbatch_size``, which may be a fraction.
-        slot_tokens: Width in tokens that one of its rows stands for.
+        microbatch_size: Composer's ``device_train_microbatch_size``, a number of rows. It may be a fraction.
+        slot_tokens: Tokens that count as one of these rows.
     """
     return int(microbatch_size * slot_tokens)
 
@@ -172,9 +172,9 @@ class CutOptions:
         max_tokens: Token budget of a microbatch, padding included. Samplers, planner and sizing pass it. Only the split
             replaces it for each batch: by the microbatch size times ``slot_tokens`` (for an encoder-decoder model the
             labels of the decoder count, too).
-        slot_tokens: Width in tokens that one row of the microbatch size stands for; None: the width of each device
-            batch. If a loader has already split the batch: the loader's token budget, divided by the first microbatch
-            size. Then a single row always fits.
+        slot_tokens: Tokens that the split counts for one row of the microbatch size, see :func:`token_budget`. (It has
+            nothing to do with step slots.) None: the width of each device batch, so that a single row always fits. If a
+            loader has already split the batch, None stands for its token budget divided by the first microbatch size.
         max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It limits the memory of logits that are computed only at
             labels. None: no cap.

@@ -5,6 +5,8 @@
 
 Under ``'ddp'`` ranks wait for each other at the end of a step. Under ``'fsdp'`` they also wait in every microbatch: the
 k-th microbatches of all ranks run at the same time. Together these are a *step slot*.
+
+A *dummy* is a microbatch that is a copy of one sample and weighs nothing. It takes the place of a missing microbatch.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class Microbatch(NamedTuple):
     cost: float
     """Modelled cost, ``CostModel.launch`` included."""
     filled: bool = False
-    """True for a dummy: a copy of a sample that weighs nothing (no dummy row, which the split adds). It is added if a
-    rank would have no microbatch, or none in a step slot."""
+    """True for a dummy, which is planned if a rank would have no microbatch, or none in a step slot. Our loaders leave
+    dummies out of their batches, because the split adds its own, *dummy rows*."""
 
     @property
     def num_tokens(self) -> int:
@@ -142,6 +144,8 @@ def _vision_and_text_costs(rank: Sequence[Microbatch], vision_cost: np.ndarray) 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
     """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
+
+    Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
 
     Args:
         costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
@@ -246,7 +250,7 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     ranks_of_groups = []
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
-        ranks_of_groups.append(search.ranks())
+        ranks_of_groups.append(search.microbatches_of_ranks())
     if not in_slots:
         [ranks] = ranks_of_groups
         return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows)
@@ -289,26 +293,25 @@ class _Cut(NamedTuple):
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots it may be
-    only the cost in the vision encoder, or only all other cost."""
-    ranks: np.ndarray | None
-    """Rank of each microbatch, int64 (K + dummies,). None with step slots, where only the best cut gets ranks."""
+    """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots see
+    :func:`.best_slot_order`."""
+    rank_of_microbatch: np.ndarray | None
+    """Int64 (K + dummies,). None with step slots, where only the best cut is assigned to ranks."""
 
 
 class _CutSearch:
-    """Searches for the best cut of a set of rows.
+    """Searches for the cut of a set of rows that takes the least time.
 
-    It tries several numbers of microbatches. For each number it tries the cut of least padded cost, which saves
-    computation, and a cut of most equal cost, which saves waiting. Both are needed. With only the first a step takes up
-    to 1.7 times as long under ``'ddp'``, and 1.3 times under ``'fsdp'``. That happens if a rank has few rows, or if
-    images cost much: all other ranks wait for a microbatch of a few long rows. With only the second a step takes up to
-    1.1 times as long under ``'ddp'``, and 1.07 times under ``'fsdp'``.
+    It tries several numbers of microbatches. For each number it tries two kinds of cuts, and both are needed:
+
+    - The cut of least padded cost saves computation. With this one only, a step takes up to 1.7 times as long under
+      ``'ddp'`` and 1.3 times under ``'fsdp'``: if a rank has few rows, or if images cost much, the other ranks wait for
+      a microbatch of a few long rows.
+    - A cut of most equal cost saves waiting. With this one only, a step takes up to 1.1 times as long.
 
     In step slots ranks wait for each other twice in every microbatch: after the vision encoder, and at the end. So two
-    cuts of equal cost are tried: one with equal cost in the encoder, and one with equal cost outside of it. Together
-    with :func:`.best_slot_order` that makes the step 1 to 5 % shorter if each tile of an image becomes only 64 tokens
-    of the text, 10 to 22 % if the text attends to images that are not among its tokens, and up to 1 % if the cost of
-    images follows from the length of the sample.
+    cuts of the second kind are tried: of equal cost in the encoder, and of equal cost outside of it. With
+    :func:`.best_slot_order` that makes a step up to 22 % shorter, most if images take few tokens of the text or none.
 
     Tried and left out: other mixtures of the two costs (1 % shorter), swaps of microbatches between slots (0 to 2 %),
     and simulated annealing of all rows (0 to 1 %, for half a minute a plan).
@@ -326,10 +329,10 @@ class _CutSearch:
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
         self._costs_to_equalize = [(rows.row_costs, rows.vision)]
-        """For each equal-cost cut that is tried: the two costs that :func:`.equal_cost_cut` takes."""
+        """For each cut of equal cost: the two parts of this cost, which :func:`.equal_cost_cut` adds up."""
         total_vision = rows.vision[-1]
         if in_slots and total_vision > 0.0:
-            # One cut ignores the cost in the vision encoder. The other one ignores all other cost.
+            # One part is zero in each cut.
             without_vision = (rows.row_costs, np.zeros_like(rows.vision))
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
@@ -339,10 +342,10 @@ class _CutSearch:
         self._cheapest = int(np.argmin(self._costs_alone))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
-    def ranks(self) -> list[list[Microbatch]]:
+    def microbatches_of_ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first, or in the order of step slots."""
         best = self._best()
-        rank_of_microbatch = best.ranks
+        rank_of_microbatch = best.rank_of_microbatch
         if rank_of_microbatch is None:  # with step slots
             rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
@@ -387,22 +390,23 @@ class _CutSearch:
         if not self._in_slots:
             # After rebalancing another cut may be the best. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
-                assert cut.ranks is not None, 'only slots are assigned afterwards'
-                ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
-                cuts[k] = cut._replace(ranks=ranks, time=time)
+                assert cut.rank_of_microbatch is not None, 'only slots are assigned afterwards'
+                rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
+                cuts[k] = cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
         return min(cuts[:PROMISING], key=_TIME)
 
     def _counts_to_try(self) -> Iterator[int]:
         """Yields numbers of microbatches to try, rising: the fewest and the next two, then with growing distances.
 
         The distances are small at first, because there one more microbatch changes the cost of a rank the most. With
-        step slots it yields the number of microbatches in whole slots.
+        step slots only whole slots are tried.
         """
+        # Slots are counted here. Without step slots each microbatch counts as one.
         slot_size = self._num_ranks if self._in_slots else 1
-        # From here to the `yield` slots are counted. Without step slots each microbatch counts as one.
         fewest = -(-max(self._least_padded.fewest, self._num_ranks) // slot_size)
         most = max(fewest, -(-len(self._rows) // slot_size))
-        # At least 6 %, so that fewer numbers are tried if `most` is less than 1.6 times the fewest.
+        # The factor of a jump, so that `STEPS` of them lead to `most`. It is at least 1.06, so that fewer numbers are
+        # tried if `most` is close to the fewest.
         growth = max(1.06, (most / fewest) ** (1 / STEPS))
         num_slots = float(fewest)
         tried = 0
@@ -472,5 +476,5 @@ class _CutSearch:
             text = costs - vision
             order_by, time = best_slot_order(text, vision, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)
-        ranks, time = assign_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, costs, ranks)
+        rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)
+        return _Cut(time, bounds, costs, costs, rank_of_microbatch)

@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of a plan: their checked sizes, their order for a cut, and where the caps end a microbatch."""
+"""The rows of a plan: their checked sizes, their order for a cut, and where the caps end a microbatch.
+
+A row is one line of a padded batch. The planner and the samplers plan before batches exist, so there a row is a sample.
+For the split it is a row of the device batch, which may hold several packed samples.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ from composer_tokacc.refusals import InvalidInputError
 class OrderedRows:
     """Rows in the order in which they are cut. A microbatch holds neighbours.
 
-    If rows are sorted from the longest to the shortest, holding only neighbours costs no padding: the microbatch of the
-    longest row is equally wide whichever rows share it, so it takes the next longest ones and leaves the others narrow.
-    In this order ``widths`` and ``row_costs`` never increase.
+    Usually they are sorted from the longest to the shortest, so ``widths`` and ``row_costs`` never increase. Then
+    microbatches of neighbours have the least padding: the longest row makes its microbatch wide in any case, and it is
+    best shared by the rows that need most of that width.
     """
 
     order: np.ndarray
@@ -230,10 +234,9 @@ def _reach(
 
     Args:
         widths: Width of each row, (n,).
-        running_sums: Each capped size, summed over all rows before each row, int64 (number of caps, n + 1). The first,
-            of lengths, is not used.
-        caps: Cap on each of these sizes, int64 (number of caps,). The first one is on padded tokens: the number of rows
-            times the greatest width.
+        running_sums: Each capped size, summed over all rows before each row, int64 (number of caps, n + 1).
+        caps: Cap on each of these sizes, int64 (number of caps,). The first one is the token budget. It limits the
+            number of rows times the greatest width, so the first running sum, of lengths, is not used.
     """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)

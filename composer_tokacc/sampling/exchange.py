@@ -5,6 +5,9 @@
 
 A sample is sent only to the ranks that compute it and have not read it themselves. The loader has a process group of
 gloo for that, because samples are in the memory of the CPU.
+
+Ranks need a name for each sample. So in each step the samples of all ranks have *numbers*: first those that rank 0 has
+read, then those of rank 1, and so on. If ranks 0 and 1 have read three and two samples, those of rank 1 are 3 and 4.
 """
 
 from __future__ import annotations
@@ -100,7 +103,8 @@ class ExchangingDataLoader(DataLoader):
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # A worker sends each tensor through a file, and open files are limited. So it sends all samples as one tensor.
+        # Torch lets a worker send each tensor through an open file, and open files are limited. So it sends all samples
+        # as one tensor.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes
@@ -134,26 +138,26 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        # The ranks compare in the process group of this loader, not in the default one. A thread that reads ahead may
-        # begin at any time of a step. In the default group its collectives could meet those of the training on another
-        # rank.
-        compare_plans(self._arguments(), self._exchange.gather)
+        # There is no plan yet, so only its arguments are compared. Not in the default process group: a thread may read
+        # ahead, at any time of a step, and then these collectives could meet those of the training on another rank.
+        facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
+        compare_plans(PlanRecord(facts=facts), self._exchange.gather)
         reading = super().__iter__()
         rank = get_global_rank()
-        # The ranks may run out of samples at different times. Then they go on without samples until the last one does.
+        # The ranks may run out of samples at different times. A rank without samples still takes part in each step, and
+        # computes samples of others, until no rank has any.
         for batch_index in count():
             samples, sizes_of_ranks = self._read(reading, batch_index)
             sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
             assignments = self._assign(sizes_of_all)
-            # Samples are numbered in each step, those of rank 0 first.
             first_number = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
             assigned_numbers = [list(assignment) for assignment in assignments]
             to_compute = self._exchange.swap(samples, first_number, assigned_numbers)
             self._num_samples += len(sizes_of_all)
             batch = collate(self._collate, to_compute, assignments[rank], self._options)
-            # The numbers of samples in this step are not indices in the dataset, so a message must not show them.
+            # Numbers of samples are not indices in the dataset, so a message must not show them.
             batch.indices = None
             if self._pin:
                 batch = batch.pin_memory()
@@ -180,8 +184,8 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One array for each field of SampleSize, with a number for each sample.
-        lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
+        # One array for each field of SampleSize, with a number for each sample. Only patches may be floats.
+        lengths, image_tokens, patches, loss_tokens = map(np.array, zip(*sizes, strict=True))
         rows = Rows(
             lengths,
             self._options,
@@ -201,7 +205,7 @@ class ExchangingDataLoader(DataLoader):
         reading: Iterator[list[DatasetSample] | torch.Tensor],
         batch_index: int,
     ) -> tuple[list[DatasetSample], list[list[SampleSize]]]:
-        """Reads this rank's samples of a step, or none if none are left. Returns them, and the sizes of every rank's.
+        """Returns this rank's samples of a step, none if none are left, and the sizes of the samples of every rank.
 
         If a rank cannot read, it tells the others, which would wait for it otherwise, and all ranks raise.
         """
@@ -211,15 +215,7 @@ class ExchangingDataLoader(DataLoader):
         reported: Exception | None = None
         """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
-            loaded = next(reading, [])
-            # The samplers of iterable datasets, and some of users, have no length.
-            if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
-                raise RuntimeError(ENDED_BY_AN_ERROR)
-            if isinstance(loaded, torch.Tensor):
-                loaded = from_bytes(loaded)
-            assert self.batch_size is not None
-            num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
-            samples = loaded[: len(loaded) - num_repeated]
+            samples = self._read_own(reading, batch_index)
             sizes = [self._size(sample) for sample in samples]
         except ValueError as error:  # about the data
             failure = error
@@ -237,10 +233,21 @@ class ExchangingDataLoader(DataLoader):
                 raise failure_of_rank
         return samples, [sizes_of_rank for sizes_of_rank, _ in reports]
 
-    def _arguments(self) -> PlanRecord:
-        """Returns a record of the arguments that must be the same on all ranks. There is no plan yet to compare."""
-        facts = {**reading_facts(self), **asdict(self._options), 'image_token_ids': self._image_token_ids.tolist()}
-        return PlanRecord(facts=facts)
+    def _read_own(
+        self,
+        reading: Iterator[list[DatasetSample] | torch.Tensor],
+        batch_index: int,
+    ) -> list[DatasetSample]:
+        """Returns this rank's samples of a step, without those that torch's DistributedSampler repeats."""
+        loaded = next(reading, [])
+        # The samplers of iterable datasets, and some of users, have no length.
+        if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):
+            raise RuntimeError(ENDED_BY_AN_ERROR)
+        if isinstance(loaded, torch.Tensor):
+            loaded = from_bytes(loaded)
+        assert self.batch_size is not None
+        num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
+        return loaded[: len(loaded) - num_repeated]
 
     def _size(self, sample: DatasetSample) -> SampleSize:
         """Measures a sample. Sizes that no option needs are 0."""
@@ -292,8 +299,7 @@ class SampleExchange:
 
         Args:
             samples: The samples that this rank has read.
-            first_number: Number of the first of these samples. The samples of all ranks are numbered in the order of
-                the ranks.
+            first_number: Number of the first of these samples, see the module.
             assigned_numbers: For each rank the numbers of the samples that it computes. Several ranks may get the same
                 one.
         """
@@ -301,12 +307,10 @@ class SampleExchange:
         this_rank = get_global_rank()
         sending = []
         for receiver, numbers in enumerate(assigned_numbers):
-            parcel = {}
-            if receiver != this_rank:
-                parcel = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
-            # An empty parcel is sent as no bytes at all.
+            parcel = {number: sample_by_number[number] for number in numbers if number in sample_by_number}
+            # Nothing to send is no bytes at all.
             data = torch.empty(0, dtype=torch.uint8)
-            if parcel:
+            if parcel and receiver != this_rank:
                 data = to_bytes(parcel)
             sending.append(data)
         for received in self._all_to_all(sending):

@@ -34,7 +34,7 @@ _START = re.compile(r'(\d[\d_]*)(ba|tok)?')
 class BatchSchedule:
     """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage.
 
-    What a run has trained so far is counted in the unit of the schedule.
+    In the methods, ``trained`` is how far the run is: its steps or tokens so far, by the unit of the schedule.
     """
 
     unit: str
@@ -72,7 +72,7 @@ class BatchSchedule:
         return cls(unit, starts, sizes)
 
     def stage_after(self, trained: int) -> int:
-        """Returns the number of the stage of the next step."""
+        """Returns the number of the stage of the next step, if so much was trained."""
         return bisect_right(self.starts, trained) - 1
 
     def cut(
@@ -169,8 +169,9 @@ class GlobalBatches:
         self._mixture = mixture
         self.media = media
         self._tokens = 0
+        """Tokens of a global batch. Only used without a schedule."""
         self._schedule: BatchSchedule | None = None
-        """None: `_tokens` decides."""
+        """Samples of a global batch. None: it is cut by tokens."""
         if samples is not None:
             self._schedule = BatchSchedule.from_stages(samples)
         if tokens is not None:
@@ -205,7 +206,7 @@ class GlobalBatches:
         """Whether every epoch has equally many global batches. Their samples may differ."""
         if self._schedule is not None:
             return len(self.sizes) == 1
-        # By tokens, the number depends on the tokens of an epoch. They are the same if the samples are.
+        # By tokens, the number follows from the tokens of an epoch. They are the same if its samples are.
         return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
@@ -257,7 +258,7 @@ class GlobalBatches:
         """Returns the order of the samples of an epoch, or one order for each modality."""
         if self._mixture is not None:
             # With `drop_last` and one size, the samples that do not fill the last global batch begin the next epoch.
-            # With a schedule or by tokens their number is only known after the cut, which drops them.
+            # With a schedule or by tokens they are dropped, because their number is only known after the cut.
             full_batch_size = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
                 full_batch_size = self.sizes[0]
@@ -290,10 +291,9 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if the first epoch, or by tokens one modality of it, is too small to fill a global batch.
+        """Raises ValueError if `drop_last` would drop all samples of the first epoch, or by tokens all of one modality.
 
-        `drop_last` would then leave it without any global batch. By tokens, a later epoch of a mixture may still be too
-        small if it has other samples than the first.
+        By tokens, a later epoch of a mixture may still be too small if it has other samples than the first.
         """
         if self._schedule is None:
             option = 'global_batch_tokens'
@@ -306,7 +306,7 @@ class GlobalBatches:
         else:
             option = 'global_batch_size'
             unit = 'samples'
-            # Modalities are not checked by themselves: one that fills no global batch now goes on in the next epoch.
+            # Modalities need no check of their own, because their rest is not dropped: it begins the next epoch.
             size = max(self.sizes)
             available = len(self._lengths)
             if self._mixture is not None:

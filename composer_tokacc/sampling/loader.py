@@ -78,15 +78,14 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so nothing is left to collate. Batches that must be pinned are wrapped
-        # (see _BatchToPin), and `__iter__` unwraps them. Other batches are not wrapped, because accelerate, to skip
-        # batches, makes a plain DataLoader with the attributes of this one, and that unwraps nothing. So accelerate
-        # cannot skip batches with `pin_memory`.
+        # The dataset returns collated batches, so nothing is left to collate. Batches that torch pins are wrapped (see
+        # _BatchToPin), and `_batches` unwraps them. Others are not, so that accelerate can skip them: it makes a plain
+        # DataLoader with the attributes of this one, which unwraps nothing.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         keep_from_accelerate(self)
         self._resume_at = (0, 0)
-        """Epoch and batch at which a resumed run goes on. Earlier batches are skipped. (0, 0): no batch is skipped."""
+        """Epoch and batch at which a resumed run goes on. All earlier batches are skipped, so (0, 0) skips none."""
         self._witness = ''
         """Digest of the two samples that all ranks read; empty until a batch has brought it."""
 
@@ -119,8 +118,8 @@ class RegroupingDataLoader(DataLoader):
         sampler = self._sampler
         epoch = sampler.epoch
         num_skipped = self._num_to_skip(epoch)
-        # A run is resumed either by `skip_to` of this loader or by the state of the sampler. With `skip_to` the epoch
-        # starts at batch 0, and a SkippedBatch stands for each earlier batch. With the state nothing stands for them.
+        # A run is resumed either by `skip_to` of this loader, which yields a SkippedBatch for each earlier batch of the
+        # epoch, or by the state of the sampler, which yields nothing for them.
         first = 0 if num_skipped else sampler.first_batch
         batches = self._batches(epoch, first, num_skipped)
         yield from noting_progress(sampler, batches, epoch, first)
@@ -145,8 +144,8 @@ class RegroupingDataLoader(DataLoader):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch that is read brings the witness. Later ones get it, too, because without `skip_to`
-            # Composer reads and discards the first batches of a resumed run, and so does not check them.
+            # Only the first batch that is read brings the witness. Later ones get it, too, because Composer may discard
+            # that one before it is checked: a resumed run without `skip_to` reads batches in vain.
             self._witness = plan.witness or self._witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
@@ -206,9 +205,10 @@ class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
     Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
-    ``loader.dataset``, length and single items are those of the wrapped dataset. It has no ``state_dict``. If a
-    dataset has one, Composer discards no batches when it resumes a run. But only at the last batch that it discards
-    does Composer restore the random numbers.
+    ``loader.dataset``, length and single items are those of the wrapped dataset.
+
+    It has no ``state_dict``, even if the wrapped dataset has one. For a dataset with a state Composer would discard no
+    batches when it resumes, and so not restore the random numbers, which it does at the last batch that it discards.
     """
 
     def __init__(

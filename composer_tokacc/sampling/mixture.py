@@ -3,8 +3,12 @@
 
 """The order of samples if a run mixes several datasets, or if each of its steps has samples of one modality only.
 
-A dataset is read as an endless sequence: all its samples, then all of them again in another order, and so on. One such
-reading is a pass. The sequences of all datasets are merged evenly into one, and an epoch of the run is a stretch of it.
+A dataset is read as an endless *sequence*: all its samples, then all of them again in another order, and so on. One
+such reading is a *pass*. The sequences of all datasets are merged evenly into one, and an epoch of the run is a stretch
+of it. For example, dataset A has two samples, B has four, and an epoch reads each once. Then its order is BABBAB.
+
+If each step has one modality, the samples of a dataset that have the same modality are a sequence. All sequences of one
+modality are a *group*. Each group is merged and cut into global batches by itself, then these are merged evenly.
 
 :class:`LossShares` weights the tokens of the datasets instead.
 """
@@ -77,7 +81,7 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        checked_shares = _checked_rates('shares', shares, len(sizes), highest=1e15)  # perhaps numbers of tokens
+        checked_shares = _checked_rates('shares', shares, len(sizes))
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -121,11 +125,12 @@ def _checked_rates(
     values: Sequence[float],
     num_datasets: int,
     *,
-    highest: float = 1e9,
+    highest: float = 1e300,
 ) -> np.ndarray:
     """Returns a number for each dataset, float64 (num_datasets,).
 
-    Raises ValueError unless all are above 0 and at most `highest`, by default far above any useful value.
+    Raises ValueError unless all are above 0 and at most `highest`. By default that is no limit, because only the ratio
+    of weights or shares counts. They may be numbers of tokens.
     """
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
@@ -188,7 +193,7 @@ class LossShares:
                 int(is_absent.argmax()),
             )
         shares = np.where(is_absent, 0, self.shares)
-        # Both `max` only avoid a division by zero, of a weight that is 0 anyway.
+        # Both `max` only avoid a division by zero. The weight of a dataset without tokens is 0 anyway.
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
@@ -202,13 +207,13 @@ def permutation(size: int, seed: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _Sequence:
     """The endless sequence of a dataset, or of its samples of one modality: pass after pass, as the module says."""
 
     samples: np.ndarray
-    """Its samples, in the order of the dataset, int64 (n,)."""
+    """The samples of a pass, in the order of the dataset, int64 (n,)."""
     quota: Fraction
-    """Samples of it in an epoch, on average."""
+    """How many items of it an epoch has on average."""
 
     def read(
         self,
@@ -246,16 +251,15 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    Each dataset is an endless sequence. They are merged evenly into one endless sequence. For n datasets every stretch
-    of it has each dataset's share to within ``1 + share * (n - 2)`` samples. That is less than two if the shares are
-    equal, but more if one dataset of many has a large share. The epochs of the run are stretches of the sequence, one
-    after the other. So a dataset that is smaller than a global batch keeps its share, too.
+    The epochs of the run are stretches of the merged sequence, one after the other. For n datasets every stretch has
+    each dataset's share to within ``1 + share * (n - 2)`` samples, also if the dataset is smaller than a global batch.
+    That is less than two if the shares are equal, but more if one dataset of many has a large share.
 
     Args:
         mixture: Shares of the datasets.
         seed: Seed of the orders. None: datasets keep their order.
         epoch: Number of the epoch.
-        media: Modality of each sample, int (n,). Each modality then has an endless sequence of its own.
+        media: Modality of each sample, int (n,). Each modality is then a group of its own.
         full_batch_size: Size of a global batch, if the epoch shall only have full ones. The samples that are left begin
             the next epoch.
 
@@ -263,13 +267,13 @@ def mixed_orders(
         ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
             numbers of each modality, so its samples would never be trained.
     """
-    groups = _groups_of_streams(mixture, media)
+    groups = _groups_of_sequences(mixture, media)
     # Exact fractions, because rounding errors would add up over the epochs and move samples.
     quotas_of_groups = []
     for group in groups:
-        quotas = [stream.quota for stream in group]
+        quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    # The epoch begins where the last one has ended in the endless sequence of each group.
+    # In the merged sequence of each group the epoch begins where the last one has ended.
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)
@@ -306,8 +310,8 @@ def merged_evenly(batches_of_modalities: Sequence[Sequence[np.ndarray]]) -> list
     return merged
 
 
-def _groups_of_streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
-    """Returns the groups of sequences that are merged, one for each modality, or a single one without `media`."""
+def _groups_of_sequences(mixture: Mixture, media: np.ndarray | None) -> list[list[_Sequence]]:
+    """Returns the groups, one for each modality, or a single one without `media`."""
     num_samples = sum(mixture.sizes)
     ends = np.cumsum(mixture.sizes)
     datasets = np.split(np.arange(num_samples), ends[:-1])
@@ -321,26 +325,26 @@ def _groups_of_streams(mixture: Mixture, media: np.ndarray | None) -> list[list[
             num_of_modality = len(samples_of_modality)
             if num_of_modality > 0:
                 quota_of_modality = quota * num_of_modality / len(samples)
-                group.append(_Stream(samples_of_modality, quota_of_modality))
+                group.append(_Sequence(samples_of_modality, quota_of_modality))
         groups.append(group)
     return groups
 
 
 def _merged(
-    group: list[_Stream],
+    group: list[_Sequence],
     begin: int,
     end: int,
     seed: int | None,
 ) -> np.ndarray:
-    """Returns the samples of a group of sequences, merged evenly, from position `begin` to before `end`."""
-    quotas = [stream.quota for stream in group]
+    """Returns the samples of the merged sequence of a group, from position `begin` to before `end`."""
+    quotas = [sequence.quota for sequence in group]
     begins = counts_of_first(begin, quotas)
     ends = counts_of_first(end, quotas)
-    stream_numbers, positions = interleave(begins, ends, quotas)
+    sequence_numbers, positions = interleave(begins, ends, quotas)
     samples = np.empty_like(positions)
-    for number, stream in enumerate(group):
-        is_of_stream = stream_numbers == number
-        samples[is_of_stream] = stream.read(positions[is_of_stream], seed)
+    for number, sequence in enumerate(group):
+        is_of_sequence = sequence_numbers == number
+        samples[is_of_sequence] = sequence.read(positions[is_of_sequence], seed)
     return samples
 
 
@@ -348,7 +352,8 @@ def _merged(
 # (j + 1/2) / q. The items of all sequences are sorted by mark. If marks are equal, the earlier sequence comes first.
 #
 # Up to any mark t each sequence has had q * t items, to within 1/2. So after any number of items each of n sequences
-# has had its share, to within (1 + share * (n - 2)) / 2 items. The share is q divided by the sum of all quotas.
+# has had its share, to within (1 + share * (n - 2)) / 2 items, and in any stretch, which has two ends, to within twice
+# as many. The share is q divided by the sum of all quotas.
 
 
 def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
@@ -376,19 +381,18 @@ def interleave(
     ends: Sequence[int],
     quotas: Sequence[Fraction],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a stretch of the merged sequence: for each item its sequence, and its number in that sequence.
+    """Returns a stretch of the merged sequence: for each item the number of its sequence, and its position in that.
 
     The stretch holds items ``begins[s]`` to ``ends[s] - 1`` of each sequence ``s``. They may be sorted by marks in
     floats, because a rounding error only exchanges neighbours inside the stretch.
     """
     counts = np.subtract(ends, begins)
-    numbers = np.arange(len(quotas))
-    sequences = np.repeat(numbers, counts)
+    sequence_numbers = np.repeat(np.arange(len(quotas)), counts)
     items_of_sequences = []
     for begin, end in zip(begins, ends, strict=True):
         items_of_sequences.append(np.arange(begin, end))
     items = np.concatenate(items_of_sequences)
     quotas_as_floats = np.array(quotas, dtype=np.float64)
-    marks = (items + 0.5) / quotas_as_floats[sequences]
+    marks = (items + 0.5) / quotas_as_floats[sequence_numbers]
     order = np.argsort(marks, kind='stable')
-    return sequences[order], items[order]
+    return sequence_numbers[order], items[order]

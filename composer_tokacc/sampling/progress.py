@@ -52,19 +52,19 @@ class Progress:
         """Yields the batches of an epoch from batch `first` on, and notes how many were taken."""
         for iterator in self._iterators:
             if iterator.has_ended and iterator.epoch == epoch:
-                # The run reads the epoch again, so the end of this reading is no longer its place.
+                # The run reads the epoch again. The place must not stay at its end.
                 iterator.next_batch = 0
         current = _ReadingIterator(epoch, first)
         self._iterators.append(current)
         try:
             for batch in batches:
                 current.next_batch += 1
-                # Move it to the end of the list. It is not in the list if it was forgotten since its last batch.
+                # It is the last one in the list now. It is not in the list if it was forgotten since its last batch.
                 if current in self._iterators:
                     self._iterators.remove(current)
                 self._iterators.append(current)
                 yield batch
-            # A forgotten iterator that yields no further batch stays forgotten.
+            # If it was forgotten since its last batch, its end does not count.
             if current in self._iterators:
                 current.has_ended = True
                 self._iterators = [current]
@@ -93,6 +93,6 @@ class Progress:
         for iterator in self._iterators:
             if iterator.is_reading:
                 epoch = iterator.epoch  # of several, the last one counts
-        # Iterators of other epochs were a look at a batch, or were given up before the end of their epoch.
+        # Iterators of other epochs do not count. They looked at a batch, or were given up before the end.
         batches = [iterator.next_batch for iterator in self._iterators if iterator.epoch == epoch]
         return epoch, max(batches, default=next_batch)

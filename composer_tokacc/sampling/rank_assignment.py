@@ -36,11 +36,12 @@ ENDED_BY_AN_ERROR = (
 class RankAssignment:
     """The samples of a global batch that one rank loads, at least one.
 
-    Planned dummies are left out. The split adds dummy rows where they are needed, which it makes of a loaded row.
+    Dummies of the plan are left out, because the split makes dummy rows of a loaded row where they are needed. So a
+    rank that has only dummies must load a row, too. It gets a copy of a sample that another rank computes.
     """
 
     microbatches: list[list[int]]
-    """Samples of each microbatch. A rank without a sample gets a copy of one that another rank computes."""
+    """Samples of each microbatch."""
     is_copy: bool = False
     """Whether its only sample is such a copy, which must weigh nothing."""
     weights: list[list[float]] | None = None
@@ -75,9 +76,8 @@ class RankAssignment:
             weights: For each of these samples the weight of its tokens, float64 (n,).
             plan_checksum: Checksum of the plan of all ranks.
         """
-        # A dummy of the plan is marked `filled`.
+        # A dummy of the plan is marked `filled`. It is a copy of a sample that another rank computes.
         computed = [microbatch for microbatch in planned if not microbatch.filled]
-        # A rank that has only dummies loads one: a copy of a sample that another rank computes.
         computed = computed or planned[:1]
         samples = []
         weights_of_samples = []
@@ -97,9 +97,9 @@ class RankAssignment:
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     """Plans a global batch as :func:`.plan_microbatches`, but every rank gets a sample if there are enough."""
     plan = plan_checked_rows(rows, num_ranks)
-    # Under 'fsdp' microbatches that run at the same time all have images, or all have none. So even if there are enough
-    # samples, a rank may get only dummies, and would have no row to load. Then the batch is planned as for 'ddp', which
-    # gives each rank a sample. The split still adds dummy rows and images, so that no rank waits for another in vain.
+    # Under 'fsdp' the microbatches of a step slot all have images, or none has. So a rank may get only dummies: if a
+    # batch of two ranks has one sample with an image and one without, each needs a slot. Then the batch is planned as
+    # for 'ddp', which gives each rank a sample. That is safe, because the split adds dummy images where needed.
     has_enough_samples = len(rows.lengths) >= num_ranks
     if has_enough_samples and any(_has_only_dummies(rank) for rank in plan.ranks):
         rows = copy.copy(rows)

@@ -57,8 +57,8 @@ class RestoreRandomState(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the generators of all ranks. A collective, as Composer's own function is.
 
-        They are one string, because a sharded checkpoint is loaded entry by entry. With an entry for each rank it could
-        not be loaded on another number of ranks.
+        They are one string. With an entry for each rank, a sharded checkpoint could not be loaded on another number of
+        ranks, because it must have the same entries as the state of the run that loads it.
         """
         states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.

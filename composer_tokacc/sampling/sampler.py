@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A distributed batch sampler that assigns each global batch to the ranks by length."""
+"""A distributed batch sampler that assigns each global batch to the ranks by length.
+
+The samples of a global batch, in the order of the epoch, are its *window*. The assignment of a rank says which of them
+it computes, in which microbatches. The *place* of a run is the epoch, and the number in it of the next global batch.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +73,12 @@ class RegroupingBatchSampler(DistributedSampler):
     ``DataLoader(batch_sampler=...)``.
 
     :meth:`state_dict` returns the place of the run: the epoch, and the number of the next global batch. If several
-    iterators read the epoch, the place is that of the furthest one. So ``next(iter(sampler))``, a look at a batch, does
-    not change the place of a run that has read more. After :meth:`load_state_dict` or :meth:`skip_to` every iteration
-    of the epoch starts at the place that was set, until one reaches the end of the epoch. The workers of a plain
-    DataLoader read ahead, so with them the place is right after the last batch that a worker was given, and a loop that
-    resumes there leaves batches out. RegroupingDataLoader has the place of the run.
+    iterators read the epoch, the furthest one counts. So ``next(iter(sampler))``, a look at a batch, does not change
+    the place of a run that has read more. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the epoch
+    starts at the place that was set, until one reaches the end of the epoch.
+
+    A plain DataLoader with workers reads ahead of the run. Then the state counts batches that the run has not had, and
+    a run that resumes from it leaves them out. RegroupingDataLoader counts only the batches that it has yielded.
 
     Args:
         dataset: Map-style dataset.
@@ -150,8 +155,8 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
-        # In torch's class this number counts repeated samples, too. Composer's evaluation drops as many samples as it
-        # exceeds the dataset by. Here no sample is repeated.
+        # Torch's class counts repeated samples, too, and Composer's evaluation drops as many samples as this number
+        # exceeds the dataset by. Here no sample is repeated, so none must be dropped.
         self.total_size = num_samples
         # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
@@ -192,7 +197,7 @@ class RegroupingBatchSampler(DistributedSampler):
             media=media,
         )
         if global_batch_tokens is None:
-            # As with torch's sampler, a rank's mean number of samples, the `batch_size` of the loader, is an integer.
+            # So the mean number of samples of a rank is an integer. It is the `batch_size` of the loader.
             for size in self._global_batches.sizes:
                 check_global_batch(size, num_replicas)
         self.global_batch_size = max(self._global_batches.sizes)
@@ -205,17 +210,17 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: tuple[int, int] | None = None
-        """Epoch and global batch at which a RegroupingDataLoader starts.
+        """An argument of ``iter(sampler)``, if a RegroupingDataLoader iterates: the epoch and global batch to start at.
 
-        The loader sets it only while torch calls ``iter(sampler)``, which has no arguments. The sampler does not note
-        the progress of that iterator, because the workers read ahead. The loader notes the batches that it yields.
+        Torch makes that call, without arguments, so the loader sets this attribute during the call. The sampler does
+        not note the progress of that iterator, because the workers read ahead. The loader notes what it yields.
         """
         self.progress = Progress()
         self._epoch_of_witnesses: int | None = None
-        """The first epoch that is iterated. With its first batch all ranks read the same two samples, the witnesses.
+        """The first epoch that is iterated. Its first assignment has *witnesses*, two samples that every rank reads.
 
-        If the ranks get different ones, their datasets list the samples in different orders, and the step is refused.
-        Once is enough, because a dataset does not change its order during a run.
+        If the ranks read different ones, their datasets list the samples in different orders, and the step is refused.
+        One epoch is enough, because a dataset does not change its order during a run.
         """
 
     def __len__(self) -> int:
@@ -257,8 +262,8 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # The first and the last sample of the dataset, in every epoch. So the digest is the same on a rank that
-                # has looked at a batch of another epoch before the run, and has read its witnesses with that batch.
+                # Not two samples of this window: one rank may have looked at a batch of another epoch before the run,
+                # and so has read its witnesses with that batch. They must be those of the other ranks.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment
@@ -311,16 +316,13 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
-        # Earlier versions saved a single size as a schedule of one stage.
+        state = dict(state)
+        # Earlier versions saved a single size as a schedule of one stage, and did not save two other names.
         size = identity.get('global_batch_size')
         if state.get('global_batch_size') == [['0ba', size]]:
-            state = {**state, 'global_batch_size': size}
-        # Earlier versions did not save these two.
-        not_saved_before = {
-            'checksum_of_media': identity.get('checksum_of_media'),
-            'sizes': identity.get('sizes'),
-        }
-        state = {**not_saved_before, **state}
+            state['global_batch_size'] = size
+        for name in ('checksum_of_media', 'sizes'):
+            state.setdefault(name, identity.get(name))
         names = {*identity, *state} - {'epoch', 'batch'}
         for name in sorted(names):
             # A key that only one of the two has is a difference, too: the other one yields None.
@@ -346,12 +348,12 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns all that the plan of a global batch depends on. If ranks differ, the error shows it."""
+        """Returns all that the plan of a global batch depends on, so that an error can show what ranks differ in."""
         return {**self._facts, 'epoch': epoch, 'global batch': batch}
 
     @cached_property
     def _facts(self) -> Facts:
-        """All arguments that the plans of a run depend on, by name. For tables these are digests."""
+        """All arguments that the plans of a run depend on, by name, also those of `_identity`. Tables are digests."""
         facts: Facts = {'number of ranks': self.num_replicas, 'number of samples': len(self.lengths)}
         tables = {
             'lengths': self.lengths,
@@ -374,7 +376,10 @@ class RegroupingBatchSampler(DistributedSampler):
         return checksum_of(self._facts)
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide which samples a global batch holds, as plain values by name."""
+        """Returns the arguments that decide which samples a global batch holds, as plain values by name.
+
+        A run that resumes must have the same ones. All others, such as the number of ranks, may change.
+        """
         identity = self._global_batches.identity()
         for name in ('seed', 'shuffle', 'drop_last'):
             identity[name] = getattr(self, name)
@@ -420,24 +425,19 @@ def noting_progress(
         sampler.first_batch = 0
 
 
-def prefetch(
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    *,
-    depth: int = 2,
-) -> Iterator[Result]:
-    """Yields ``map(function, items)``. A background thread computes up to `depth` further results in advance.
+def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yields ``map(function, items)``. A background thread computes up to two further results in advance.
 
-    With a depth of 2 the thread has an item to work on while a result waits. No more than `depth` items are taken in
-    advance. The thread starts when the first result is requested. It is joined when the iterator ends, is closed or is
-    garbage collected. An error of `function` is raised where its result would have been yielded.
+    With two, the thread has an item to work on while a result waits. No more than two items are taken in advance. The
+    thread starts when the first result is requested. It is joined when the iterator ends, is closed or is garbage
+    collected. An error of `function` is raised where its result would have been yielded.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
-            if len(waiting) > depth:
+            if len(waiting) > 2:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -21,9 +21,10 @@ def witness_of(
     """Returns a digest of the samples at `indices`, which is equal in all processes with the same dataset.
 
     It is made of token ids, or of texts if there are no ids. Pixels are left out because they may be augmented, and
-    paths because they may differ between nodes. The samples are read twice with the same random numbers. If the two
-    digests differ, the dataset has another source of randomness. Then, or if the samples cannot be read, the digest is
-    empty, and this rank is not compared.
+    paths because they may differ between nodes.
+
+    The samples are read three times with the same random numbers. If the digests differ, the dataset has another source
+    of randomness. Then, or if the samples cannot be read, the digest is empty, and the ranks are not compared.
 
     Args:
         read: Function that returns the samples at some indices.
@@ -31,7 +32,7 @@ def witness_of(
     """
     digests = set()
     try:
-        for _ in range(2):
+        for _ in range(3):  # twice the same text, of only a few, is often chance
             with same_random_numbers():
                 digests.add(_digest(read(list(indices))))
     except Exception:  # the error is raised again by the rank that trains on the sample

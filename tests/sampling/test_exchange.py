@@ -45,7 +45,8 @@ def test_one_rank_cuts_its_own_samples():
     assert loader.batch_size == 8
 
 
-def test_patches_decide_the_encoder_cost(monkeypatch):
+@pytest.mark.parametrize('patches_per_token', [10, 10.0])
+def test_patches_decide_the_encoder_cost(monkeypatch, patches_per_token):
     planned_rows = []
     plan_batch = exchange.plan_batch
 
@@ -55,7 +56,7 @@ def test_patches_decide_the_encoder_cost(monkeypatch):
 
     monkeypatch.setattr(exchange, 'plan_batch', record_rows)
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
-    list(build(8, cost=cost, patches=lambda sample: 10 * sample['input_ids'].shape[1]))
+    list(build(8, cost=cost, patches=lambda sample: patches_per_token * sample['input_ids'].shape[1]))
     (rows,) = planned_rows
     assert rows.vision_cost.tolist() == [2.0 + 5.0 * length for length in rows.lengths]
 

@@ -290,8 +290,8 @@ def num_reads(first, last=NUM_STEPS):
 
 
 def num_witness_reads(ranks):
-    """Samples that ranks read once in a run to compare their datasets. Each rank reads two samples twice."""
-    return 4 * ranks
+    """Samples that ranks read once in a run to compare their datasets. Each rank reads two samples three times."""
+    return 6 * ranks
 
 
 def steps_from(run, first):

@@ -262,8 +262,9 @@ def test_shares_of_loss_tokens(sizes, seed):
     assert (errors <= largest_errors).all()
 
 
-def test_loss_shares_may_be_numbers_of_tokens():
-    in_tokens = Mixture.from_loss_shares([2, 1], [3e9, 6e9], [30, 40, 50])
+@pytest.mark.parametrize('num_tokens', [3e9, 3e12])
+def test_loss_shares_may_be_numbers_of_tokens(num_tokens):
+    in_tokens = Mixture.from_loss_shares([2, 1], [num_tokens, 2 * num_tokens], [30, 40, 50])
     relative = Mixture.from_loss_shares([2, 1], [1, 2], [30, 40, 50])
     for quota, expected in zip(in_tokens.quotas, relative.quotas, strict=True):
         assert float(quota) == pytest.approx(float(expected))

@@ -279,10 +279,10 @@ def test_prefetched_results_come_in_order():
             drawn.append(item)
             yield item
 
-    results = prefetch(square, items(), depth=3)
+    results = prefetch(square, items())
     for expected in range(10):
         assert next(results) == expected**2
-        assert len(drawn) <= expected + 4
+        assert len(drawn) <= expected + 3
     assert next(results, None) is None
     assert threading.current_thread() not in threads
 

@@ -21,6 +21,7 @@ from composer_tokacc.plan_agreement import (
     plan_record_of,
 )
 from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling.witness import witness_of
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LengthDataset, regrouping_loader
 
@@ -115,6 +116,34 @@ def test_batch_size_of_stream_is_compared():
     assert first.checksum == second.checksum
     assert first.checksum != other.checksum
     assert '`batch_size` must be the same' in find_difference(records)
+
+
+@pytest.mark.parametrize(
+    ('witnesses', 'are_refused'),
+    [(('aa', 'aa'), False), (('aa', 'bb'), True), (('aa', ''), False), (('aa', 'bb', ''), False)],
+)
+def test_random_datasets_are_not_compared(witnesses, are_refused):
+    """A rank without a witness has a dataset with random numbers of its own, so others may have read twice the same."""
+    records = [PlanRecord(1, rank, len(witnesses), witness) for rank, witness in enumerate(witnesses)]
+    assert (find_difference(records) is not None) == are_refused
+
+
+def test_text_that_is_twice_the_same_by_chance():
+    texts = iter(['one', 'one', 'two'])
+    assert witness_of(lambda indices: [{'text': next(texts)}], [0]) == ''
+
+
+def test_time_to_compare_grows_with_ranks():
+    """Each argument is read once for each rank, not once for each pair of ranks."""
+    reads = []
+
+    class Value:
+        def __str__(self):
+            reads.append(self)
+            return 'value'
+
+    find_difference([PlanRecord(1, rank, 20, facts={'value': Value()}) for rank in range(20)])
+    assert len(reads) == 20
 
 
 def test_entry_named_plan_is_no_record():
