@@ -62,8 +62,8 @@ class CountingDataSpec(DataSpec):
         self._loss_tokens = loss_tokens
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
-        # The counts of the microbatch that the model computes now, if _transform_microbatch() has removed them. Composer
-        # asks for its samples and tokens later, with the same tensor of labels.
+        # The counts of the microbatch that the model computes now, if _transform_microbatch() has removed them.
+        # Composer asks for its samples and tokens later, with the same tensor of labels.
         self._computed_labels: torch.Tensor | None = None
         self._computed_counts: Sequence[RowCounts] = ()
         super().__init__(
