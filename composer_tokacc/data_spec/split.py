@@ -3,11 +3,11 @@
 
 """The split of a device batch into trimmed microbatches under a token budget.
 
-Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. An example with three rows padded to 90 tokens:
+Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. Take three rows that are padded to 90 tokens:
 
-1. :class:`.RowFacts`, here called facts, describe a batch: its rows have 20, 90 and 30 tokens, with padding on the left.
-   ``facts_of_batches`` is a list. A device batch has one entry. A pre-split batch, whose microbatches the loader has
-   planned and collated itself, has one entry for each of these microbatches.
+1. :class:`.RowFacts`, here called facts, describe the batch: its rows have 20, 90 and 30 tokens, with padding on the
+   left. ``facts_of_batches`` is a list. A device batch has one entry. A pre-split batch, whose microbatches the loader
+   has planned and collated itself, has one entry for each of these microbatches.
 2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps decide
    which rows share a piece. :class:`.CutRules`, here called rules, say how much padding each row loses.
 3. A microbatch is made of each piece: 2 rows of 30 tokens.
@@ -466,9 +466,10 @@ class MicrobatchSplit:
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
-        may_have_media = True  # a layout that is inferred may have them in the next batch
+        may_have_media = True
         if self.layout is not None:
-            may_have_media = bool(self.layout.family.media or self.layout.extra)
+            # Its readings are of tensors that the family does not register. All ranks know them from the check.
+            may_have_media = bool(self.layout.family.media or self.layout.extra or self.layout.readings)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(facts_of_batches)
