@@ -106,7 +106,7 @@ def batch_at_logits(
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch whose labels and weights have the shape of its logits, and the positions of these logits.
 
-    Returns None if the logits have a shape to which labels cannot be fitted.
+    Returns None if the labels do not fit the shape of the logits.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
@@ -160,9 +160,9 @@ def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 class LabelSelector:
     """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
 
-    First :func:`.RowComparison.selection_failure` has the model compute all logits, reads ``num_head_calls``, and arms
-    the hooks once to compare gradients. Only if these are the same, a training loop calls :meth:`begin_forward` before
-    each forward, which arms the hooks if that is worth it.
+    The first-batch check (``RowComparison.selection_failure``) comes first. After a forward that computed all logits it
+    reads ``num_head_calls``. Then it arms the hooks, and compares the gradients. If they are the same, a training loop
+    calls :meth:`begin_forward` before each forward, which arms the hooks if that is worth it.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.

@@ -543,8 +543,8 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective.
 
-    If the model takes only one kind of media in a forward, it returns only the first of them. A rank makes the dummy
-    row of one of its own rows, or of another rank's row if it has none with this modality.
+    If the model takes only one kind of media in a forward, it returns only the first of them. The dummy row is a copy of
+    this rank's smallest row with the modality. If this rank has none, another rank sends one.
     """
     layout = facts_of_batches[0].layout
     own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
