@@ -543,7 +543,7 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective.
 
-    If the model takes only one kind of media in a forward, it returns only the first of them. The dummy row is a copy of
+    If the model takes only one kind of media in a forward, it returns only the first of them. A dummy row is a copy of
     this rank's smallest row with the modality. If this rank has none, another rank sends one.
     """
     layout = facts_of_batches[0].layout
