@@ -103,15 +103,17 @@ def check_ids(batch: Batch) -> None:
     _check_mask(batch)
     if ids is None:
         return
+    num_rows, width = ids.shape
     mask = batch.get('attention_mask')
     if isinstance(mask, Tensor):
-        # A mask of four dimensions may be shared by all rows.
-        is_shared = mask.dim() == 4 and len(mask) == 1
-        _check_width(batch, 'attention_mask', has_all_rows=is_shared or len(mask) == len(ids))
+        is_shared = mask.dim() == 4 and len(mask) == 1  # by all rows
+        has_rows = is_shared or len(mask) == num_rows
+        if mask.shape[-1] != width or not has_rows:
+            raise _wrong_shape(batch, 'attention_mask')
     positions = batch.get('position_ids')
-    if isinstance(positions, Tensor) and positions.dim() in (2, 3):
-        # Rows are not compared, because the first of three dimensions is for time, height and width.
-        _check_width(batch, 'position_ids', has_all_rows=True)
+    # Rows are not compared, because the first of three dimensions is for time, height and width.
+    if isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-1] != width:
+        raise _wrong_shape(batch, 'position_ids')
 
 
 def _check_mask(batch: Batch) -> None:
@@ -131,21 +133,12 @@ def _check_mask(batch: Batch) -> None:
     )
 
 
-def _check_width(batch: Batch, key: str, *, has_all_rows: bool) -> None:
-    """Raises ValueError if an entry is not as wide as the ids, or lacks rows.
-
-    Args:
-        batch: A batch with the tensor ``input_ids``.
-        key: The entry.
-        has_all_rows: Whether the entry has as many rows as it needs. Only the caller knows which dimension they are.
-    """
-    ids = batch['input_ids']
-    value = batch[key]
-    if value.shape[-1] != ids.shape[1] or not has_all_rows:
-        raise InvalidInputError(
-            f'`{key}` must have the rows of `input_ids` and be as wide, {tuple(ids.shape)}, got: {tuple(value.shape)}, '
-            f'beginning with {sample_name(batch, 0)}.'
-        )
+def _wrong_shape(batch: Batch, key: str) -> InvalidInputError:
+    """Returns the error for an entry that is not as wide as the ids, or lacks rows."""
+    return InvalidInputError(
+        f'`{key}` must have the rows of `input_ids` and be as wide, {tuple(batch["input_ids"].shape)}, '
+        f'got: {tuple(batch[key].shape)}, beginning with {sample_name(batch, 0)}.'
+    )
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
@@ -311,7 +304,10 @@ def common_padding_side(batches: Iterable[Batch]) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """How far some positions of each row, such as the real ones, reach from its first column and from its last."""
+    """How far some positions of each row, such as the real ones, reach from its first column and from its last.
+
+    A row of width 6 with the positions ``0 0 1 1 1 0`` reaches 5 columns from the first one, and 4 from the last one.
+    """
 
     width: int
     from_first: list[int]
@@ -333,10 +329,9 @@ class Reach:
     @property
     def side(self) -> str:
         """The padding side of rows with these real positions, see :func:`padding_side`."""
-        # A row without real positions says nothing about the side.
-        ends = (0, self.width)
-        all_end_last = all(columns in ends for columns in self.from_first)
-        all_begin_first = all(columns in ends for columns in self.from_last)
+        full_or_empty = (self.width, 0)  # a row without real positions says nothing about the side
+        all_end_last = all(columns in full_or_empty for columns in self.from_first)
+        all_begin_first = all(columns in full_or_empty for columns in self.from_last)
         return 'left' if all_end_last and not all_begin_first else 'right'
 
     def lengths(self, side: str) -> list[int]:

@@ -186,14 +186,14 @@ def edge_before_sink(sink: Any, index: int) -> tuple[Any, int]:
 
     Args:
         sink: The sink of DDP.
-        index: The number of the output of the sink.
+        index: The number of the output of the sink. It has a gradient.
     """
-    # The sink counts all outputs of the model, also those that are no tensors. It has edges only for the tensors. DDP
-    # returns outputs without a gradient themselves, and not those of the sink.
-    has_gradient = sink.needs_input_grad[1:]  # the first input is DDP itself
+    # `index` counts all outputs of the model, also those that are no tensors. `next_functions` has an edge for each
+    # tensor, but one without a gradient leads to no node.
+    has_gradient = sink.needs_input_grad[1:]  # by output; the first input is DDP itself
+    place_of_edge = sum(has_gradient[:index])
     edges = [edge for edge in sink.next_functions if edge[0] is not None]
-    number_with_gradient = sum(has_gradient[:index])
-    return edges[number_with_gradient]
+    return edges[place_of_edge]
 
 
 def is_in_backward() -> bool:
@@ -294,7 +294,8 @@ def separate_iterator(loader: DataLoader) -> Iterator[None]:
 def keep_from_accelerate(loader: DataLoader) -> None:
     """Makes ``prepare`` of accelerate return the loader as it is. Otherwise it divides the batches of a rank again."""
     loader._is_accelerate_prepared = True  # pyright: ignore[reportAttributeAccessIssue]
-    # `join_uneven_inputs` of accelerate sets it. It has no effect, because all ranks have equally many batches.
+    # `join_uneven_inputs` of accelerate reads and overrides it, so it must exist. Nothing else does, because all ranks
+    # have equally many batches.
     loader.batch_sampler.even_batches = True  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
 
 

@@ -106,6 +106,8 @@ def batch_at_logits(
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
     """Returns a batch whose labels and weights have the shape of its logits, and the positions of these logits.
 
+    Returns None if the labels do not fit the shape of the logits.
+
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
         logits: Its logits, ``(rows, width, vocabulary)``, or ``(1, labels (+ 1), vocabulary)`` if the model computed
@@ -114,8 +116,8 @@ def batch_at_logits(
         num_labels: The number of labels that count.
 
     Returns:
-        For logits at all positions: the batch itself, and None. For logits only at labels: a batch of the selected
-        labels and weights, and the positions. None if the logits have another shape, so that labels do not fit them.
+        For logits at all positions: the batch itself, and None in place of their positions. For logits only at labels:
+        a batch of the selected labels and weights, and the positions.
     """
     labels = labels_of(batch)
     shape = logits.shape[:2]
@@ -158,7 +160,9 @@ def _first_places(running_count: torch.Tensor, ordinals: range) -> torch.Tensor:
 class LabelSelector:
     """Hooks on a Hugging Face model. They select labels and hidden states in the next forward after :meth:`arm`.
 
-    Training loops call :meth:`begin_forward` before each forward, which arms the hooks if that is worth it.
+    The first-batch check (``RowComparison.selection_failure``) comes first. After a forward that computed all logits it
+    reads ``num_head_calls``. Then it arms the hooks, and compares the gradients. If they are the same, a training loop
+    calls :meth:`begin_forward` before each forward, which arms the hooks if that is worth it.
 
     Args:
         model: A Hugging Face model with an output embedding, not wrapped.
@@ -177,7 +181,7 @@ class LabelSelector:
         # Of the next forward, see arm().
         self._rule = ''
         self._num_labels: int | None = None  # None: it computes all logits
-        # Of the forward that runs now.
+        # Of the forward that runs now. Its end moves the positions to `positions_of_logits`.
         self._positions: LabelledPositions | None = None  # None: it computes all logits
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
@@ -186,7 +190,7 @@ class LabelSelector:
         self.num_head_calls = 0
         """Calls of the output embedding in the last forward that computed all logits.
 
-        Unless it is 1, :meth:`arm` must not be called. A model with a fused loss does not call its output embedding. So
+        Unless it is 1, the hooks must not be armed. A model with a fused loss does not call its output embedding. So
         its hidden states would not be selected, and the kernel of the loss would read beyond the end of the labels.
         """
         # torch.compile must leave the hooks alone, because they do something else in each forward.

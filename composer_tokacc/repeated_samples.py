@@ -39,8 +39,8 @@ def num_repeated(dataloader: Any, batch_index: int, num_rows: int) -> int:
     num_copies = num_repeated_by(sampler, batch_size, batch_index)
     if num_copies == 0:
         return 0
-    samples_left = sampler.num_samples - batch_index * batch_size  # this batch, the last one, has all of them
-    if num_rows != samples_left:
+    num_samples = sampler.num_samples - batch_index * batch_size  # of this batch, which is the last one
+    if num_rows != num_samples:
         log.warning(
             'The last batch of the epoch repeats a sample of another rank, and the sample counts twice: the batch has '
             '%d rows, and not one for each sample, so its row is not known. `drop_last=True` of the sampler avoids it.',
@@ -79,10 +79,10 @@ def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
 
 
 def first_batch_of(dataloader: Any) -> int:
-    """Returns the number of the batch of the epoch with which a loader begins: 0, unless its sampler was moved on.
+    """Returns the number of the batch in the epoch that a loader yields first.
 
-    A :class:`.RegroupingBatchSampler` tells it only until it is iterated.
+    It is 0, unless a :class:`.RegroupingBatchSampler` resumes an epoch. At the end of the epoch its place is 0 again.
     """
     batch_sampler: Any = getattr(dataloader, 'batch_sampler', None)
-    is_ours = hasattr(batch_sampler, 'has_only_copies')
-    return batch_sampler.first_batch if is_ours else 0
+    is_regrouping = hasattr(batch_sampler, 'has_only_copies')  # `sampling`, which has the class, imports this module
+    return batch_sampler.first_batch if is_regrouping else 0

@@ -4,7 +4,8 @@
 """Counts of the rows of a batch, which travel with the batch.
 
 A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. Code
-that selects, packs or adds rows later does the same with the list.
+that selects, packs or adds rows later does the same with the list. In a :class:`.PreSplitBatch`, which is a mapping as
+well, each microbatch has its own list.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class RowCounts:
         loss_weight: Sum of the weights of these tokens. It is their number if tokens have no weights.
         rule: The loss rule by which tokens were counted, see :func:`.loss_mask`; empty: they were not counted.
         source: Source of the data, if the batch names it.
-        has_new_label: Whether a token of the row counts as a label for the first time in the run.
-        documents: The rows that were packed or summed, with their sources.
+        has_new_label: Whether a token of the row counts as a label for the first time in the run. The algorithm marks
+            such rows after it has counted them, because their microbatch is measured.
+        documents: The counts of the rows that were packed or summed; empty: this is one row.
     """
 
     samples: int = 1
@@ -121,7 +123,7 @@ def _without_labels_of_added_rows(batch: Batch) -> Batch:
 def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
-    Rows are counted before they are packed. If a packed row is counted again, its ``documents`` are lost.
+    Call it before rows are packed. It does not know the ``documents`` of a packed row.
 
     Args:
         batch: A batch with ``labels``. Rows that are marked with 0 samples keep this mark, and no token of them counts.

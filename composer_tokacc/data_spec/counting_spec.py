@@ -19,7 +19,7 @@ from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids, map_
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object
-from composer_tokacc.counting import mask_document_starts, real_tokens
+from composer_tokacc.counting import real_tokens
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, largest_of_ranks, register_split
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
@@ -58,11 +58,12 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         self._split = split
         self._model = model
-        self._loss_tokens = loss_tokens  # the user's rule, 'auto', or after the first-batch check the model's own rule
+        # At first the argument, a rule or 'auto'. After a first-batch check of this class it is the model's own rule.
+        self._loss_tokens = loss_tokens
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck[CutRules] | None = None
-        # Labels and counts of the microbatch that the model computes now, if its counts were removed. Composer asks for
-        # its samples and tokens later. The microbatch is recognised by its tensor of labels.
+        # The counts of the microbatch that the model computes now, if _transform_microbatch() has removed them.
+        # Composer asks for its samples and tokens later, with the same tensor of labels.
         self._computed_labels: torch.Tensor | None = None
         self._computed_counts: Sequence[RowCounts] = ()
         super().__init__(
@@ -83,22 +84,23 @@ class CountingDataSpec(DataSpec):
             RuntimeError: If the loss tokens were counted by a rule that was not compared with the model's own.
         """
         counts = self._counts_of(batch)
-        # row_counts_of() gives an empty rule to rows that were not counted.
-        has_counts = all(row.rule for row in counts)
+        has_counts = all(row.rule for row in counts)  # rows that were not counted have an empty rule
+        if token_type == 'total' and has_counts:
+            return sum(row.real_tokens for row in counts)
         if token_type == 'total':
-            if has_counts:
-                return sum(row.real_tokens for row in counts)
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
             for microbatch in microbatches_of(batch):
+                # Only a loader can have marked repeated samples so early, and it marks whole microbatches.
                 if num_samples(microbatch) > 0:
                     num_real += sum(real_tokens(microbatch))
             return num_real
         if not has_counts:
-            # The rule need not be proven, because this number weights no loss. Only a user's own code asks for it.
-            # Composer asks for the loss tokens of microbatches, which have counts.
+            # A user's own code asks. The rule need not be proven, because this number weights no loss.
             counts = row_counts_of(with_counts(batch, self._loss_rule))
-        elif not self._split.checked:
+            return sum(row.loss_tokens for row in counts)
+        # Composer asks, for a microbatch. It weights the loss of the microbatch by this number.
+        if not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
@@ -111,7 +113,10 @@ class CountingDataSpec(DataSpec):
     def _transform(self, batch: Any) -> Any:
         """Applies the user's transforms to a batch of the loader, and checks it."""
         if self._batch_transforms is not None:
-            batch = _mapped(self._batch_transforms, batch)
+            if isinstance(batch, PreSplitBatch):
+                batch = batch.map(self._batch_transforms)
+            else:
+                batch = self._batch_transforms(batch)
         if not isinstance(batch, Mapping):
             raise InvalidInputError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
@@ -121,24 +126,19 @@ class CountingDataSpec(DataSpec):
             check_ids(microbatch)
         # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
-        self._split.step = None  # the algorithm, if there is one, sets it after this
-        # In training with_counts() masks the first labels of documents, because it knows the loss rule.
-        if 'labels' not in batch or torch.is_grad_enabled():
-            return batch
-        # By the rule 'unshifted' no document predicts the first label of the next one, so nothing is masked.
-        if self._loss_rule == 'unshifted':
-            return batch
-        return _mapped(mask_document_starts, batch)
+        # Forgets the step before. Composer calls the algorithm, if there is one, after this, and it sets the new step.
+        self._split.step = None
+        return batch
 
     def _count_and_split(self, batch: Batch, microbatch_size: int | float | None) -> list[BatchDict]:
         """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
         if microbatch_size is None:  # in evaluation, if the loader has no `batch_size` but a batch sampler
             microbatch_size = sys.maxsize
         if not is_counted(batch):
-            # Without a check the split refuses to pack rows. Packing needs the algorithm, because nothing else gives
-            # the model its own attention back at the end of a fit.
-            may_pack = bool(self._split.options.packing)
-            if self._model is not None and torch.is_grad_enabled() and not may_pack:
+            # Packing needs the algorithm, because nothing else gives the model its own attention back at the end of a
+            # fit. So a run that wants it is not checked here, and then the split refuses to pack.
+            wants_packing = bool(self._split.options.packing)
+            if self._model is not None and torch.is_grad_enabled() and not wants_packing:
                 self._check_rows(self._model, batch, microbatch_size)
             if 'labels' in batch:
                 batch = with_counts(batch, self._loss_rule)
@@ -157,7 +157,11 @@ class CountingDataSpec(DataSpec):
         batch: Batch,
         microbatch_size: int | float,
     ) -> None:
-        """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind."""
+        """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind.
+
+        A run without a layout infers one from each batch, here and in the split. Only the readings stay: they say how
+        tensors that no model family knows belong to rows, and each batch may rule some of them out.
+        """
         split = self._split
         layout = split.fixed_layout
         if layout is None:
@@ -174,13 +178,11 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # The layout of this batch, but with the readings that earlier batches have left.
-        assert check.layout is not None
+        assert check.layout is not None  # it got one above
         check.layout = layout.with_readings(check.layout.readings)
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        # Without a fixed layout the split, too, infers one from each batch.
         if split.fixed_layout is not None:
             split.layout = check.layout
         self._loss_tokens = check.rule or self._loss_tokens
@@ -221,13 +223,6 @@ class CountingDataSpec(DataSpec):
 
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._counts_of(batch))
-
-
-def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
-    """Applies a function to a batch, or to each microbatch of a pre-split batch."""
-    if isinstance(batch, PreSplitBatch):
-        return batch.map(function)
-    return function(batch)
 
 
 class _Uncopied(dict):

@@ -54,8 +54,8 @@ SPLIT_ARGUMENTS = {
     'hidden_states': ('hidden_states',),
     'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
 }
-"""Arguments that are split into documents if a layer is called once for each document. The key is the argument by which
-such a layer is known: layers with a state or a convolution take ``hidden_states``, embeddings take ``input_ids``."""
+"""Arguments that are split into documents if a layer is called once for each document, by the argument of its states.
+Layers with a state or a convolution take their states as ``hidden_states``, embeddings take them as ``input_ids``."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
@@ -66,7 +66,8 @@ HostMask: TypeAlias = Any
 class DocumentAttention:
     """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention.
+    Batches that are not packed are computed by the plain attention. The class also counts positions as the model does,
+    because a packed row must have them.
 
     Args:
         model: The model, or a module that contains it.
@@ -106,18 +107,16 @@ class DocumentAttention:
         """Whether packed rows have a packed mask, because our attention replaces the plain one."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
-        if self.has_masks:
-            # First, because it refuses a model without AttentionInterface, whose classes must stay as they are.
-            self._register()
         self._cached_configs: list[Any] = []
-        self._switch_off_cache()
-        if self.has_masks:
-            # undo() leaves these changes in place. They act only on packed masks, and copies of the model share them.
-            _call_layers_by_document(model)
-            _balance_routers_without_mask(submodels)
         try:
+            if self.has_masks:
+                self._register()  # before classes change: it refuses a model without AttentionInterface
+                # undo() does not change these back. They act only on packed masks, and copies of the model share them.
+                _call_layers_by_document(model)
+                _balance_routers_without_mask(submodels)
+            self._switch_off_cache()
             self._check_convolutions()
-        except NotExactError:
+        except Exception:
             self.undo()
             raise
 

@@ -111,7 +111,8 @@ def _check_rows(
     attended = attended_positions(batch)
     labelled_padding = real & ~attended
     if is_shifted:
-        # The last token of a row may predict one label on the first pad after it. Nothing is predicted from this pad.
+        # One label behind the row may stay: its last token predicts it. The pad with this label becomes the last token
+        # of the document, and predicts nothing.
         labelled_padding[:, 1:] &= ~attended[:, :-1]
     is_wrong = (num_runs(attended) > 1) | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
@@ -137,10 +138,10 @@ def _pack_tensor(
         # The packed row has the items of all rows.
         return value.sum(dim=0, keepdim=True)
     if entry.slot_dim == 1 and not entry.seq_dims:
-        # From (rows, images of a row, ...) to (1, rows * images of a row, ...).
+        # Idefics3. From (rows, images of a row, ...) to (1, rows * images of a row, ...).
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
-        # All rows share the tensor, or it has one entry per item. Items are in the order of the rows already.
+        # All rows share the tensor, or it has one entry per image or the like, which are in the order of the rows.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The real tokens, row after row.

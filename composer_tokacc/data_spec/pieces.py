@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Pieces: rows of a batch that go through the model together, and the microbatches that are built from them.
+"""Pieces: microbatches as numbers of rows, before their tensors are made.
 
-:class:`CutRules` say how much padding may be removed, and whether rows are packed. A :class:`Piece` names some rows of
-a batch, and their widths under these rules. :data:`DummyRows` are rows without weight, for modalities that a
-microbatch must have but lacks. Rows are first distributed over pieces, by numbers only. Then :func:`build` makes the
-tensors of each microbatch.
+:class:`.RowFacts`, here called facts, are what was read from the tensors of a batch: the length of each row, the side
+of its padding, its images. :class:`CutRules` say how much of the padding may be removed, and whether rows are packed. A
+:class:`Piece` names some rows of the batch, and their widths under these rules. :data:`DummyRows` are rows without
+weight, for modalities that a microbatch must have but lacks. At the end :func:`build` makes a microbatch of each piece.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ POLICIES = {
     'right': ('trim', 'keep'),
 }
 """The values that a field of :class:`CutRules` may have, cheapest first."""
-NOT_SHOWN = sys.maxsize
-"""Width of a policy that no check has shown on any row: ``'keep'``, or what a run without the check trims. It holds for
-rows of any width."""
+NOT_TRIED = sys.maxsize
+"""Width of a policy that the first-batch check has not tried: ``'keep'`` at the start of a run, and the policies of a
+run without the check. Such a policy holds for batches of any width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    Each padding policy has a width: the width of the widest batch on which the first-batch check has shown the policy,
-    or :data:`NOT_SHOWN`. Wider batches keep their padding until the check has looked at one of them.
+    Each padding policy has a width: the width of the widest batch on which the first-batch check has found the policy,
+    or :data:`NOT_TRIED`. Wider batches keep their padding until the check has looked at one of them. The check begins
+    with the cheapest policy, so ``'keep'`` with a width means that trimming has failed.
 
     Args:
         left: For rows padded on the left: ``'trim'`` the padding; ``'shift'``: trim, and write the column numbers that
@@ -67,11 +68,11 @@ class CutRules:
     """
 
     left: str = 'keep'
-    left_width: int = NOT_SHOWN
+    left_width: int = NOT_TRIED
     left_with_positions: str = 'keep'
-    left_with_positions_width: int = NOT_SHOWN
+    left_with_positions_width: int = NOT_TRIED
     right: str = 'keep'
-    right_width: int = NOT_SHOWN
+    right_width: int = NOT_TRIED
     needs_media: bool = False
     packing: str = ''
 
@@ -89,11 +90,11 @@ class CutRules:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
 
         Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
-        has not tried to trim rows on the left. If ``'keep'`` has a width, trimming was tried and has failed.
+        has not tried to trim rows on the left.
         """
         name = _left_policy_name(facts)
         policy = getattr(self, name)
-        trimming_failed = policy == 'keep' and getattr(self, f'{name}_width') != NOT_SHOWN
+        trimming_failed = policy == 'keep' and getattr(self, f'{name}_width') != NOT_TRIED
         return policy == 'shift' or trimming_failed
 
     def widths(self, facts: RowFacts) -> list[int]:
@@ -121,11 +122,10 @@ class CutRules:
         return with_widths_of_other == other
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules, but with the ``earlier`` policies for rows that are padded on ``side``.
+        """Returns these rules, with the ``earlier`` policy for ``'trim'`` or ``'shift'`` of rows padded on ``side``.
 
-        For the check, if it has accepted these rules without trimming a row. That shows nothing about ``'trim'`` and
-        ``'shift'``, so the earlier policy comes back. ``'keep'`` stays: either trimming has failed, or it was the
-        earlier policy.
+        The check calls it if the rules were exact, but no row had padding to trim, so it has not tried these policies.
+        ``'keep'`` stays: either trimming has failed, or it was the earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -168,20 +168,20 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     """Yields the earlier rules with each padding policy that may hold for these rows, cheapest first."""
     if not facts.is_padded or not facts.may_be_trimmed:
-        # Nothing can be trimmed, so the check can show no other policy.
+        # Nothing can be trimmed, so the check can try no other policy.
         yield earlier
         return
     name = _policy_name(facts)
     policies = POLICIES[name]
     earlier_policy: str = getattr(earlier, name)
     earlier_width: int = getattr(earlier, f'{name}_width')
-    was_shown = earlier_width != NOT_SHOWN
-    if was_shown:
+    was_tried = earlier_width != NOT_TRIED
+    if was_tried:
         # The policies before this one have failed on other rows.
         policies = policies[policies.index(earlier_policy) :]
     for policy in policies:
         width = facts.width
-        if was_shown and policy == earlier_policy:
+        if was_tried and policy == earlier_policy:
             width = max(width, earlier_width)
         yield replace(earlier, **{name: policy, f'{name}_width': width})
 
@@ -332,8 +332,8 @@ class Piece:
 
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up, but not past the width of the batch, nor past the cap."""
-        cap_of_row = self.options.max_tokens - self.facts.decoder_width
-        limit = min(self.facts.width, cap_of_row)
+        widest_under_cap = self.options.max_tokens - self.facts.decoder_width  # of a row by itself
+        limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
 
     @property
@@ -383,10 +383,8 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError if a row by itself is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        Only for the piece of all rows of a batch, because the message numbers rows as the batch does.
-
-        ``indices`` are the indices of the rows in the dataset, if they are known. The message names the row by them if
-        the batch has no ``sample_ids``.
+        Call it for all rows of a batch, before some are taken: ``indices`` are the indices of all rows in the dataset,
+        or None. The message names the row by them if the batch has no ``sample_ids``.
         """
         sizes = {'tokens': [width + self.facts.decoder_width for width in self.widths], **self.sizes}
         caps = {'tokens': self.options.max_tokens, **self.options.caps}
@@ -418,8 +416,8 @@ class Piece:
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> list[BatchDict]:
     """Returns the microbatch of each piece. ``attention`` is the attention that packed rows have, if it was changed.
 
-    Consecutive pieces of the same batch are selected together, because the layout then assigns the media of the batch
-    to its rows only once.
+    The pieces of a pre-split batch belong to several batches, those of its microbatches. Consecutive pieces of the same
+    batch are selected together, because the layout then assigns the media of the batch to its rows only once.
     """
     microbatches = []
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):

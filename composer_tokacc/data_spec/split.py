@@ -3,11 +3,22 @@
 
 """The split of a device batch into trimmed microbatches under a token budget.
 
-:class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
-microbatches. On several ranks it adds dummy rows and empty microbatches, so that no rank waits forever for another. The
-functions at the end find the split and the layout of a loader.
+Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. Take three rows that are padded to 90 tokens:
 
-``facts_of_batches`` are always the facts of the device batch, or of each microbatch of a pre-split one.
+1. :class:`.RowFacts`, here called facts, describe the batch: its rows have 20, 90 and 30 tokens, with padding on the
+   left. ``facts_of_batches`` is a list. A device batch has one entry. A pre-split batch, whose microbatches the loader
+   has planned and collated itself, has one entry for each of these microbatches.
+2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps decide
+   which rows share a piece. :class:`.CutRules`, here called rules, say how much padding each row loses.
+3. A microbatch is made of each piece: 2 rows of 30 tokens.
+
+On several ranks dummy rows and empty microbatches are added, so that no rank waits forever for another.
+
+A split lives as long as its loader, and a model as long as a fit. :meth:`MicrobatchSplit.start` takes the model. The
+first-batch check tries the rules of :meth:`MicrobatchSplit.candidates` on some rows, and :meth:`MicrobatchSplit.adopt`
+takes those that it has found. Then each step calls the split. :meth:`MicrobatchSplit.stop` ends the fit.
+
+The functions at the end find the split and the layout of a loader.
 """
 
 from __future__ import annotations
@@ -59,7 +70,7 @@ the left may change positions."""
 class MicrobatchSplit:
     """Composer's ``split_batch``.
 
-    A microbatch size of ``k`` means the memory of ``k`` rows of ``options.slot_tokens`` tokens.
+    A microbatch size of ``k`` means the memory of ``k`` slots, each for one row of ``options.slot_tokens`` tokens.
 
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
@@ -82,7 +93,7 @@ class MicrobatchSplit:
         """The layout of the arguments. It holds for every model and batch."""
         self.layout = layout
         self.rules = RULES_WITHOUT_CHECK
-        """How rows are cut. After a fit they stay, to be read, until another batch is split."""
+        """How rows are cut. After a fit they can still be read, until a batch is split without a check."""
         self.checked = False
         """Whether the rules come from the first-batch check."""
         self.reduces_once = False
@@ -101,7 +112,8 @@ class MicrobatchSplit:
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
-        # Whether the first-batch check should try to pack rows. No longer, as soon as packing has failed on some rows.
+        # Whether the first-batch check should try to pack rows: from start() until packing has failed on some rows, or
+        # rules are adopted.
         self._tries_packing = False
         self._logged: set[str] = set()
 
@@ -185,7 +197,8 @@ class MicrobatchSplit:
     def largest_packed_row(self, facts_of_batches: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
 
-        Without a layout there are no facts, and no rows that can be packed.
+        The check packs rows of this length, because a model may compute long rows in another way. Without a layout
+        there are no facts, and no rows that can be packed.
         """
         if not facts_of_batches or not (self.packs_rows or self._tries_packing):
             return 0
@@ -210,10 +223,11 @@ class MicrobatchSplit:
         widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
-            # Exact: at the first size it is the loader's budget, so that planned microbatches fit, but no larger ones.
+            # Without round-off. At the first size the share is 1, and planned microbatches just fit.
             share = Fraction(microbatch_size) / Fraction(self._planned_size)
             budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
-            return min(max(budget, widest + decoder_width), sys.maxsize)  # a single row always fits
+            # A single row always fits. The loader's budget may be the largest integer, to which nothing can be added.
+            return min(max(budget, widest + decoder_width), sys.maxsize)
         width = self.options.slot_tokens or widest
         return token_budget(microbatch_size, width + decoder_width)
 
@@ -227,6 +241,8 @@ class MicrobatchSplit:
 
         If rows may be packed, packing comes first: as in the earlier rules, or by documents if these do not pack. Then
         a run that must pack tries packing by positions, unless the earlier rules pack. Any other run tries padding.
+
+        The check stops at the first rules that are exact. So code behind a ``yield`` runs only if rules have failed.
         """
         if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
@@ -234,8 +250,7 @@ class MicrobatchSplit:
                 yield replace(earlier, packing='positions')
             if self.must_pack:
                 return
-            # The check asks for more rules, so packing has failed on these rows.
-            self._tries_packing = False
+            self._tries_packing = False  # it has failed on these rows
         yield from padded_candidates(facts, earlier)
 
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
@@ -243,7 +258,7 @@ class MicrobatchSplit:
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
-                # The check puts this text into its own message.
+                # Part of a sentence: the check says in its own message that rows cannot be packed, and why.
                 raise NotExactError(f'rows that are not independent: {coupling}')
             self._set_attention(rules.packing)
         options = self.options.without_caps()
@@ -294,7 +309,7 @@ class MicrobatchSplit:
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         if not self.checked:
-            self.rules = RULES_WITHOUT_CHECK
+            self.rules = RULES_WITHOUT_CHECK  # not those of an earlier fit
         layout = self.layout
         if layout is None:
             layout = inferred_layout(microbatches_of(batch))
@@ -360,18 +375,18 @@ class MicrobatchSplit:
     def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader are joined and cut again.
 
-        If not, each of them is used as it is, or cut by itself. A loader pads each microbatch to its own width. That is
-        exact only if padding may be trimmed.
+        If not, each of them is used as it is, or cut by itself. The loader has padded each microbatch to its own widest
+        row, and in one batch all rows would be as wide as the widest of them. So microbatches that are used as they are
+        have lost padding, and that is exact only if the rules trim it.
         """
         if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
             return True
-        padded_left = [facts for facts in facts_of_batches if facts.side == 'left']
-        if not padded_left:
+        padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
+        if len(padded_sides) == 2:
+            return True  # the sides have no common policy
+        if 'left' not in padded_sides:
             return self.rules.right != 'trim'
-        # Microbatches of both sides have no common policy.
-        if any(facts.is_padded and facts.side == 'right' for facts in facts_of_batches):
-            return True
-        if any(any(facts.has_label_behind_padding) for facts in padded_left):
+        if any(any(facts.has_label_behind_padding) for facts in facts_of_batches):
             return True  # a pad predicts a label
         # A policy holds up to a width, so the policy of the widest microbatch holds for all. If that one has no
         # padding, its side is 'right'. It is replaced, because the policy for padding on the left is needed.
@@ -429,7 +444,8 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out.
+                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out. If no
+                # row is left, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if counts[row].samples]
                 piece = piece.take(samples)
@@ -452,7 +468,8 @@ class MicrobatchSplit:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         may_have_media = True
         if self.layout is not None:
-            may_have_media = bool(self.layout.family.media or self.layout.extra)
+            # Its readings are of tensors that the family does not register. All ranks know them from the check.
+            may_have_media = bool(self.layout.family.media or self.layout.extra or self.layout.readings)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(facts_of_batches)
@@ -526,7 +543,8 @@ def _lengths_of(facts_of_batches: Sequence[RowFacts]) -> list[int]:
 def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
     """Returns a dummy row of each modality that some rank has; a collective.
 
-    If the model takes only one kind of media in a forward, it returns only the first of them.
+    If the model takes only one kind of media in a forward, it returns only the first of them. A dummy row is a copy of
+    this rank's smallest row with the modality. If this rank has none, another rank sends one.
     """
     layout = facts_of_batches[0].layout
     own_rows = [smallest_row(facts_of_batches, modality) for modality in MODALITIES]
@@ -541,8 +559,7 @@ def _dummies_of_ranks(facts_of_batches: Sequence[RowFacts]) -> DummyRows:
             continue
         row: Batch | None = own_rows[number]
         if some_rank_lacks[number]:
-            # A collective, so ranks that have the modality call it, too. They keep their own row.
-            shared_row = from_any_rank(row)
+            shared_row = from_any_rank(row)  # a collective, so ranks that have the modality call it, too
             row = row or shared_row
         assert row is not None  # some rank has one
         dummies[modality] = describe(layout, row)
@@ -570,7 +587,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         RuntimeError: If a dummy row of another rank is so wide that the rotary embedding of the piece would change.
     """
     if not dummies:
-        return list(pieces)  # media are not counted, because nothing may tell them apart
+        return list(pieces)  # without counting the media of rows, which may not be possible
     completed: list[Piece] = []
     for piece in pieces:
         missing = missing_dummies(dummies, piece.facts, piece.rows)
@@ -601,7 +618,7 @@ def _check_rotary_limit(facts: RowFacts, dummies: Sequence[RowFacts]) -> None:
 
 
 def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> None:
-    """Calls :func:`.check_first_labels` for each batch, with the loss rule by which its rows were counted."""
+    """Raises ValueError if a pad predicts the label of a row's first token, see :func:`.check_first_labels`."""
     for facts in facts_of_batches:
         check_first_labels(facts, row_counts_of(facts.batch)[0].rule, kind)
 

@@ -462,6 +462,15 @@ def test_attention_in_chunks_is_refused():
     assert model.config._attn_implementation == 'sdpa'
 
 
+def test_refused_models_keep_their_attention():
+    """The first text model could attend by document, but the second cannot."""
+    first, second = one_layer_model(), one_layer_model()
+    second.set_attn_implementation = lambda implementation: None
+    with pytest.raises(RuntimeError, match='AttentionInterface'):
+        DocumentAttention(torch.nn.ModuleList([first, second]))
+    assert first.config._attn_implementation == 'sdpa'
+
+
 class Convolved(torch.nn.Module):
     """A layer whose output has a little of the position before."""
 

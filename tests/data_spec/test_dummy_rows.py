@@ -278,6 +278,23 @@ def test_text_rank_takes_the_layout_of_another(two_ranks, monkeypatch):
         assert num_samples(microbatch) < len(microbatch['input_ids']) == len(microbatch['cross_attention_mask'])
 
 
+def test_text_rank_knows_unregistered_media(two_ranks, monkeypatch):
+    """The family of this layout has no media. The check has found the images of another rank by their key."""
+    text = with_counts(text_batch([5, 3]))
+    images = {'pixel_values': torch.rand(1, 3, 4, 4), 'num_images': torch.tensor([1, 0])}
+    with_image = text_batch([5, 3], **images)
+    layout = BatchLayout.infer(text)
+    layout = layout.with_readings(layout.readings_of(with_image))
+    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
+    receive(monkeypatch, layout.select(with_image, [0]))
+    spec = token_data_spec(loader(text))
+    microbatch_split = split.split_of(spec.dataloader)
+    microbatch_split.layout = layout
+    microbatch_split.adopt(CutRules())
+    for microbatch in spec.split_batch(text, 1):
+        assert 'pixel_values' in microbatch
+
+
 def test_check_takes_the_layout_of_another_rank(monkeypatch):
     """With Composer's flag and a model without a config. Text does not show the entries of Mllama."""
     case, _ = case_of('mllama')
