@@ -474,7 +474,7 @@ class RowComparison:
         if len(gradient) < len(rows):
             # Packed rows have one gradient together, because they are documents of one row. A row that is packed by
             # itself does not come here. It is aligned like any single row.
-            documents = documents_of(batch)[0]
+            documents = documents_of(batch)
             document = 0
             for place, row in enumerate(rows):
                 is_real = self._facts.real[row]
@@ -676,15 +676,14 @@ def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tens
 
 
 def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, from 0, ``(1, width)``."""
+    """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         # The mask is (documents, width), and each position is in one document: argmax finds which.
-        documents = mask.int().argmax(dim=0)
-        return documents[None]
+        return mask.int().argmax(dim=0)
     # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
-    positions = packed['position_ids'].flatten(0, -2)[:1]
+    positions = packed['position_ids'].flatten(0, -2)[0]
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
-    restarts = positions.diff(dim=1) != 1
-    documents = restarts.cumsum(dim=1)
+    restarts = positions.diff() != 1
+    documents = restarts.cumsum(dim=0)
     return torch.nn.functional.pad(documents, (1, 0))
