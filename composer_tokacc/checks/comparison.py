@@ -7,6 +7,9 @@ The package rests on one property of models and losses. Take the gradient of the
 one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
 other rows of the microbatch, and not on how the row is padded, trimmed or packed. Most models and losses have this
 property. If one does not have it, the gradient of a run is wrong and nothing else shows it.
+
+For example, a row with 5 tokens is computed by itself, and together with a row of 7 tokens. If the loss is a mean over
+tokens, 5 times its gradient in the first forward equals 12 times its gradient in the second one.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""Stands for the gradient of some loss terms by the output of one of the last layers: their unit, and the number of the
-layer. The unit says what the terms are means over, ``'tokens'`` or ``'samples'``."""
+"""Stands for a gradient of :class:`.ProbeResult`: the unit of its loss terms, which are means over ``'tokens'`` or over
+``'samples'``, and the number of the layer, of the last two, by whose output it is taken."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -164,7 +167,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=varies_weights,
-            decides_precision=varies_weights,  # without varied weights, there already is a reference
+            # The comparison without varied weights is made after results of this one, which must keep their precision.
+            decides_precision=varies_weights,
         )
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
@@ -292,9 +296,9 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. Either trimming has failed before, and this candidate keeps
-            # the padding: then with_side_of() changes nothing. Or no row has padding that may be cut off: then nothing
-            # was learnt about trimming, and with_side_of() puts the earlier policy back.
+            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
+            # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
+            # and with_side_of() puts the earlier padding policy back.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
@@ -333,7 +337,7 @@ class RowComparison:
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # Counted in the last forward that computed all logits: one of the cuts before.
+        # The selector counts the calls in each forward that computes all logits. The last one was the forward of a cut.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
@@ -341,7 +345,8 @@ class RowComparison:
         try:
             result = self._probe.run(self.batch, at_labels=at_labels)
         except torch.OutOfMemoryError:
-            raise  # may come on one rank only, and the others would wait for it below
+            # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
+            raise
         except Exception as error:  # also an AssertionError of the model
             # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
