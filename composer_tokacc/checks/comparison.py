@@ -513,28 +513,30 @@ class RowComparison:
         # with the largest change also explains it.
         for changes in zip(*changes_of_ranks, strict=True):
             change = max(changes, key=lambda change: change.error)
-            error = change.error
-            allowed = self._allowed(change.point, error)
-            if error <= allowed:
-                continue
-            name = sample_name(self._rows, change.row)
-            difference = (
-                f'{name}: the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            allowed = self._allowed(change.point, change.error)
+            if change.error > allowed:
+                raise CutFailure(self._explained_change(change, allowed, cut_kind))
+
+    def _explained_change(self, change: _Change, allowed: float, cut_kind: CutKind) -> str:
+        """Returns a message about a change of a row's gradient that exceeds ``allowed``."""
+        name = sample_name(self._rows, change.row)
+        size = f'changes by {change.error:.1e} {cut_kind}'
+        difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        unit, _ = change.point
+        if unit == 'samples':
+            return (
+                f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
+                'columns, or name another unit (docs/errors.md#model-loss).'
             )
-            if self.reference.invalid_loss is not None:
-                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
-            if change.point[0] == 'samples':
-                raise CutFailure(
-                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take means over '
-                    'the tokens of each row, not over its columns, or name another unit (docs/errors.md#model-loss).'
-                )
-            # If the change almost vanishes without the factor, the row only has another weight.
-            if change.error_without_factor < LARGEST_FACTOR_ERROR * error:
-                raise CutFailure(
-                    f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
-                    f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
-                )
-            raise CutFailure(self._explained(difference, cut_kind))
+        # If the change almost vanishes without the factor, the row only has another weight.
+        if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:
+            return (
+                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
+                f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
+            )
+        return self._explained(difference, cut_kind)
 
     def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
         """Returns the change of the row whose gradient differs most from the expected one, for each point."""
@@ -573,7 +575,7 @@ class RowComparison:
 
     def _check_losses(self, parts: Sequence[_LossPart]) -> None:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
-        for unit, expected in self.reference.losses.items():
+        for unit in self.reference.losses:
             weighted_sum = 0.0
             total = 0
             for part in parts:
@@ -586,19 +588,21 @@ class RowComparison:
                 continue
             # The formula by which a step weights its microbatches.
             mean = weighted_sum / total
-            if self._is_same_loss(unit, mean):
-                continue
-            difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
-            if self.reference.invalid_loss is not None:
-                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
-            if unit == 'samples':
-                raise CutFailure(
-                    f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
-                    '(docs/errors.md#model-loss).'
-                )
-            raise CutFailure(
-                f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+            if not self._is_same_loss(unit, mean):
+                raise CutFailure(self._explained_loss(unit, mean))
+
+    def _explained_loss(self, unit: str, mean: float) -> str:
+        """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches."""
+        together = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
+        difference = f'{together}, and {mean:.6f} as their mean by row'
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        if unit == 'samples':
+            return (
+                f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
+                '(docs/errors.md#model-loss).'
             )
+        return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
         """Returns whether the loss of all rows equals the mean of their microbatches up to round-off, on all ranks."""
