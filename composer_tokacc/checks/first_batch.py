@@ -814,17 +814,19 @@ def with_unequal_row(
     rows: BatchDict,
     rule: str,
 ) -> BatchDict:
-    """Adds a row with fewer or more labels, if the rows have nearly the same number.
+    """Adds a row with fewer or more labels, if the rows with labels have nearly the same number.
 
-    If all rows have the same number of labels, a mean over tokens equals a mean over the means of rows. Then the check
-    could not tell these two losses apart.
+    If all of them have the same number, a mean over tokens equals a mean over the means of these rows. Then the check
+    could not tell the two losses apart.
     """
-    counts = loss_mask(rows, rule).sum(dim=1).tolist()
-    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
+    counts = loss_mask(rows, rule).sum(dim=1)
+    has_labels = counts > 0
+    counts_of_labelled = counts[has_labels].tolist()
+    if not counts_of_labelled or max(counts_of_labelled) >= 2 * min(counts_of_labelled):
         return rows
-    # The first row that is long enough for several labels is copied. If all are short, it is the first row.
-    is_long = real_positions(rows).sum(dim=1) >= ENOUGH_TOKENS
-    copied_row = int(is_long.int().argmax())
+    # Of the rows with labels the longest one is copied, because it has the most room for more labels.
+    lengths = real_positions(rows).sum(dim=1)
+    copied_row = int((lengths * has_labels).argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
