@@ -328,8 +328,7 @@ class RowComparison:
                 # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self._probe.run(self._on_device(batch))
-            gradients = self._aligned(batch, result, [row])
-            self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)
+            self._check_gradients(batch, result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -365,9 +364,8 @@ class RowComparison:
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
                 gradients[index] = positions.put_back(gradient, height, width)
         result = replace(result, gradients={'tokens': gradients})
-        row_gradients = self._aligned(self._rows, result, self._all_rows)
         try:
-            self._check_gradients(row_gradients, self._all_rows, CutKind.AT_LABELS)
+            self._check_gradients(self._rows, result, self._all_rows, CutKind.AT_LABELS)
         except CutFailure:
             return 'the gradient by the logits changes'
         try:
@@ -419,7 +417,7 @@ class RowComparison:
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_num_tokens(batch, rows, cut_kind)
-            self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
+            self._check_gradients(batch, result, rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
             self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
         if self._check_loss:
@@ -503,11 +501,16 @@ class RowComparison:
 
     def _check_gradients(
         self,
-        gradients: RowGradients,
+        batch: Batch,
+        result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
     ) -> None:
-        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
+        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off.
+
+        ``batch`` is the microbatch of the rows, and ``result`` the result of the probe of it.
+        """
+        gradients = self._aligned(batch, result, rows)
         changes_of_ranks = self._probe.gather(self._largest_changes(gradients, rows))
         # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
         # with the largest change also explains it.
