@@ -493,7 +493,7 @@ def find_loss_rule(
         raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
     norms = _gradient_norms(result, row)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
-    is_named_possible = False
+    incomplete: list[str] = []  # rules that fit, but have no gradient at some of the positions that they name
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
@@ -502,12 +502,13 @@ def find_loss_rule(
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
         if not elsewhere < LARGEST_ELSEWHERE:  # also if it is NaN
             continue
-        if (predicting_norms > 0).all():
+        has_gradient = predicting_norms > 0
+        if has_gradient.all():
             matching[rule] = elsewhere
-        elif rule == loss_tokens and (predicting_norms > 0).any():
-            is_named_possible = True
+        elif has_gradient.any():
+            incomplete.append(rule)
     # A loss may have no gradient at some labels, such as a clipped policy gradient. Then the user must name the rule.
-    if not matching and is_named_possible:
+    if not matching and loss_tokens in incomplete:
         return loss_tokens
     positions = _columns(norms)
     if not positions:
