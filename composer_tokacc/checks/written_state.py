@@ -257,11 +257,12 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
             if is_parameter and not watches_parameters:
                 continue
             for key, value in container.items():
+                is_too_large = False
                 if isinstance(value, Tensor):
                     if not _can_be_compared(value):
                         continue
                     may_be_weight = container is attributes or not value.is_floating_point()
                     is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                    yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
-                elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
-                    yield State.now(prefix + key, container, key)
+                elif not isinstance(value, (int, float)):  # or a flag, such as one that says that a table is filled
+                    continue
+                yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
