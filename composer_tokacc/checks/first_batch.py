@@ -78,8 +78,9 @@ LARGEST_ELSEWHERE = 0.1
 round-off, or another loss term, which the comparison of rows refuses later."""
 MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
 """The names of images, videos and audios in batches of processors begin with these words."""
-GRADIENT_SIZES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit."""
+GRADIENT_SIZES = (1e-4, 1.0, 1e3)
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. Larger gradients
+overflow in float16."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
