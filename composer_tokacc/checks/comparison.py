@@ -3,6 +3,8 @@
 
 """Compares cuts of some rows with the rows as the loader padded them.
 
+A cut says how rows become microbatches: which rows share one, and how they are trimmed or packed.
+
 The package rests on one property of models and losses. Take the gradient of the loss of a microbatch by the logits of
 one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
 other rows of the microbatch, and not on how the row is padded, trimmed or packed. Most models and losses have this
