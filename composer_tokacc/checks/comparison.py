@@ -270,7 +270,7 @@ class RowComparison:
             cutter: Proposes rules, and cuts by them.
             rules: The current rules.
             largest_packed_row: The most tokens that packed rows have in training.
-            are_new: Whether some rows are unlike those of earlier steps, for which the current rules were exact.
+            are_new: Whether some rows are unlike all earlier ones. For these the current rules were exact.
 
         Raises:
             RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
@@ -598,8 +598,8 @@ class RowComparison:
 
     def _explained_loss(self, unit: str, mean: float) -> str:
         """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches."""
-        together = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
-        difference = f'{together}, and {mean:.6f} as their mean by row'
+        loss_of_all = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
+        difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
         if self.reference.invalid_loss is not None:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if unit == 'samples':

@@ -374,8 +374,7 @@ class Probe:
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
 
-        Judges nothing if the model is probed in evaluation, because its forwards then do not write what those of
-        training write.
+        Judges nothing if the model is probed in evaluation. There a forward may write other state than in training.
         """
         names = self._names_on_ranks(self._written)
         if not names or not self.is_training:
