@@ -456,13 +456,7 @@ class Probe:
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
-        logits = _checked_logits(outputs, shapes)
-        if logits is not None:
-            # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
-            # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the
-            # node holds this leaf as `variable`.
-            node, _ = edge_of(logits)
-            logits = getattr(node, 'variable', logits)
+        logits = _logits_in_loss(outputs, shapes)
         leaves = _leaves_with(logits, leaves_of_forwards)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
@@ -780,19 +774,25 @@ def _loss_of(
         ) from error
 
 
-def _checked_logits(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
-    """Returns the logits if there are any. Raises RuntimeError if their rows and width are none of the ``shapes``.
+def _logits_in_loss(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
+    """Returns the logits as the loss uses them, if there are any.
 
-    ``shapes`` begins with the shape of the labels.
+    Raises RuntimeError if their rows and width are none of the ``shapes``, which begin with the shape of the labels.
     """
     logits = logits_of(outputs)
-    if logits is not None and tuple(logits.shape[:2]) not in shapes:
+    if logits is None:
+        return None
+    if tuple(logits.shape[:2]) not in shapes:
         raise NotExactError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
             f'{shapes[0]}. The model expands or truncates the sequence inside forward. Expand image placeholders in '
             'the processor instead (docs/errors.md#loss-rule).'
         )
-    return logits
+    # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
+    # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the node holds
+    # this leaf as `variable`.
+    node, _ = edge_of(logits)
+    return getattr(node, 'variable', logits)
 
 
 def _gradients(loss: Tensor, points: Sequence[Tensor]) -> Sequence[Tensor | None]:
