@@ -266,7 +266,7 @@ class Probe:
                 with self._as_probed(seed):
                     forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
                     result = _result_of(forward, targets)
-                # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
+                # Not inside of _WithoutDropout, which would slow down the comparison of each state.
                 self._note_written(snapshot)
             return result
 
