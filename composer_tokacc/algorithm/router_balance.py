@@ -290,7 +290,7 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
         packed: The packed row.
         rows: The counts of the rows that were packed, in their order.
     """
-    document_of_position = documents_of(packed)[0]
+    document_of_position = documents_of(packed)
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:

@@ -3,10 +3,15 @@
 
 """Compares cuts of some rows with the rows as the loader padded them.
 
+A cut says how rows become microbatches: which rows share one, and how they are trimmed or packed.
+
 The package rests on one property of models and losses. Take the gradient of the loss of a microbatch by the logits of
 one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
 other rows of the microbatch, and not on how the row is padded, trimmed or packed. Most models and losses have this
 property. If one does not have it, the gradient of a run is wrong and nothing else shows it.
+
+For example, a row with 5 tokens is computed by itself, and together with a row of 7 tokens. If the loss is a mean over
+tokens, 5 times its gradient in the first forward equals 12 times its gradient in the second one.
 """
 
 from __future__ import annotations
@@ -36,8 +41,8 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""Stands for the gradient of some loss terms by the output of one of the last layers: their unit, and the number of the
-layer. The unit says what the terms are means over, ``'tokens'`` or ``'samples'``."""
+"""Stands for a gradient of :class:`.ProbeResult`: the unit of its loss terms, which are means over ``'tokens'`` or over
+``'samples'``, and the number of the layer, of the last two, by whose output it is taken."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -164,7 +169,8 @@ class RowComparison:
             self.batch,
             targets=targets,
             varies_weights=varies_weights,
-            decides_precision=varies_weights,  # without varied weights, there already is a reference
+            # The comparison without varied weights is made after results of this one, which must keep their precision.
+            decides_precision=varies_weights,
         )
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
@@ -264,7 +270,7 @@ class RowComparison:
             cutter: Proposes rules, and cuts by them.
             rules: The current rules.
             largest_packed_row: The most tokens that packed rows have in training.
-            are_new: Whether some rows are unlike those of earlier steps, for which the current rules were exact.
+            are_new: Whether some rows are unlike all earlier ones. For these the current rules were exact.
 
         Raises:
             RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
@@ -292,9 +298,9 @@ class RowComparison:
                 continue
             if self.has_shown_trimming:
                 return candidate
-            # No row was trimmed, for one of two reasons. Either trimming has failed before, and this candidate keeps
-            # the padding: then with_side_of() changes nothing. Or no row has padding that may be cut off: then nothing
-            # was learnt about trimming, and with_side_of() puts the earlier policy back.
+            # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
+            # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
+            # and with_side_of() puts the earlier padding policy back.
             if self._facts.is_padded and trimming_error is not None:
                 log.warning(
                     'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
@@ -324,8 +330,7 @@ class RowComparison:
                 # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
             result = self._probe.run(self._on_device(batch))
-            gradients = self._aligned(batch, result, [row])
-            self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)
+            self._check_gradients(batch, result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -333,7 +338,7 @@ class RowComparison:
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # Counted in the last forward that computed all logits: one of the cuts before.
+        # The selector counts the calls in each forward that computes all logits. The last one was the forward of a cut.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
@@ -341,7 +346,8 @@ class RowComparison:
         try:
             result = self._probe.run(self.batch, at_labels=at_labels)
         except torch.OutOfMemoryError:
-            raise  # may come on one rank only, and the others would wait for it below
+            # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
+            raise
         except Exception as error:  # also an AssertionError of the model
             # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
@@ -360,9 +366,8 @@ class RowComparison:
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
                 gradients[index] = positions.put_back(gradient, height, width)
         result = replace(result, gradients={'tokens': gradients})
-        row_gradients = self._aligned(self._rows, result, self._all_rows)
         try:
-            self._check_gradients(row_gradients, self._all_rows, CutKind.AT_LABELS)
+            self._check_gradients(self._rows, result, self._all_rows, CutKind.AT_LABELS)
         except CutFailure:
             return 'the gradient by the logits changes'
         try:
@@ -414,7 +419,7 @@ class RowComparison:
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_num_tokens(batch, rows, cut_kind)
-            self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
+            self._check_gradients(batch, result, rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
             self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
         if self._check_loss:
@@ -474,7 +479,7 @@ class RowComparison:
         if len(gradient) < len(rows):
             # Packed rows have one gradient together, because they are documents of one row. A row that is packed by
             # itself does not come here. It is aligned like any single row.
-            documents = documents_of(batch)[0]
+            documents = documents_of(batch)
             document = 0
             for place, row in enumerate(rows):
                 is_real = self._facts.real[row]
@@ -498,38 +503,45 @@ class RowComparison:
 
     def _check_gradients(
         self,
-        gradients: RowGradients,
+        batch: Batch,
+        result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
     ) -> None:
-        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
+        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off.
+
+        ``batch`` is the microbatch of the rows, and ``result`` the result of the probe of it.
+        """
+        gradients = self._aligned(batch, result, rows)
         changes_of_ranks = self._probe.gather(self._largest_changes(gradients, rows))
         # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
         # with the largest change also explains it.
         for changes in zip(*changes_of_ranks, strict=True):
             change = max(changes, key=lambda change: change.error)
-            error = change.error
-            allowed = self._allowed(change.point, error)
-            if error <= allowed:
-                continue
-            name = sample_name(self._rows, change.row)
-            difference = (
-                f'{name}: the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            allowed = self._allowed(change.point, change.error)
+            if change.error > allowed:
+                raise CutFailure(self._explained_change(change, allowed, cut_kind))
+
+    def _explained_change(self, change: _Change, allowed: float, cut_kind: CutKind) -> str:
+        """Returns a message about a change of a row's gradient that exceeds ``allowed``."""
+        name = sample_name(self._rows, change.row)
+        size = f'changes by {change.error:.1e} {cut_kind}'
+        difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        unit, _ = change.point
+        if unit == 'samples':
+            return (
+                f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
+                'columns, or name another unit (docs/errors.md#model-loss).'
             )
-            if self.reference.invalid_loss is not None:
-                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
-            if change.point[0] == 'samples':
-                raise CutFailure(
-                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take means over '
-                    'the tokens of each row, not over its columns, or name another unit (docs/errors.md#model-loss).'
-                )
-            # If the change almost vanishes without the factor, the row only has another weight.
-            if change.error_without_factor < LARGEST_FACTOR_ERROR * error:
-                raise CutFailure(
-                    f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
-                    f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
-                )
-            raise CutFailure(self._explained(difference, cut_kind))
+        # If the change almost vanishes without the factor, the row only has another weight.
+        if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:
+            return (
+                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
+                f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
+            )
+        return self._explained(difference, cut_kind)
 
     def _largest_changes(self, gradients: RowGradients, rows: Sequence[int]) -> list[_Change]:
         """Returns the change of the row whose gradient differs most from the expected one, for each point."""
@@ -568,7 +580,7 @@ class RowComparison:
 
     def _check_losses(self, parts: Sequence[_LossPart]) -> None:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
-        for unit, expected in self.reference.losses.items():
+        for unit in self.reference.losses:
             weighted_sum = 0.0
             total = 0
             for part in parts:
@@ -581,19 +593,21 @@ class RowComparison:
                 continue
             # The formula by which a step weights its microbatches.
             mean = weighted_sum / total
-            if self._is_same_loss(unit, mean):
-                continue
-            difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
-            if self.reference.invalid_loss is not None:
-                raise CutFailure(NOT_A_NUMBER.format(self.reference.invalid_loss, difference))
-            if unit == 'samples':
-                raise CutFailure(
-                    f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
-                    '(docs/errors.md#model-loss).'
-                )
-            raise CutFailure(
-                f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+            if not self._is_same_loss(unit, mean):
+                raise CutFailure(self._explained_loss(unit, mean))
+
+    def _explained_loss(self, unit: str, mean: float) -> str:
+        """Returns a message about a loss that is not the ``mean`` of the losses of the microbatches."""
+        loss_of_all = f'{self.reference.losses[unit]:.6f} for {len(self._counts)} rows together'
+        difference = f'{loss_of_all}, and {mean:.6f} as their mean by row'
+        if self.reference.invalid_loss is not None:
+            return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
+        if unit == 'samples':
+            return (
+                f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
+                '(docs/errors.md#model-loss).'
             )
+        return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
         """Returns whether the loss of all rows equals the mean of their microbatches up to round-off, on all ranks."""
@@ -676,15 +690,14 @@ def _relative_errors(gradients: Tensor, expected: Tensor, sizes: Tensor) -> Tens
 
 
 def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, from 0, ``(1, width)``."""
+    """Returns the number of the document of each position of a packed row, from 0, ``(width,)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         # The mask is (documents, width), and each position is in one document: argmax finds which.
-        documents = mask.int().argmax(dim=0)
-        return documents[None]
+        return mask.int().argmax(dim=0)
     # ``(1, width)``, or with M-RoPE ``(sections, 1, width)``. The positions of text come first.
-    positions = packed['position_ids'].flatten(0, -2)[:1]
+    positions = packed['position_ids'].flatten(0, -2)[0]
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
-    restarts = positions.diff(dim=1) != 1
-    documents = restarts.cumsum(dim=1)
+    restarts = positions.diff() != 1
+    documents = restarts.cumsum(dim=0)
     return torch.nn.functional.pad(documents, (1, 0))

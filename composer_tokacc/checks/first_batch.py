@@ -4,13 +4,20 @@
 """Checks the model on the first batch, and on the first batch with a new kind of rows.
 
 It finds out which labels count in the loss, and which cuts keep the gradient of every row.
+
+A check computes only a few rows. What it shows holds for other rows, too, if their properties (length, number of
+images, holes in the mask and others) lie in the same ranges. These are the proven ranges, a :class:`.RowRanges`. A row
+is new if one of its properties lies outside of them, and then this property is missing. For example, rows of 20 to 90
+tokens were checked. Before the first step with a row of 95 tokens, rows of its batch are checked, and the range becomes
+20 to 95.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Generic, NamedTuple, TypeAlias
 
@@ -33,8 +40,8 @@ from composer_tokacc.batch import (
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
-from composer_tokacc.checks.probe import Probe
-from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
+from composer_tokacc.checks.probe import Probe, ProbeResult
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank
 from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
 from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
 from composer_tokacc.labelled import LabelSelector
@@ -71,8 +78,9 @@ LARGEST_ELSEWHERE = 0.1
 round-off, or another loss term, which the comparison of rows refuses later."""
 MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
 """The names of images, videos and audios in batches of processors begin with these words."""
-GRADIENT_SIZES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit."""
+GRADIENT_SIZES = (1e-4, 1.0, 1e3)
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. Larger gradients
+overflow in float16."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -89,16 +97,15 @@ class SharedRows(NamedTuple):
 class RowOffer:
     """Message of a rank to the others. It tells how much a check of its rows would show."""
 
-    # Whether the loss rule is known, or a row has a label behind its first token, or a second token that can get one.
-    can_show_rule: bool
-    num_missing: int  # number of properties of its rows that lie outside of the proven ranges
+    can_show_rule: bool  # see _can_show_rule(). True if the loss rule is known already
+    missing: Sequence[str]  # the properties in which its rows are new
     num_rows: int
     ranges: RowRanges
 
     @property
     def priority(self) -> tuple[bool, int, int]:
         """The rows of the offer with the highest priority are checked. Rows that cannot show the rule come last."""
-        return self.can_show_rule, self.num_missing, self.num_rows
+        return self.can_show_rule, len(self.missing), self.num_rows
 
 
 class Criterion(NamedTuple):
@@ -201,60 +208,48 @@ class FirstBatchCheck(Generic[RulesT]):
             rules = self.cutter.rules
         # Each pass checks rows of one rank.
         while True:
-            local_ranges = self._ranges_of(describe_all(self.layout, batch))
-            missing = self._proven.missing(local_ranges)
-            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check.
-            (is_any_missing,) = max_over_ranks([bool(missing)])
+            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
+            offers = all_gather_object(self._offer(batch))
+            is_any_missing = any(offer.missing for offer in offers)
             if not self._is_check_due and not is_any_missing:
                 return rules
-            # Every rank offers its rows.
-            can_show_rule = self.rule is not None or _can_show_rule(batch)
-            offers = all_gather_object(
-                RowOffer(
-                    can_show_rule,
-                    len(missing),
-                    num_rows(batch),
-                    local_ranges,
-                )
-            )
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
-            # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             rows_to_share = None
             if offers[get_global_rank()] is offer:
-                rows_to_share = self._rows_to_share(batch, missing)
+                rows_to_share = self._rows_to_share(batch, offer.missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
-            are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
-            try:
+            are_new = is_any_missing or not self._proven.limits  # in the first check nothing is proven yet
+            with _explained_index_errors(shared.rows):
                 new_rules, checked_ranges = self._check_rows(shared, rules, are_new=are_new)
-            except IndexError as error:
-                # A position, an id or a label is out of range. A GPU stops the process instead.
-                if 'out of' not in str(error):
-                    raise
-                text = text_of(shared.rows)
-                raise NotExactError(
-                    f'The model must take the batch, got: {error}, for rows of {text.shape[1]} tokens with ids up to '
-                    f'{int(text.max())}. Rows must not be longer than the positions of the model, labels must be -100 '
-                    'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
-                ) from error
-            if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
+            is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
+            rules = new_rules
+            if is_new_cut:
                 # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
                 # policy that has failed is not tried again, so the rules change only a few times.
-                self._proven = RowRanges(readings=self._proven.readings).joined(checked_ranges)
-                rules = new_rules
-                continue
-            rules = new_rules
+                self._proven = RowRanges(readings=self._proven.readings)
             self._proven = self._proven.joined(checked_ranges)
-            if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
+            if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):
                 # The check has proven nothing new, because nothing was missing, or because the layout cannot tell media
                 # from each other. The ranges count as proven, or this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
+    def _offer(self, batch: Batch) -> RowOffer:
+        """Returns the offer of this rank, whose batch is given."""
+        ranges = self._ranges_of(describe_all(self.layout, batch))
+        return RowOffer(
+            can_show_rule=self.rule is not None or _can_show_rule(batch),
+            missing=self._proven.missing(ranges),
+            num_rows=num_rows(batch),
+            ranges=ranges,
+        )
+
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
         """Drops readings that contradict the batch of any rank. Then all ranks divide its tensors in the same way.
 
-        A reading says how a tensor that no family registers belongs to rows, see :mod:`.layout.found`.
+        A batch may have a tensor that is registered for no model family. A reading of it is one possible way in which
+        it belongs to rows, such as one entry for each row, or one for each image, see :mod:`.layout.found`.
         """
         readings = self._proven.readings
         for offer in offers:
@@ -370,10 +365,10 @@ class FirstBatchCheck(Generic[RulesT]):
             self.probe.harmless_states = []
 
     def _check_window(self, rows: BatchDict) -> None:
-        """Raises RuntimeError if a row is longer than the number of keys that Doge attends to.
+        """Raises RuntimeError if the model is a Doge, and a row is longer than its window of keys.
 
-        It attends to the best keys, and they have no positions. If tokens repeat, keys are equal, and round-off decides
-        which of them are the best. Every microbatch rounds in another way.
+        Doge attends to a limited number of keys, the best ones. Keys have no positions, so repeated tokens have equal
+        keys. Then round-off decides which of them are the best, and each microbatch rounds differently.
         """
         config = getattr(transformers_model(self.probe.model), 'config', None)
         window = getattr(config, 'keep_window_size', None)
@@ -400,8 +395,10 @@ class FirstBatchCheck(Generic[RulesT]):
         mask = rows.get('attention_mask')
         # Transformers switches the cache off for its gradient checkpointing.
         has_cache = getattr(text_config, 'use_cache', False) and not getattr(model, 'is_gradient_checkpointing', False)
-        sees_all = has_cache if mask is None else mask.dim() == 2
-        if sees_all and attention_of(text_config) in ('sdpa', 'eager'):
+        are_mixed = has_cache
+        if mask is not None:
+            are_mixed = mask.dim() == 2  # one of four dimensions tells documents apart itself
+        if are_mixed and attention_of(text_config) in ('sdpa', 'eager'):
             log.warning(
                 'Rows are packed (`position_ids` restart at 0), and their documents attend to each other, because the '
                 'batch has an `attention_mask` of two dimensions or the config has `use_cache=True`. Leave the mask '
@@ -450,6 +447,25 @@ class FirstBatchCheck(Generic[RulesT]):
         )
 
 
+@contextmanager
+def _explained_index_errors(rows: Batch) -> Iterator[None]:
+    """Raises RuntimeError for an IndexError of the model: a position, an id or a label of the rows is out of range.
+
+    A GPU stops the process instead.
+    """
+    try:
+        yield
+    except IndexError as error:
+        if 'out of' not in str(error):
+            raise
+        text = text_of(rows)
+        raise NotExactError(
+            f'The model must take the batch, got: {error}, for rows of {text.shape[1]} tokens with ids up to '
+            f'{int(text.max())}. Rows must not be longer than the positions of the model, labels must be -100 '
+            'or ids of its vocabulary, and its embedding must hold every token (docs/errors.md#counts).'
+        ) from error
+
+
 # The loss rule.
 
 
@@ -476,15 +492,9 @@ def find_loss_rule(
     result = probe.examine(row)
     if result.invalid_loss is not None:
         raise NotExactError(NOT_A_NUMBER.format(result.invalid_loss, sample_name(row, 0)))
-    # The first unit is 'tokens', unless all terms are means over samples (see LossTerms.probed).
-    gradients_of_unit = next(iter(result.gradients.values()))
-    norms = torch.zeros(row['labels'].shape)
-    # The last gradient that exists is taken: the one by the logits, or else by the output before them.
-    for gradient in gradients_of_unit:
-        if gradient is not None:
-            norms = gradient.norm(dim=-1)
+    norms = _gradient_norms(result, row)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
-    is_named_possible = False
+    incomplete: list[str] = []  # rules that fit, but have no gradient at some of the positions that they name
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
@@ -493,12 +503,13 @@ def find_loss_rule(
         elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
         if not elsewhere < LARGEST_ELSEWHERE:  # also if it is NaN
             continue
-        if (predicting_norms > 0).all():
+        has_gradient = predicting_norms > 0
+        if has_gradient.all():
             matching[rule] = elsewhere
-        elif rule == loss_tokens and (predicting_norms > 0).any():
-            is_named_possible = True
+        elif has_gradient.any():
+            incomplete.append(rule)
     # A loss may have no gradient at some labels, such as a clipped policy gradient. Then the user must name the rule.
-    if not matching and is_named_possible:
+    if not matching and loss_tokens in incomplete:
         return loss_tokens
     positions = _columns(norms)
     if not positions:
@@ -527,13 +538,25 @@ def find_loss_rule(
     return loss_tokens
 
 
-def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
-    """Returns one of the rows, with new labels on a few positions.
+def _gradient_norms(result: ProbeResult, row: Batch) -> Tensor:
+    """Returns the norm of the gradient by the logits at each position, or by the states before them, ``(rows, width)``.
 
-    Labels on the first position and on an unattended one tell the rules apart, because only some rules count them. All
-    labels are the same token, so most of them do not fit the text. At a label that the model is sure of there is no
-    gradient. It may be sure of the row's real labels, but hardly of one token at several positions. If the layout is
-    unknown, the other rows stay in the batch, without labels.
+    It is of the terms that are means over tokens. If there are none, all terms are means over samples.
+    """
+    gradients = next(iter(result.gradients.values()))  # of the first unit: 'tokens', if there is such a term
+    for gradient in reversed(gradients):
+        if gradient is not None:
+            return gradient.norm(dim=-1)
+    return torch.zeros(labels_of(row).shape)
+
+
+def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
+    """Returns one of the rows, with new labels on a few positions that tell the rules apart.
+
+    One is on the first position, and one on a position whose attention is taken away, because only some rules count
+    these. All labels are the same token. The model could be sure of the row's own labels, and then they had no
+    gradient, but it is hardly sure of one token at several positions. If the layout is unknown, the other rows stay in
+    the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -725,7 +748,7 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
 
 
 def _can_show_rule(batch: Batch) -> bool:
-    """Returns whether a row has a label behind its first token, or a second token to put a label on."""
+    """Returns whether a row can show the loss rule: it has a label behind its first token, or another token for one."""
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
         has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
@@ -767,8 +790,8 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 
     A row without any label gets one on its last token: if possible a label of another row, because its own token may be
     a placeholder. Other rows get a label on every token after the first, with two exceptions. Rows with media stay as
-    they are, because a model may not count labels at placeholders. The row with the longest prompt stays, too, to show
-    a loss term over positions without a label.
+    they are, because a model may not count labels at placeholders. The row with the longest prompt (the most tokens
+    without a label) stays, too, to show a loss term over positions without a label.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -784,14 +807,15 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
         row_labels = labels[row, 1:]
         # New labels repeat labels of the row. Its ids may be placeholders, for which the head has no logit.
         tokens = row_labels[row_labels != IGNORE_INDEX]
-        if not tokens.numel():
-            if len(columns):
-                last = columns[-1]
-                labels[row, last] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last]
-        elif not num_media[row] and row != longest_prompt:
-            unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
-            repeated = torch.arange(len(unlabelled_columns)) % len(tokens)
-            labels[row, unlabelled_columns] = tokens[repeated]
+        if not len(tokens):
+            last_column = columns[-1:]  # empty if the row has one token
+            labels[row, last_column] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last_column]
+            continue
+        if num_media[row] or row == longest_prompt:
+            continue
+        unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
+        repeated = torch.arange(len(unlabelled_columns)) % len(tokens)
+        labels[row, unlabelled_columns] = tokens[repeated]
     return {**batch, 'labels': labels}
 
 
@@ -816,17 +840,19 @@ def with_unequal_row(
     rows: BatchDict,
     rule: str,
 ) -> BatchDict:
-    """Adds a row with fewer or more labels, if the rows have nearly the same number.
+    """Adds a row with fewer or more labels, if the rows with labels have nearly the same number.
 
-    If all rows have the same number of labels, a mean over tokens equals a mean over the means of rows. Then the check
-    could not tell these two losses apart.
+    If all of them have the same number, a mean over tokens equals a mean over the means of these rows. Then the check
+    could not tell the two losses apart.
     """
-    counts = loss_mask(rows, rule).sum(dim=1).tolist()
-    if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
+    counts = loss_mask(rows, rule).sum(dim=1)
+    has_labels = counts > 0
+    counts_of_labelled = counts[has_labels].tolist()
+    if not counts_of_labelled or max(counts_of_labelled) >= 2 * min(counts_of_labelled):
         return rows
-    # The first row that is long enough for several labels is copied. If all are short, it is the first row.
-    is_long = real_positions(rows).sum(dim=1) >= ENOUGH_TOKENS
-    copied_row = int(is_long.int().argmax())
+    # Of the rows with labels the longest one is copied, because it has the most room for more labels.
+    lengths = real_positions(rows).sum(dim=1)
+    copied_row = int((lengths * has_labels).argmax())
     extended = layout.select(rows, [*range(len(counts)), copied_row])
     labels = extended['labels'].clone()
     extended['labels'] = labels
@@ -834,7 +860,7 @@ def with_unequal_row(
     counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif counted_columns and _ids_at_labels(extended) is not None:
+    elif _ids_at_labels(extended) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
         # ids may be placeholders. Only the last tokens get it, because without a config nothing tells the placeholders,
         # which most rows have before their text.

@@ -287,8 +287,8 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
     node, index = edge_of(logits)
     if node is logits.grad_fn:
-        # Hooks of a tensor run before hooks of its node. So the measurements of plain loops, which hook the node, see
-        # the changed gradient. It is None if the loss uses only other outputs of the node.
+        # A hook of the tensor runs before hooks of its node. measure_token_weights() hooks the node, so it sees the
+        # gradient as this hook has changed it. The gradient is None if the loss uses only other outputs of the node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -329,15 +329,15 @@ def _before_copies(edge: Edge) -> Edge:
 
 
 def has_bypass(losses: Iterable[Tensor], ends: Collection[Edge]) -> bool:
-    """Returns whether losses depend on parameters in another way than through some tensors.
+    """Returns whether losses depend on parameters in another way than through some tensors, such as the logits.
 
-    ``ends`` are the edges of these tensors, see :func:`edge_of`.
+    If so, some term of the losses is not made of these tensors. ``ends`` are their edges, see :func:`edge_of`.
     """
     return any(hasattr(node, 'variable') for node in nodes_of(losses, ends))  # the node of a parameter has a variable
 
 
 def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[Node]:
-    """Yields the nodes of the graph that makes some losses, but none that they reach only through the ``ends``.
+    """Yields the nodes of the graph that makes some losses. Does not follow the graph beyond the ``ends``.
 
     It follows the graph, so nothing waits for the device.
     """
@@ -346,8 +346,8 @@ def nodes_of(losses: Iterable[Tensor], ends: Collection[Edge] = ()) -> Iterator[
     while pending:
         edge = _before_copies(pending.pop())
         node, _ = edge
-        # Other outputs of the node of an end are followed: `split` makes the logits and the values of a second head in
-        # one node.
+        # An end is one output of its node. The others are followed: `split` makes the logits and the values of a second
+        # head in one node.
         if node is None or node in visited or edge in ends:
             continue
         visited.add(node)

@@ -3,8 +3,12 @@
 
 """Runs the model on a few rows, as it will train, and leaves everything as it was.
 
-The result is the loss and its gradients by the outputs of the last two layers. The forward has no graph before these
+The result is the loss and its gradients by the outputs of the last two layers. In most models these are the last norm,
+whose output are the hidden states, and the head, whose output are the logits. The forward has no graph before these
 layers, so a probe takes about half of the memory of training.
+
+A loss may have several terms. The unit of a term says what it is a mean over: ``'tokens'`` or ``'samples'``. A loss
+that is one number is one term of the unit ``'tokens'``.
 """
 
 from __future__ import annotations
@@ -71,6 +75,8 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
+Leaves: TypeAlias = dict[Module, Tensor]
+"""Outputs of layers at which the graph begins, by layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +92,21 @@ class AtLabels:
 class ProbeResult:
     """The result of one forward of a few rows."""
 
-    # For each unit the sum of its loss terms. Only units whose terms must not depend on the cut: ``'tokens'`` and
-    # ``'samples'``. If all terms depend on the cut, ``'tokens'`` is their sum.
+    # The sum of the loss terms of each unit. Terms of other units, such as ``'microbatches'``, are left out, because
+    # they may depend on which rows share a forward. If the loss has only such terms, ``'tokens'`` is their sum.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, each as a sketch with fewer entries,
     # ``(rows, width, entries)``. If the model has logits, the last one is by the logits, and the one before it is by
-    # the states that the logits are made of. No graph connects the two, so the gradient by the states comes only from
-    # loss terms that use the states themselves. None: the loss does not use the output.
+    # the hidden states. No graph connects the two, so the gradient by the hidden states comes only from loss terms that
+    # use them directly. None: the loss does not use the output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
-    output_size: int | None  # number of entries at a position of the output: of logits, it is the vocabulary
-    output_address: int | None  # memory address of the output
-    has_logits: bool  # whether the loss may treat the output as logits. False: are_logits() has shown that it does not
+    # Number of entries at a position, and memory address, of the tensor that logits_of() finds in the outputs. It holds
+    # logits, or hidden states if the loss contains the head. None: there is no such tensor.
+    output_size: int | None
+    output_address: int | None
+    has_logits: bool  # False if are_logits() has shown that this tensor holds hidden states
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -252,37 +260,44 @@ class Probe:
         """
         if not self._was_examined:
             self.examine(batch)
-        # An error may come from how the probe runs the model. So a setting is changed, and the forward runs again.
-        while True:
-            may_leave_float32 = decides_precision and self._uses_float32
-            result: ProbeResult | None = None
-            try:
-                with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
-                    with self._as_probed(seed):
-                        forward = self._forward(
-                            batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights
-                        )
-                        result = _result_of(forward, targets)
-                    # Not inside of _WithoutDropout, because it would intercept the comparison of each state.
-                    self._note_written(snapshot)
-            except Exception as error:
-                if 'in-place' in str(error) and len(self._layers) > 1:
-                    # Chameleon writes into its logits, which torch does not allow for a leaf of the graph. So only
-                    # the states before the logits become a leaf.
-                    self._layers = self._layers[:1]
-                    continue
-                if not may_leave_float32:
-                    raise
-                # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
-                # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it
-                # again.
-                result = None
-            # Only some ranks may have raised, for example because their GPUs have less free memory.
-            if may_leave_float32 and any(self.gather(result is None)):
-                self._uses_float32 = False
-                continue
-            assert result is not None
+
+        def run_once() -> ProbeResult:
+            with torch.no_grad(), undisturbed(self.model, keeps_state=keeps_state) as snapshot:
+                with self._as_probed(seed):
+                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels, varies_weights=varies_weights)
+                    result = _result_of(forward, targets)
+                # Not inside of _WithoutDropout, which would slow down the comparison of each state.
+                self._note_written(snapshot)
             return result
+
+        if not decides_precision or not self._uses_float32:
+            return self._with_allowed_leaves(run_once)
+        try:
+            result = self._with_allowed_leaves(run_once)
+        except Exception:
+            # Some kernels accept only half precision, such as flash attention. Each has its own error, so any error
+            # counts, also that float32 takes too much memory. If it has another cause, the next forward raises it, too.
+            result = None
+        # Only some ranks may have raised, for example because their GPUs have less free memory.
+        if any(self.gather(result is None)):
+            self._uses_float32 = False
+            result = self._with_allowed_leaves(run_once)
+        assert result is not None
+        return result
+
+    def _with_allowed_leaves(self, run_once: Callable[[], ProbeResult]) -> ProbeResult:
+        """Runs a forward, and runs it again if the model writes into its logits.
+
+        Chameleon does so. Torch does not allow it if the logits are a leaf of the graph. The second time only the
+        hidden states become a leaf, also in all later forwards.
+        """
+        try:
+            return run_once()
+        except Exception as error:
+            if 'in-place' not in str(error) or len(self._layers) < 2:
+                raise
+        self._layers = self._layers[:1]
+        return run_once()
 
     @property
     def has_varied_weights(self) -> bool:
@@ -359,8 +374,7 @@ class Probe:
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
 
-        Judges nothing if the model is probed in evaluation, because its forwards then do not write what those of
-        training write.
+        Judges nothing if the model is probed in evaluation. There a forward may write other state than in training.
         """
         names = self._names_on_ranks(self._written)
         if not names or not self.is_training:
@@ -401,8 +415,11 @@ class Probe:
             self.harmless_states += names
             return
         # Then one by one. If only several states together change the result, the first one is named.
-        changing_states = (name for name in names if changes_result([name]))
-        self.state_dependence = next(changing_states, names[0])
+        self.state_dependence = names[0]
+        for name in names:
+            if changes_result([name]):
+                self.state_dependence = name
+                return
 
     def _forward(
         self,
@@ -428,28 +445,19 @@ class Probe:
         shapes = [tuple(labels.shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
-            # The caller disarms it.
+            # The caller disarms it, because a forward that raises may leave it armed.
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
             varied_weights,
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as (leaves, leaves_of_forwards),
+            _graph_from(self._layers, shapes) as leaves_of_forwards,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
-        logits = _checked_logits(outputs, shapes)
-        if logits is not None:
-            # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
-            # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the
-            # node holds this leaf as `variable`.
-            node, _ = edge_of(logits)
-            logits = getattr(node, 'variable', logits)
-        # If the forward of a reference has replaced the leaves, those of the forward that made the logits are taken.
-        for earlier_leaves in leaves_of_forwards:
-            if any(logits is leaf for leaf in earlier_leaves.values()):
-                leaves = earlier_leaves
+        logits = _logits_in_loss(outputs, shapes)
+        leaves = _leaves_with(logits, leaves_of_forwards)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         # No layer returns these logits, for example, if the model changes the output of its head once more.
@@ -543,8 +551,8 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                # A module that no forward has reached yet has no entry. It may have such weights.
-                if self.names.get(module, True):
+                # A module that no forward has reached yet may have such weights.
+                if module not in self.names or self.names[module]:
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
@@ -686,23 +694,22 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[tuple[dict[Module, Tensor], list[dict[Module, Tensor]]]]:
-    """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
+) -> Iterator[list[Leaves]]:
+    """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
-
-    A model may run several times, and then these are the outputs of its last forward. That may be the forward of a
-    reference (the model with its adapter off), which runs without gradients, as the first forward does. So the context
-    also yields, as its second value, the leaves of each forward that began without gradients. A forward that began
-    with gradients belongs to the loss, and then no earlier leaves are kept.
 
     The forward runs without gradients until the last of the layers has returned its output. Then a hook switches
     gradients on, and the rest of the forward and the loss make a graph. The end of the context restores the earlier
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
+
+    The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
+    preference loss also runs a reference (the model with its adapter off) without gradients, before or after the
+    forward that makes the logits. :func:`_leaves_with` finds the leaves of the latter. If the loss runs the model again
+    with gradients (R-Drop), only the leaves of that forward are kept.
     """
-    leaves: dict[Module, Tensor] = {}
-    leaves_of_forwards: list[dict[Module, Tensor]] = []
+    leaves_of_forwards: list[Leaves] = [{}]
 
     def start_graph(
         module: Module,
@@ -711,18 +718,29 @@ def _graph_from(
     ) -> Tensor | None:
         if not _is_of_shape(output, shapes):
             return None
-        leaves[module] = output.detach().requires_grad_()
+        leaf = output.detach().requires_grad_()
+        leaves = leaves_of_forwards[-1]
+        leaves[module] = leaf
         if module is layers[-1]:
             if torch.is_grad_enabled():
-                leaves_of_forwards.clear()
+                del leaves_of_forwards[:-1]
             else:
+                # The next forward replaces the leaves in the copy. If it is not complete, the others stay.
                 leaves_of_forwards.append(dict(leaves))
             # Gradients stay on, also if an earlier layer runs again.
             torch.set_grad_enabled(True)
-        return leaves[module]
+        return leaf
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves, leaves_of_forwards
+        yield leaves_of_forwards
+
+
+def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
+    """Returns the leaves of the forward whose layer returned the logits. If none did, those of the last forward."""
+    for leaves in leaves_of_forwards:
+        if any(leaf is logits for leaf in leaves.values()):
+            return leaves
+    return leaves_of_forwards[-1]
 
 
 def _rounded(
@@ -756,19 +774,25 @@ def _loss_of(
         ) from error
 
 
-def _checked_logits(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
-    """Returns the logits if there are any. Raises RuntimeError if their rows and width are none of the ``shapes``.
+def _logits_in_loss(outputs: Outputs, shapes: Sequence[tuple[int, ...]]) -> Tensor | None:
+    """Returns the logits as the loss uses them, if there are any.
 
-    The first shape is that of the labels.
+    Raises RuntimeError if their rows and width are none of the ``shapes``, which begin with the shape of the labels.
     """
     logits = logits_of(outputs)
-    if logits is not None and tuple(logits.shape[:2]) not in shapes:
+    if logits is None:
+        return None
+    if tuple(logits.shape[:2]) not in shapes:
         raise NotExactError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
             f'{shapes[0]}. The model expands or truncates the sequence inside forward. Expand image placeholders in '
             'the processor instead (docs/errors.md#loss-rule).'
         )
-    return logits
+    # accelerate and FSDP return a copy of the logits in another type, but the loss uses the logits themselves.
+    # edge_of() follows the graph back through copies. If it ends at a leaf that _graph_from() has made, the node holds
+    # this leaf as `variable`.
+    node, _ = edge_of(logits)
+    return getattr(node, 'variable', logits)
 
 
 def _gradients(loss: Tensor, points: Sequence[Tensor]) -> Sequence[Tensor | None]:

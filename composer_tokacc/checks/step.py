@@ -56,9 +56,10 @@ class TokenChoice:
     """Chooses which tokens of a run are measured.
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
-    counts for the first time, and one more. Its place in the step moves on by one from step to step. If the step has no
-    microbatch at this place, because it has fewer than the step before, none more is chosen. In a chosen microbatch
-    some tokens are measured; in one of 64, drawn at random, all tokens.
+    counts for the first time, and one whose turn it is. The turns go around: if steps have 8 microbatches, it is the
+    first one in step 16, the second one in step 17, and the first one again in step 24. A step that has fewer
+    microbatches than the step before may end before it is the turn of one. In a chosen microbatch some tokens are
+    measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
     changes, and the first microbatch with these labels shows it. If only the weights of their own tokens change, the
@@ -98,7 +99,6 @@ class TokenChoice:
 
     def includes(self, place: int, counts: RowCounts) -> bool:
         """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
-        # From step to step the places take turns.
         is_its_turn = place == self.step % self._num_microbatches
         return self.step == 0 or is_its_turn or counts.has_new_label
 
@@ -200,8 +200,8 @@ class MicrobatchRecord:
         self.was_reached = True
         if plain_token_weight is None:
             return
-        # The types differ if the model has converted its logits to another type and the hook is before the conversion.
-        # The finer of the two holds numbers that were rounded to the coarser type.
+        # If the model has converted its logits to another type, the hook is before the conversion, see edge_of(), and
+        # the two types differ. Then both hold numbers that were rounded to the coarser type.
         self.tolerance = max(tolerance_of(gradient.dtype), tolerance_of(logits.dtype))
         targets = targets_of(batch, self.counts.rule)
         if not measures_all:
@@ -244,10 +244,7 @@ class MicrobatchRecord:
 
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:
-    """Returns values ``(rows, width, ...)`` at some positions, as one row.
-
-    With tensor parallelism each rank holds a part of the vocabulary. Here it gets all of it.
-    """
+    """Returns values ``(rows, width, ...)`` at some positions, as one row, with the whole vocabulary."""
     return whole_vocabulary(values).flatten(0, 1).index_select(0, positions)[None]
 
 
@@ -272,7 +269,9 @@ class Step:
     # layout, that is, if it is not known how to divide the entries of the batch among its rows.
     facts: Sequence[RowFacts] = ()
     is_weighted: bool = False  # whether tokens may have weights
-    has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
+    # Whether the loss has terms that are not made of the logits, as the first step with a weight has shown. None: there
+    # was no such step yet, so check_step() fills it in.
+    has_bypass: bool | None = None
     gradient_scale: float = 1.0  # of mixed precision
     # Microbatches that our split has made, on the CPU, in the order of their computation. Empty if another split cuts.
     planned: Sequence[Batch] = ()
@@ -394,7 +393,7 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # no loss of the step required a gradient, so no hook has noted a factor
     expected = [record.composers_weight for record in step.microbatches]
-    are_right = len(factors) == len(expected)
+    are_right = len(factors) == len(expected)  # if not, the loop need not compare all of them
     for factor, expected_factor in zip(factors, expected, strict=False):
         # The weight of a microbatch without samples is 0, which has no relative error.
         are_right &= math.isclose(factor, expected_factor, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
@@ -410,9 +409,8 @@ def _check_factors(step: Step) -> None:
 def _check_tokens(step: Step) -> None:
     """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
-    A bypass is a part of the loss that is not made of the logits. The first step with a weight notes in
-    ``step.has_bypass`` whether its loss has one. The algorithm passes this on to later steps. If there was none at
-    first, a later bypass is a new term.
+    A bypass is a part of the loss that is not made of the logits. If the first step with a weight had none, as
+    ``step.has_bypass`` says, a later bypass is a new term. The algorithm passes this value on from step to step.
     """
     for record in step.with_weight:
         if record.has_bypass and step.has_bypass is False:

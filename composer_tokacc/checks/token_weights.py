@@ -52,7 +52,7 @@ class _WatchedForward:
     """A forward whose logits are watched."""
 
     in_backward: bool
-    """Whether it ran inside a backward. Activation checkpoints run a forward again there. Its logits may get no
+    """Whether it ran inside a backward: an activation checkpoint has run a forward again. Its logits may get no
     gradient."""
     num_labels: Tensor | None
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
@@ -128,6 +128,7 @@ class TokenWeightsReport:
         for number, forward in enumerate(self._forwards, start=1):
             num_tokens = sum(int(backward.has_loss.sum()) for backward in forward.backwards)
             num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
+            # A forward of an activation checkpoint repeats another one, which is judged by itself.
             if num_tokens >= num_labels or forward.in_backward:
                 continue
             name = f'Forward {number} of {len(self._forwards)}'
@@ -262,9 +263,9 @@ class TokenWeightsReport:
         if 'labels' not in kwargs:
             batch = next(iter(args), None)
         num_labels = _num_labels(batch)
-        # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. So the
-        # forward is kept at the node of the graph that made the logits. If the part got no labels, those of the whole
-        # model count.
+        # The hook may run twice for the same logits: for a part of the model, and for the whole model around it. They
+        # are measured once. So the forward is noted in the node of the graph that made the logits, where the second
+        # call finds it. If the part got no labels, those of the whole model count.
         metadata_of_node: Any = node.metadata
         earlier: _WatchedForward | None = metadata_of_node.get((self, index))
         if earlier is not None:
@@ -412,8 +413,8 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _num_labels(batch: Any) -> Tensor | None:
     """Returns how many labels of a batch count by every loss rule, int64 ``()``. None: it has no 2D ``labels``.
 
-    These are the labels that the strictest rule counts, ``'causal_attended'``. A batch without labels may have got one
-    by :func:`.with_one_label`. This label does not count, because its loss is multiplied by 0. A user's only label, if
+    These are the labels that the strictest rule counts, ``'causal_attended'``. TokenAccumulation gives a batch without
+    labels one by :func:`.with_one_label`, and multiplies its loss by 0, so it does not count. A user's only label, if
     it has the same place and id, cannot be told apart from it.
     """
     if not isinstance(batch, Mapping):

@@ -24,7 +24,8 @@ from composer_tokacc.compat import num_writes, own_tensors
 from composer_tokacc.random_state import kept_random_state
 
 LARGEST_COPY = 2**22
-"""Tensors with more entries are not copied if they may be weights: those in plain attributes, and those of integers."""
+"""Tensors with more entries are not copied if they may be weights. FSDP1 keeps whole weights in plain attributes, GPTQ
+and AWQ keep theirs in buffers of integers."""
 MOST_OF_PARAMETER = 2**14
 """Most entries of a parameter that are copied. Copies of all weights would take too much memory."""
 PERTURBATION = 0.1
@@ -46,7 +47,7 @@ class State:
     value: Tensor | float  # the object itself. If it is a tensor, a forward may write into it
     content: Tensor | float | None  # a copy of the value, or of a part of its entries; None: it was not copied
     version: int | None  # number of writes into the tensor; None: it is a number
-    # Whether only some entries were copied, see _sample_of(). Then the content cannot be put back.
+    # Whether the content is only some of the entries, see _sample_of(), so that it cannot be put back.
     is_sampled: bool = False
 
     @classmethod
@@ -59,9 +60,9 @@ class State:
         copies: bool = True,
         is_sampled: bool = False,
     ) -> State:
-        """Returns the state as it is now.
+        """Returns the state as it is now. Copies all entries of a tensor; only some of them if ``is_sampled``.
 
-        With a copy of some of a tensor's entries if ``is_sampled``, of all of them if ``copies``, else of none.
+        Without ``copies`` it copies nothing, so only the number of writes tells whether a forward has written it.
         """
         value = container[key]
         content = value
@@ -83,17 +84,17 @@ class State:
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             is_equal = type(current) is type(self.value) and bool(current == self.value)
             return is_replaced and not is_equal
-        has_writes = not is_replaced and num_writes(current) != self.version
+        was_written_into = not is_replaced and num_writes(current) != self.version
         # A tensor that is too large for a copy.
         if not isinstance(self.content, Tensor):
-            return is_replaced or has_writes
+            return is_replaced or was_written_into
         # A parameter. FSDP1 replaces parameters during a forward. Parametrizations of torch, by which PEFT adapts
         # experts, write a parameter into itself. Neither changes a value.
         if self.is_sampled:
-            return has_writes and not _are_equal(_sample_of(current), self.content)
+            return was_written_into and not _are_equal(_sample_of(current), self.content)
         # Any other tensor. `buffer.data.copy_(...)` is not counted as a write, and a tensor may be replaced by an equal
         # one.
-        return has_writes or not _are_equal(current, self.content)
+        return was_written_into or not _are_equal(current, self.content)
 
 
 class StateSnapshot:
@@ -106,7 +107,7 @@ class StateSnapshot:
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
         """Takes a snapshot of the present values of some states. Leaves out states that the module has deleted.
 
-        Here a parameter is a state like any other: it is copied as a whole, and :meth:`restore` puts it back.
+        A state is copied as a whole, also a parameter, so :meth:`restore` puts it back.
         """
         snapshot = []
         for state in states:
@@ -146,8 +147,9 @@ class StateSnapshot:
     def lend_copies(self) -> None:
         """Lets the model use copies in the place of the tensors, until :meth:`restore` puts the tensors back.
 
-        So a forward writes into the copies. If it wrote into a tensor that the graph of an earlier forward needs for
-        its backward, that backward would raise, even if the old content came back.
+        It is for forwards between a training forward and its backward, see :mod:`.step_watch`. They write into the
+        copies. If they wrote into a tensor that the graph needs, the backward would raise, even if the old content came
+        back.
         """
         copies: dict[int, Tensor] = {}  # by the identity of the tensor, because modules may share it
         for state in self.states:
@@ -255,13 +257,12 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
             if is_parameter and not watches_parameters:
                 continue
             for key, value in container.items():
+                is_too_large = False
                 if isinstance(value, Tensor):
                     if not _can_be_compared(value):
                         continue
-                    # FSDP1 keeps whole weights in attributes. GPTQ and AWQ keep theirs in buffers of integers. If a
-                    # tensor is not copied, only its number of writes tells whether it was written.
                     may_be_weight = container is attributes or not value.is_floating_point()
                     is_too_large = may_be_weight and value.numel() > LARGEST_COPY
-                    yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)
-                elif isinstance(value, (int, float)):  # also a flag, such as one that says that a table is filled
-                    yield State.now(prefix + key, container, key)
+                elif not isinstance(value, (int, float)):  # or a flag, such as one that says that a table is filled
+                    continue
+                yield State.now(prefix + key, container, key, copies=not is_too_large, is_sampled=is_parameter)

@@ -34,9 +34,11 @@ NOT_LINEAR = {
 }
 
 
+@pytest.mark.parametrize(('size', 'dtype'), [(4, torch.float32), (1000, torch.float16)])
 @pytest.mark.parametrize('name', LINEAR)
-def test_linear_hooks_are_accepted(name):
-    layer = torch.nn.Linear(4, 3)
+def test_linear_hooks_are_accepted(name, size, dtype):
+    """Of a million random gradients in float16 some could overflow."""
+    layer = torch.nn.Linear(size, size, dtype=dtype)
     layer.weight.register_hook(LINEAR[name])
     check_gradient_hooks(layer)
 

@@ -169,8 +169,9 @@ def test_rank_with_the_change_explains_it():
     comparison._rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
     comparison.reference = SimpleNamespace(invalid_loss=None)
+    comparison._aligned = lambda batch, result, rows: {}
     comparison._largest_changes = lambda gradients, rows: [change_here]
     comparison._allowed = lambda point, error: 1e-6
     comparison._explained = lambda difference, cut_kind: difference
     with pytest.raises(CutFailure, match="'second': the gradient at its logits changes by"):
-        comparison._check_gradients({}, [0, 1], CutKind.SINGLE_ROW)
+        comparison._check_gradients({}, None, [0, 1], CutKind.SINGLE_ROW)

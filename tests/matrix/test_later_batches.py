@@ -18,7 +18,7 @@ from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
 from tests.matrix.harness import kinds_of_steps, measure_steps, plain_gradients
-from tests.matrix.native_models import LLAMA, NativeModel
+from tests.matrix.native_models import LLAMA, LOSSES, NativeModel
 from tests.matrix.subjects import SUBJECTS, has_labels, has_media
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.masked_text import masked_batch, masked_model
@@ -126,20 +126,29 @@ def test_labels_without_attention_come_later():
 
 ONE_ROW = [(6, 4)]
 ONE_LABEL = [(4, 1), (12, 1), (7, 1)]
+EQUAL_OR_NONE = [(1, 0), (12, 11), (12, 11)]
+
+
+def per_labelled_row(logits, labels):
+    """Averages the means of the rows that have labels."""
+    num_labelled = (labels[:, 1:] != -100).any(dim=1).sum()
+    mean_of_rows = LOSSES['per row'](logits, labels)  # the mean of a row without labels is 0
+    return mean_of_rows * len(labels) / num_labelled.clamp(min=1)
 
 
 @pytest.mark.parametrize(
-    ('first', 'logits'),
+    ('loss', 'first', 'logits'),
     [
-        pytest.param(EQUAL, 'never', id='equal, no logits'),
-        pytest.param(ONE_ROW, 'always', id='one row'),
-        pytest.param(ONE_LABEL, 'never', id='one label, no logits'),
+        pytest.param('per row', EQUAL, 'never', id='equal, no logits'),
+        pytest.param('per row', ONE_ROW, 'always', id='one row'),
+        pytest.param('per row', ONE_LABEL, 'never', id='one label, no logits'),
+        pytest.param(per_labelled_row, EQUAL_OR_NONE, 'never', id='equal or none, no logits'),
     ],
 )
-def test_mean_of_row_means_is_refused(first, logits):
+def test_mean_of_row_means_is_refused(loss, first, logits):
     """On the first batch the loss is also the mean over all tokens."""
     batches = [batch_of(first), batch_of(UNEQUAL)]
-    assert kinds_of_steps(NativeModel('per row', logits=logits), batches) == ['refused']
+    assert kinds_of_steps(NativeModel(loss, logits=logits), batches) == ['refused']
     assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
 
 
