@@ -173,7 +173,7 @@ class RowComparison:
             decides_precision=varies_weights,
         )
         """The result of all rows together."""
-        self._expected = self._aligned(rows, self.reference, self._all_rows)
+        self._expected = self._aligned(self.reference, self._all_rows)
 
     def _check_labels_kept(self) -> None:
         """Raises RuntimeError if a row has lost or got a label on the way to the device."""
@@ -211,7 +211,7 @@ class RowComparison:
     @cached_property
     def _noise(self) -> dict[Point, float]:
         """How far round-off may change a row's gradient, relative to it, by point."""
-        rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
+        rounded = self._aligned(self._rounded_result, self._all_rows)
         noise = {}
         for point, expected in self._expected.items():
             changes = _relative_errors(rounded[point], expected, _sizes(expected))
@@ -455,42 +455,46 @@ class RowComparison:
 
     def _aligned(
         self,
-        batch: Batch,
         result: ProbeResult,
         rows: Sequence[int],
+        packed: Batch | None = None,
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
-        A row may be narrower in its microbatch than in the uncut batch, or be one document of a packed row.
+        A row may be narrower in its microbatch than in the uncut batch, or be one document of the ``packed`` row.
         """
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
             for index, gradient in enumerate(unit_gradients):
-                row_gradients = self._in_uncut_columns(batch, gradient, rows)
+                if gradient is None:
+                    # A loss that does not depend on an output has the gradient 0 there.
+                    row_gradients = torch.zeros(len(rows), self._width, 1)
+                elif packed is not None:
+                    row_gradients = self._unpacked(packed, gradient, rows)
+                else:
+                    row_gradients = self._in_uncut_columns(gradient, len(rows))
                 aligned[unit, index] = row_gradients * self._denominator(unit, rows)
         return aligned
 
-    def _in_uncut_columns(self, batch: Batch, gradient: Tensor | None, rows: Sequence[int]) -> Tensor:
-        """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
-        if gradient is None:
-            # A loss that does not depend on an output has the gradient 0 there.
-            return torch.zeros(len(rows), self._width, 1)
+    def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
+        """Returns the gradient of each document of a packed row, in the columns of the uncut rows."""
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
-        if len(gradient) < len(rows):
-            # Packed rows have one gradient together, because they are documents of one row. A row that is packed by
-            # itself does not come here. It is aligned like any single row.
-            documents = documents_of(batch)
-            document = 0
-            for place, row in enumerate(rows):
-                is_real = self._facts.real[row]
-                if not is_real.any():
-                    continue  # a row without tokens makes no document
-                row_gradients[place, is_real] = gradient[0, documents == document]
-                document += 1
-            return row_gradients
+        documents = documents_of(packed)
+        document = 0
+        for place, row in enumerate(rows):
+            is_real = self._facts.real[row]
+            if not is_real.any():
+                continue  # a row without tokens makes no document
+            row_gradients[place, is_real] = gradient[0, documents == document]
+            document += 1
+        return row_gradients
+
+    def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
+        """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
+        row_gradients = torch.zeros(num_rows, self._width, gradient.shape[-1])
         # There may be dummy rows after the rows themselves, and `microbatch_transforms` may have made the rows wider
         # than the batch. Both are left out.
-        gradient = gradient[: len(rows)]
+        gradient = gradient[:num_rows]
         if self._facts.side == 'left':
             start = -gradient.shape[1]
             row_gradients[:, start:] = gradient[:, -self._width :]
@@ -512,7 +516,8 @@ class RowComparison:
 
         ``batch`` is the microbatch of the rows, and ``result`` the result of the probe of it.
         """
-        gradients = self._aligned(batch, result, rows)
+        packed = batch if cut_kind is CutKind.PACKED else None
+        gradients = self._aligned(result, rows, packed)
         changes_of_ranks = self._probe.gather(self._largest_changes(gradients, rows))
         # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
         # with the largest change also explains it.

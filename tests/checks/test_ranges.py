@@ -23,7 +23,7 @@ from tests.matrix.harness import kinds_of_steps
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import IMAGE, TEXT, drawn_batch, numbered, text_batch
-from tests.support.text import gpt2, ragged_batch
+from tests.support.text import gpt2, one_layer_model, ragged_batch
 from tests.support.training import fit, hugging_face
 
 TOP_K = 8
@@ -92,16 +92,19 @@ def test_window_of_a_users_model():
         fit(model, ragged_batch([(TOP_K + 1, 3), (4, 2)]))
 
 
-@pytest.mark.parametrize(('packing', 'second_step'), [(False, 'exact'), (True, 'refused')])
-def test_padding_on_both_sides_comes_later(packing, second_step):
-    """The model counts positions from the first column. In a packed row they would begin at the first token."""
+@pytest.mark.parametrize(
+    ('make_model', 'packing', 'second_step'),
+    [(gpt2, False, 'exact'), (gpt2, True, 'refused'), (one_layer_model, True, 'exact')],
+)
+def test_padding_on_both_sides_comes_later(make_model, packing, second_step):
+    """GPT-2 counts positions from the first column. In a packed row they would begin at the first token."""
     batch = ragged_batch()
     short_rows = [0, 1, 4, 5]  # padding on the left makes them no longer than the row of 9 tokens
     later = {}
     for key, value in batch.items():
         later[key] = value.clone()
         later[key][short_rows] = value[short_rows].roll(2, dims=1)
-    assert kinds_of_steps(hugging_face(gpt2()), [batch, later], packing=packing) == ['exact', second_step]
+    assert kinds_of_steps(hugging_face(make_model()), [batch, later], packing=packing) == ['exact', second_step]
 
 
 class AddsMemory(NativeModel):
