@@ -66,6 +66,8 @@ class Cutter(Protocol[RulesT]):
         facts: RowFacts,
         rows: Sequence[int],
         rules: RulesT,
+        *,
+        is_rounded: bool = True,
     ) -> Batch:
         """Returns the microbatch of some rows, trimmed or packed by the rules.
 
@@ -73,5 +75,6 @@ class Cutter(Protocol[RulesT]):
             facts: Facts about the batch that holds the rows. They hold the batch itself, too.
             rows: Indices of the rows in the batch.
             rules: The rules.
+            is_rounded: Whether the width is rounded up to ``width_multiple``, as in training.
         """
         ...

@@ -253,7 +253,14 @@ class MicrobatchSplit:
             self._tries_packing = False  # it has failed on these rows
         yield from padded_candidates(facts, earlier)
 
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
+    def assemble(
+        self,
+        facts: RowFacts,
+        rows: Sequence[int],
+        rules: CutRules,
+        *,
+        is_rounded: bool = True,
+    ) -> BatchDict:
         """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
         coupling = facts.layout.family.coupling
         if rules.packing:
@@ -262,6 +269,8 @@ class MicrobatchSplit:
                 raise NotExactError(f'rows that are not independent: {coupling}')
             self._set_attention(rules.packing)
         options = self.options.without_caps()
+        if not is_rounded:
+            options = replace(options, width_multiple=1)
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
         if rules.needs_media:

@@ -41,9 +41,9 @@ from tests.support.training import (
 WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
-def rules_after_exact_steps(model, *batches):
+def rules_after_exact_steps(model, *batches, **options):
     """Returns the rules by which rows are cut at the end. A rule that was proven also has the width of its rows."""
-    recorder = assert_exact(model, *batches)
+    recorder = assert_exact(model, *batches, **options)
     return split_of(recorder.trainer.state.train_dataloader).rules
 
 
@@ -94,6 +94,30 @@ def test_model_that_asserts_its_width(caplog):
     assert rules_after_exact_steps(gpt2(NeedsChunks), batch, batch).right == 'keep'
     [warning] = [message for message in caplog.messages if 'keep their padding' in message]
     assert 'AssertionError' in warning
+
+
+def test_model_that_asserts_rounded_widths():
+    batch = ragged_batch([(9, 7), (16, 11), (3, 2)], width=24)
+    assert rules_after_exact_steps(gpt2(NeedsChunks), batch, width_multiple=8).right == 'trim'
+
+
+class SeesNextColumns(ColumnCounter):
+    """Each token sees the second token after it, and so the last but one sees a column of padding."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        embeddings = self.transformer.wte(input_ids)
+        later_columns = torch.nn.functional.pad(embeddings[:, 2:], (0, 0, 0, 2))
+        return super(ColumnCounter, self).forward(
+            inputs_embeds=embeddings + 0.1 * later_columns, attention_mask=attention_mask, labels=labels
+        )
+
+
+def test_row_that_fills_a_rounded_width():
+    """Rounded to 8 columns, all trimmed rows but the one of 8 tokens keep some padding."""
+    first = ragged_batch([(9, 7), (20, 11), (5, 2)])
+    second = ragged_batch([(8, 7), (20, 11), (6, 2)])
+    model = gpt2(SeesNextColumns)
+    assert rules_after_exact_steps(model, first, second, width_multiple=8, microbatch_size=1).right == 'keep'
 
 
 class NeedsWideRows(ColumnCounter):
