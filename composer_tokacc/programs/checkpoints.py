@@ -251,8 +251,8 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. If the weight is of integers, ``'not of floats'`` follows the sizes, so that its shape differs
-from that of every weight of floats: torch would load one into the other without an error."""
+"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` if the weight is of integers. So two shapes differ if
+only one of the weights is of floats. Torch would load one into the other without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -298,7 +298,7 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers that a run can go on with. Of a file without a timestamp none is listed: Composer
+    """Class names of the optimizers that a run can go on with. Empty for a file without a timestamp, because Composer
     would train from step 0 with the optimizers of a later step."""
 
     @classmethod
@@ -309,7 +309,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch reads only the entries of this mapping, and writes their saved values into it.
+        # Torch reads only the entries that this mapping has, and replaces their values by the saved ones.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -353,14 +353,19 @@ class SameData(Callback):
     each checkpoint, and compares those, unless the run loads only weights. The number of ranks and everything that cuts
     batches into microbatches may change.
 
+    Composer calls :meth:`before_load`, :meth:`load_state_dict` and :meth:`after_load`, in this order. The first one
+    compares all but the batches, if the checkpoint is on this machine. Otherwise the second one compares the
+    fingerprints. Only the last one knows whether the run goes on within an epoch, so it refuses other batches.
+
     Args:
         dataset: The training set.
         processor: The processor or tokenizer of the training set.
         adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
         optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
             the settings in the checkpoint.
-        order: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
-            run goes on within an epoch, because it would repeat some samples and lose others.
+        batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if
+            the run goes on within an epoch, because it would repeat some samples and lose others. None if the dataset
+            orders its samples itself. The fingerprint ``order`` then has the settings of the dataset.
         model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
@@ -373,7 +378,7 @@ class SameData(Callback):
         *,
         adapter: Section,
         optimizer: Section,
-        order: Section | None,
+        batches: Section | None,
         model: torch.nn.Module | None = None,
         trainer: Section,
         on_other_data: str,
@@ -383,7 +388,8 @@ class SameData(Callback):
         self.on_other_data = on_other_data
         self._unsharded = None if model is None else ModelShapes.of(model)
         """The model before FSDP divides its weights, and FSDP 1 changes their names."""
-        num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
+        # The length of a StreamingDataset counts only the samples of this rank, its `size` all of them.
+        num_samples = getattr(dataset, 'size', None)
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
         fingerprints = {
@@ -392,18 +398,17 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
             fingerprints['order'] = dataset.identity_of_order()
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
                 fingerprints[f'optimizer.{name}'] = value
-        if order is not None:
-            fingerprints['batches'] = order
+        if batches is not None:
+            fingerprints['batches'] = batches
         # As they come back from a checkpoint, which holds JSON: tuples become lists.
         self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
         self._other_batches = ''
-        """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
+        """How the settings of the batches differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
@@ -433,8 +438,9 @@ class SameData(Callback):
         self._is_compared = True
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
-        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self.model is None or self._unsharded is None or load_arguments.get('load_ignore_keys'):
+        if self.model is None or self._unsharded is None:
+            return
+        if load_arguments.get('load_ignore_keys'):  # the user decides which weights and optimizers are loaded
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
         model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(self.model)
@@ -463,6 +469,7 @@ class SameData(Callback):
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
         saved = json.loads(saved_json or '{}')
+        # Only remembered, because whether they may differ is known in after_load().
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
         if saved_batches is not None and batches is not None:
@@ -499,10 +506,10 @@ class SameData(Callback):
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, Section]:
-    """Returns the checkpoint on this machine that the Trainer will load, and the arguments that say how it loads it.
+    """Returns the checkpoint on this machine that the Trainer will load, or None if there is none.
 
-    The path is None if there is no such checkpoint. The arguments are empty for ``autoresume``, because Composer then
-    ignores those of the config.
+    Also returns the section ``trainer``, whose arguments ``load_...`` say how the checkpoint is loaded. It is empty for
+    ``autoresume``, because Composer then ignores these arguments.
     """
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:
