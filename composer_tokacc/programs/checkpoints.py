@@ -114,7 +114,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
     """
     checkpoints = []
-    for path in latest.parent.iterdir():
+    for path in latest.parent.glob('*'):  # nothing if this folder is gone, too
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
