@@ -103,8 +103,9 @@ def repair_latest_link(trainer: Section) -> str:
             return f'going on from {older}: {latest} is damaged ({damage})'
     raise ConfigError(
         'trainer.save_folder',
-        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other. Remove the '
-        'folder to start from the beginning, or give `trainer.load_path` with `trainer.autoresume=false`',
+        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other '
+        f'in {latest.parent}. Remove the folder to start from the beginning, or give `trainer.load_path` with '
+        '`trainer.autoresume=false`',
     )
 
 
