@@ -214,9 +214,9 @@ def _merged_model(
         with building('base_model_name_or_path'):
             # In the type of the run. The type of the base's files may have fewer bits than the trained weights.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if was_tied:
+    if head is not None and was_tied:
         # Untie head and embeddings for the merge, because perhaps only one of them was trained.
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, adapter_config, weights).merge_and_unload()

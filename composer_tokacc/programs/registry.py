@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import composer.algorithms
 import composer.callbacks
@@ -122,38 +122,45 @@ WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 Weight = Annotated[float, Field(ge=0)]
 AllOrSome = Literal[-1] | Count
 """A number of batches or ranks; -1 for all."""
-HOST_HINTS: dict[str, Hint] = {
-    'alpha': Weight,
-    'alpha_f': Weight,
-    'alpha_i': Weight,
-    'clipping_threshold': Positive,
-    'clipping_type': Literal['norm', 'value', 'adaptive'],
-    'console_log_interval': Duration,
-    'data_parallel_replicate_degree': AllOrSome | None,
-    'data_parallel_shard_degree': AllOrSome | None,
-    'dist_timeout': Positive,
-    'eval_interval': Interval,
-    'eval_subset_num_batches': AllOrSome,
-    'load_path': Name | None,
-    'loggers': NamedArguments | None,
-    'max_duration': Duration,
-    'run_name': Name | None,
-    'save_folder': Name | None,
-    'save_interval': Duration,
-    'save_num_checkpoints_to_keep': Annotated[int, Field(ge=-1)],
-    'scale_schedule_ratio': Positive,
-    'smoothing': Fraction | None,
-    'state_dict_type': Literal['full', 'sharded'],
-    't_max': Duration,
-    't_warmup': WarmUp,
-    'train_subset_num_batches': AllOrSome,
-    'window_size': Count,
-}
-"""Ranges of arguments by name, for the Trainer, FSDP and all classes that need no dotted name.
 
-Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own class
-may have the same name and another meaning, so its own annotation counts.
-"""
+
+class HostArguments(TypedDict, total=False):
+    """Ranges of arguments by name, for the Trainer, FSDP and all classes that need no dotted name.
+
+    Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own
+    class may have the same name and another meaning, so its own annotation counts.
+
+    It is only read for ``HOST_HINTS``. In a mapping, type checkers would refuse an annotation such as ``Name | None``.
+    """
+
+    alpha: Weight
+    alpha_f: Weight
+    alpha_i: Weight
+    clipping_threshold: Positive
+    clipping_type: Literal['norm', 'value', 'adaptive']
+    console_log_interval: Duration
+    data_parallel_replicate_degree: AllOrSome | None
+    data_parallel_shard_degree: AllOrSome | None
+    dist_timeout: Positive
+    eval_interval: Interval
+    eval_subset_num_batches: AllOrSome
+    load_path: Name | None
+    loggers: NamedArguments | None
+    max_duration: Duration
+    run_name: Name | None
+    save_folder: Name | None
+    save_interval: Duration
+    save_num_checkpoints_to_keep: Annotated[int, Field(ge=-1)]
+    scale_schedule_ratio: Positive
+    smoothing: Fraction | None
+    state_dict_type: Literal['full', 'sharded']
+    t_max: Duration
+    t_warmup: WarmUp
+    train_subset_num_batches: AllOrSome
+    window_size: Count
+
+
+HOST_HINTS: dict[str, Hint] = get_type_hints(HostArguments, include_extras=True)
 
 
 def build_all(kind: str, section: NamedArguments | None) -> list[Any]:

@@ -461,7 +461,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     if value is None and NoneType in branches:
         return None
     for branch in branches:
-        if is_dataclass(branch) and branch.__module__.startswith('composer_tokacc.'):
+        if _is_section(branch):
             return build_dataclass(path, branch, value)
     checker = _checker_of(hint)
     if checker is None:
@@ -487,6 +487,11 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
         if json.loads(text) != value:  # keys that are not texts would become texts; NaN is never equal
             raise
         return checker.validate_json(text)
+
+
+def _is_section(hint: Hint) -> bool:
+    """Returns whether an annotation is a dataclass of this package."""
+    return is_dataclass(hint) and hint.__module__.startswith('composer_tokacc.')
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:

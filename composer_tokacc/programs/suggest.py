@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -344,7 +344,7 @@ def watch_flops(
 
 def _flop_coefficients(
     config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable
-) -> dict[str, float] | None:
+) -> Mapping[str, float] | None:
     """Returns the coefficients of the run's :class:`.FlopModel` by a trace; None if the trace fails."""
     # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out what is
     # computed again.
