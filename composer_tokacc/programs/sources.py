@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import numpy as np
 import torch
@@ -68,17 +68,22 @@ from composer_tokacc.sampling import (
 log = logging.getLogger(__name__)
 
 
-DATASET_HINTS: dict[str, Hint] = {
-    'image_size': Count,
-    'max_length': Count | None,
-    'model_max_length': Count,
-    'num_workers': Annotated[int, Field(ge=0, le=256)] | None,  # as `loader.num_workers`
-    'patch_size': Count,
-    'video': VideoSampling | None,
-    'vocab_size': Count,
-}
-"""Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`, whose annotations have
-none."""
+class DatasetArguments(TypedDict, total=False):
+    """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
+
+    Their annotations have none. The class is only read for ``DATASET_HINTS``, see :class:`.HostArguments`.
+    """
+
+    image_size: Count
+    max_length: Count | None
+    model_max_length: Count
+    num_workers: Annotated[int, Field(ge=0, le=256)] | None  # as `loader.num_workers`
+    patch_size: Count
+    video: VideoSampling | None
+    vocab_size: Count
+
+
+DATASET_HINTS: dict[str, Hint] = get_type_hints(DatasetArguments, include_extras=True)
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -568,9 +573,9 @@ class FileSource(Source):
             **mixing,
             **self.planner_options,
         )
-        # The sampler makes the batches, so these two are not for the loader.
-        loader_options = without(options, 'batch_size', 'drop_last')
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **loader_options), slot_tokens
+        # The sampler makes the batches, so two of the options are not for the loader.
+        options = without(options, 'batch_size', 'drop_last')
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _mixing_options(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
         """Returns the sampler's arguments that follow the ``SHARE_KEYS`` of the parts.
@@ -656,8 +661,7 @@ class ShardSource(Source):
         eval_section = self.section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))
-            names_place = not eval_section.keys().isdisjoint(SHARD_PLACES)
-            if not names_place:
+            if eval_section.keys().isdisjoint(SHARD_PLACES):
                 self._check_other_split()
         key_needing_plan = self.config.loader.key_needing_plan
         if key_needing_plan is not None:
@@ -780,7 +784,7 @@ class ShardSource(Source):
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
             return arguments
-        eval_section = self.section.get('eval') or {}
+        eval_section = self.section['eval']
         if not eval_section.keys().isdisjoint(SHARD_PLACES):
             arguments = without(arguments, *SHARD_PLACES, 'split')
         return {**arguments, **eval_section}
