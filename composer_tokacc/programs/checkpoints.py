@@ -356,7 +356,8 @@ class SameData(Callback):
 
     Composer calls :meth:`before_load`, :meth:`load_state_dict` and :meth:`after_load`, in this order. The first one
     compares all but the batches, if the checkpoint is on this machine. Otherwise the second one compares the
-    fingerprints. Only the last one knows whether the run goes on within an epoch, so it refuses other batches.
+    fingerprints of a file; a sharded checkpoint then goes uncompared, see :meth:`state_dict`. Only the last one knows
+    whether the run goes on within an epoch, so it refuses other batches.
 
     Args:
         dataset: The training set.
