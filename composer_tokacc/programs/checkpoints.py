@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from composer_tokacc.cache import whole_file
-from composer_tokacc.compat import composer_state_types
+from composer_tokacc.compat import composer_state_types, inner_model
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
@@ -368,7 +368,7 @@ class SameData(Callback):
         batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if
             the run goes on within an epoch, because it would repeat some samples and lose others. None if the dataset
             orders its samples itself. The fingerprint ``order`` then has the settings of the dataset.
-        model: The model before the Trainer wraps it. None: no weights are compared.
+        model: The model before FSDP divides it. None: no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
@@ -385,11 +385,10 @@ class SameData(Callback):
         trainer: Section,
         on_other_data: str,
     ) -> None:
-        self.model = model
         self.trainer = trainer
         self.on_other_data = on_other_data
         self._unsharded = None if model is None else ModelShapes.of(model)
-        """The model before FSDP divides its weights, and FSDP 1 changes their names."""
+        """Kept for FSDP, which divides the weights. FSDP 1 also changes their names."""
         # The length of a StreamingDataset counts only the samples of this rank, its `size` all of them.
         num_samples = getattr(dataset, 'size', None)
         if not isinstance(num_samples, int):
@@ -440,12 +439,11 @@ class SameData(Callback):
         self._is_compared = True
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
-        if self.model is None or self._unsharded is None:
-            return
-        if load_arguments.get('load_ignore_keys'):  # the user decides which weights and optimizers are loaded
+        # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
+        if self._unsharded is None or load_arguments.get('load_ignore_keys'):
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
-        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(self.model)
+        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         _compare_shapes(saved, model_shapes, is_strict=is_strict)
@@ -458,9 +456,8 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again. Forgets the model, because no more weights are compared."""
+        """Lets checkpoints hold the fingerprints again. Refuses other batches within an epoch."""
         self._is_loading = False
-        self.model = None
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
         if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
             self._refuse(

@@ -290,7 +290,7 @@ def before_load(model, path, *, shard=None, **options):
     if shard is not None:
         model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    state = SimpleNamespace(run_name='run', fsdp_enabled=shard is not None, optimizers=[optimizer])
+    state = SimpleNamespace(run_name='run', model=model, fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
 
 
