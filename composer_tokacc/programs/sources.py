@@ -404,7 +404,7 @@ class FileSource(Source):
                 )
             # `loss_share` only sets the weights of tokens then, so `epochs` may stand beside it.
             used_keys.discard('epochs')
-        required_keys = used_keys - {'epochs'}
+        required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
         is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
