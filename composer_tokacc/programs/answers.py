@@ -17,7 +17,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
-from composer.utils import dist
+from composer.utils import dist, model_eval_mode
 from PIL import Image
 
 from composer_tokacc.batch import IGNORE_INDEX
@@ -144,15 +144,12 @@ def answer_eval_samples(
     if num_samples < 1:
         return []
     spacing = max(len(dataset) // num_samples, 1)
-    was_training = model.training
-    model.eval()
     answers = []
-    with torch.no_grad():
+    with torch.no_grad(), model_eval_mode(model):
         for index in range(0, len(dataset), spacing)[:num_samples]:
             answer = _answer(model, dataset, index, processor, max_new_tokens)
             if answer is not None:
                 answers.append(answer)
-    model.train(was_training)
     return answers
 
 

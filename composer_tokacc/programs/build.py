@@ -157,7 +157,7 @@ def build_trainer(
         parts.processor,
         adapter=identify_adapter(parts.model.model),
         optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
-        order=parts.source.order(),
+        batches=parts.source.settings_of_batches(),
         model=parts.model,
         trainer=config.trainer,
         on_other_data=config.loader.on_other_data,

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from composer_tokacc.cache import whole_file
-from composer_tokacc.compat import composer_state_types
+from composer_tokacc.compat import composer_state_types, inner_model
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
@@ -103,8 +103,9 @@ def repair_latest_link(trainer: Section) -> str:
             return f'going on from {older}: {latest} is damaged ({damage})'
     raise ConfigError(
         'trainer.save_folder',
-        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other. Remove the '
-        'folder to start from the beginning, or give `trainer.load_path` with `trainer.autoresume=false`',
+        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other '
+        f'in {latest.parent}. Remove the folder to start from the beginning, or give `trainer.load_path` with '
+        '`trainer.autoresume=false`',
     )
 
 
@@ -114,7 +115,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     Some paths may be no checkpoints, such as other folders. :func:`find_damage` shows that.
     """
     checkpoints = []
-    for path in latest.parent.iterdir():
+    for path in latest.parent.glob('*'):  # nothing if this folder is gone, too
         may_be_checkpoint = path.suffix == latest.suffix or path.is_dir()  # a folder may be a sharded one
         if path != latest and not path.is_symlink() and may_be_checkpoint:
             checkpoints.append(path)
@@ -251,8 +252,8 @@ def save_empty_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. If the weight is of integers, ``'not of floats'`` follows the sizes, so that its shape differs
-from that of every weight of floats: torch would load one into the other without an error."""
+"""Sizes of a weight: ``(8, 4)``, or ``(8, 4, 'not of floats')`` if the weight is of integers. So two shapes differ if
+only one of the weights is of floats. Torch would load one into the other without an error."""
 
 
 def _shape_of(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -298,7 +299,7 @@ class SavedRun:
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
-    """Class names of the optimizers that a run can go on with. Of a file without a timestamp none is listed: Composer
+    """Class names of the optimizers that a run can go on with. Empty for a file without a timestamp, because Composer
     would train from step 0 with the optimizers of a later step."""
 
     @classmethod
@@ -309,7 +310,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
-        # Torch reads only the entries of this mapping, and writes their saved values into it.
+        # Torch reads only the entries that this mapping has, and replaces their values by the saved ones.
         callbacks = {SameData.__qualname__: {'fingerprints': ''}}
         saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load_sharded(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -353,15 +354,21 @@ class SameData(Callback):
     each checkpoint, and compares those, unless the run loads only weights. The number of ranks and everything that cuts
     batches into microbatches may change.
 
+    Composer calls :meth:`before_load`, :meth:`load_state_dict` and :meth:`after_load`, in this order. The first one
+    compares all but the batches, if the checkpoint is on this machine. Otherwise the second one compares the
+    fingerprints of a file; a sharded checkpoint then goes uncompared, see :meth:`state_dict`. Only the last one knows
+    whether the run goes on within an epoch, so it refuses other batches.
+
     Args:
         dataset: The training set.
         processor: The processor or tokenizer of the training set.
         adapter: Fingerprints of the LoRA adapter, see :func:`.identify_adapter`.
         optimizer: Settings of the optimizer by name. They are compared, because Composer would silently replace them by
             the settings in the checkpoint.
-        order: Settings that decide which samples a batch holds, by their keys in the config. They are compared if the
-            run goes on within an epoch, because it would repeat some samples and lose others.
-        model: The model before the Trainer wraps it. None: no weights are compared.
+        batches: Settings that decide which samples a batch holds, by their keys in the config. They are compared if
+            the run goes on within an epoch, because it would repeat some samples and lose others. None if the dataset
+            orders its samples itself. The fingerprint ``order`` then has the settings of the dataset.
+        model: The model before FSDP divides it. None: no weights are compared.
         trainer: Section ``trainer`` of the config, which names the checkpoint.
         on_other_data: What to do if fingerprints differ: ``'raise'`` an error, or ``'warn'`` and go on.
     """
@@ -373,17 +380,17 @@ class SameData(Callback):
         *,
         adapter: Section,
         optimizer: Section,
-        order: Section | None,
+        batches: Section | None,
         model: torch.nn.Module | None = None,
         trainer: Section,
         on_other_data: str,
     ) -> None:
-        self.model = model
         self.trainer = trainer
         self.on_other_data = on_other_data
         self._unsharded = None if model is None else ModelShapes.of(model)
-        """The model before FSDP divides its weights, and FSDP 1 changes their names."""
-        num_samples = getattr(dataset, 'size', None)  # StreamingDataset: `size` counts all ranks, `len()` only this one
+        """Kept for FSDP, which divides the weights. FSDP 1 also changes their names."""
+        # The length of a StreamingDataset counts only the samples of this rank, its `size` all of them.
+        num_samples = getattr(dataset, 'size', None)
         if not isinstance(num_samples, int):
             num_samples = len(dataset)
         fingerprints = {
@@ -392,18 +399,17 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        # Only a streaming dataset orders its samples itself.
         if hasattr(dataset, 'identity_of_order'):
             fingerprints['order'] = dataset.identity_of_order()
         for name, value in optimizer.items():
             if name not in SPEED_SETTINGS:
                 fingerprints[f'optimizer.{name}'] = value
-        if order is not None:
-            fingerprints['batches'] = order
+        if batches is not None:
+            fingerprints['batches'] = batches
         # As they come back from a checkpoint, which holds JSON: tuples become lists.
         self._fingerprints = json.loads(json.dumps(fingerprints, default=str))
         self._other_batches = ''
-        """How the settings of `order` differ from those of the checkpoint; empty if they do not."""
+        """How the settings of the batches differ from those of the checkpoint; empty if they do not."""
         self._is_loading = False
         """Whether the Trainer is loading a checkpoint."""
         self._is_compared = False
@@ -434,10 +440,10 @@ class SameData(Callback):
         if not weights_only:
             self._compare_fingerprints(saved.fingerprints)
         # With `load_ignore_keys` the user decides which weights and optimizers are loaded.
-        if self.model is None or self._unsharded is None or load_arguments.get('load_ignore_keys'):
+        if self._unsharded is None or load_arguments.get('load_ignore_keys'):
             return
         # FSDP has divided the weights by now. Without it, algorithms may have changed the model since __init__().
-        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(self.model)
+        model_shapes = self._unsharded if state.fsdp_enabled else ModelShapes.of(inner_model(state.model))
         # A resumed run needs every weight. A run that loads only weights may leave some out.
         is_strict = not weights_only or bool(load_arguments.get('load_strict_model_weights', True))
         _compare_shapes(saved, model_shapes, is_strict=is_strict)
@@ -450,9 +456,8 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Lets checkpoints hold the fingerprints again. Forgets the model, because no more weights are compared."""
+        """Lets checkpoints hold the fingerprints again. Refuses other batches within an epoch."""
         self._is_loading = False
-        self.model = None
         # At the end of an epoch every sample was trained once, so the next epoch may have other batches.
         if self._other_batches and int(state.timestamp.batch_in_epoch) > 0:
             self._refuse(
@@ -463,6 +468,7 @@ class SameData(Callback):
     def _compare_fingerprints(self, saved_json: str) -> None:
         """Refuses fingerprints of a checkpoint that differ from those of this run. Older checkpoints may lack some."""
         saved = json.loads(saved_json or '{}')
+        # Only remembered, because whether they may differ is known in after_load().
         saved_batches = saved.pop('batches', None)
         batches = self._fingerprints.get('batches')
         if saved_batches is not None and batches is not None:
@@ -499,10 +505,10 @@ class SameData(Callback):
 
 
 def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, Section]:
-    """Returns the checkpoint on this machine that the Trainer will load, and the arguments that say how it loads it.
+    """Returns the checkpoint on this machine that the Trainer will load, or None if there is none.
 
-    The path is None if there is no such checkpoint. The arguments are empty for ``autoresume``, because Composer then
-    ignores those of the config.
+    Also returns the section ``trainer``, whose arguments ``load_...`` say how the checkpoint is loaded. It is empty for
+    ``autoresume``, because Composer then ignores these arguments.
     """
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:

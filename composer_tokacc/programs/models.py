@@ -125,10 +125,12 @@ def build_transformers_model(
     check_model(pretrained, config, lora)
     model_config = read_config(pretrained, config, processor)
     model_class = auto_class(model_config)
+
     # A causal class never has an encoder. Of BART, which has one, it builds only the decoder.
     if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
         # An encoder would read the answers, which stand in the same row as the question.
         raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
+
     torch_dtype = getattr(torch, dtype)
     options: dict[str, Any] = {}
     if attn_implementation is not None:
@@ -141,6 +143,7 @@ def build_transformers_model(
             )
         base = empty_model(model_config)  # tells the names of the layers
         options |= four_bit_options(lora, base, torch_dtype)
+
     with same_random_numbers(seed):
         if pretrained is not None and load_weights:
             model = _from_checkpoint(pretrained, model_class, torch_dtype, options)
@@ -148,7 +151,8 @@ def build_transformers_model(
         else:
             model = _fresh(model_config, torch_dtype, options)
     set_cache(model, on=False)
-    unreached_names = _unreached_vision_layers(model)
+
+    unreached_names = _unreached_vision_layers(model)  # in the base, because an adapter renames its layers
     freeze_parameters(model, freeze)
     if lora is not None:
         # Seeded again, so that the adapter does not depend on how many random numbers its base has drawn.
@@ -158,6 +162,7 @@ def build_transformers_model(
         if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
             parameter.requires_grad_(False)
     _check_trained(model, freeze, lora)
+
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
@@ -172,7 +177,7 @@ def build_transformers_model(
 def check_model(
     pretrained: str | None,
     config: Section | None,
-    lora: Section | None = None,
+    lora: Section | None,
 ) -> None:
     """Refuses a model without a source or with two, a bad config and a bad adapter, before anything is loaded."""
     has_checkpoint = pretrained is not None
@@ -194,7 +199,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """
     parameters = dict(model.named_parameters())
     for name in names:
-        parameters_of_part = [parameters[full_name] for full_name in parameters if _match_of_part(full_name, name)]
+        parameters_of_part = [value for full_name, value in parameters.items() if _match_of_part(full_name, name)]
         if not parameters_of_part:
             # The two outer levels, such as `model.layers`. A head that is tied to the embeddings has no parameters of
             # its own, so it is not among these.
@@ -269,12 +274,7 @@ def read_config(
         default = config_class()
         _check_fields(settings, default, 'model.config')
         if processor is not None:
-            text_settings = settings
-            path = 'model.config'
-            if hasattr(default, 'text_config'):
-                text_settings = settings.setdefault('text_config', {})
-                path += '.text_config'
-            _complete_text(text_settings, tokenizer_of(processor), path)
+            _complete_text(settings, default, tokenizer_of(processor))
             _complete_placeholders(settings, default, processor)
         return config_class(**settings)
 
@@ -296,10 +296,8 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
         # vars(), because getattr() raises for a field with a value for each layer, such as Gemma 4's head_dim.
         name_of_default = default.attribute_map.get(key, key)
         default_value = vars(default).get(name_of_default)
-        is_number = isinstance(value, int | float)
-        # The name of a flag may match a pattern: Evolla's `token_dropout`.
-        is_flag = isinstance(default_value, bool)
-        if is_number and not is_flag and value != default_value:
+        is_flag = isinstance(default_value, bool)  # its name may match a pattern, too: Evolla's `token_dropout`
+        if isinstance(value, int | float) and not is_flag and value != default_value:
             for pattern, allowed in FIELD_RANGES.items():
                 if re.search(pattern, key):
                     check_value(f'{path}.{key}', value, allowed)
@@ -312,11 +310,16 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
             _check_fields(value, inner, f'{path}.{key}')
 
 
-def _complete_text(settings: dict[str, Any], tokenizer: Any, path: str) -> None:
+def _complete_text(settings: dict[str, Any], default: PretrainedConfig, tokenizer: Any) -> None:
     """Adds vocabulary size and special tokens of the tokenizer to the settings of the language model.
 
     Settings that the user gives stay. A vocabulary that is too small for the tokenizer is refused.
     """
+    path = 'model.config'
+    if hasattr(default, 'text_config'):
+        settings['text_config'] = settings.get('text_config') or {}  # it may be null in the file
+        settings = settings['text_config']
+        path += '.text_config'
     num_tokens = len(tokenizer)
     vocab_size = settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
@@ -513,7 +516,8 @@ class _RunModel(HuggingFaceModel):
         except (ValueError, ImportError):
             # Composer saves no tokenizer with several chat templates, and needs sentencepiece for one with a `.model`
             # file (Transformers 4). The files of the processor, below, include those of the tokenizer.
-            tokenizer, self.tokenizer = self.tokenizer, None
+            tokenizer = self.tokenizer
+            self.tokenizer = None
             metadata = super().get_metadata()
             self.tokenizer = tokenizer
         generation_config = getattr(self.model, 'generation_config', None)

@@ -129,6 +129,8 @@ class HostArguments(TypedDict, total=False):
 
     Hosts themselves accept any value. A wrong one would show only in a step, or never. An argument of a user's own
     class may have the same name and another meaning, so its own annotation counts.
+
+    It is only read for ``HOST_HINTS``. In a mapping, type checkers would refuse an annotation such as ``Name | None``.
     """
 
     alpha: Weight

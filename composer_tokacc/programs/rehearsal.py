@@ -1,7 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a run before its first step, so that it runs out of memory then or never."""
+"""Runs the heaviest microbatches of a run before its first step, so that it runs out of memory then or never.
+
+A :class:`.RegroupingBatchSampler` plans all batches of a run from the lengths of the samples. So the sizes of every
+microbatch are known before it is read. Those that are the largest by one of five sizes are the candidates. The samples
+of a candidate are read, cut by the split of the run (the function that cuts a device batch into microbatches), and go
+forward and backward. If one candidate does not fit, all is done again with half the microbatch size.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +67,8 @@ class Candidate(NamedTuple):
     samples: list[int]
     """Its samples, as indices of the dataset."""
     samples_to_read: list[list[int]]
-    """The samples that are read to run it, a list for each microbatch that the loader would collate. Without packing
-    this is only ``samples``. With packing it is all that the rank reads in this step, because the split packs the rows
-    of all microbatches together."""
+    """The samples that are read to run it, a list for each microbatch that the loader collates. This is only
+    ``samples``, or with packing all that the rank reads in this step, because the split packs them together."""
     shape: BatchShape
     predicted: float = 0.0
     """Predicted peak of a rank's memory in bytes; 0 without a memory model."""
@@ -71,8 +76,8 @@ class Candidate(NamedTuple):
     def sizes(self) -> tuple[float, ...]:
         """Returns five sizes that memory grows with: positions, attention matrix, image tokens, logits, and the total.
 
-        All but the total are counts. The total is the predicted peak in bytes. Without a memory model it is the sum of
-        positions, image tokens and logits, which is only good to compare microbatches.
+        The first four are counts. The total is the predicted peak in bytes, or without a memory model the sum of three
+        of the counts. It only serves to compare microbatches of the same run.
         """
         shape = self.shape
         total = self.predicted or shape.tokens + shape.image_tokens + shape.logits
@@ -105,7 +110,7 @@ class RehearsalReport:
     num_batches: int
     """Number of global batches that were searched for the heaviest microbatches."""
     microbatch_size: float
-    """The size that was rehearsed last. At the end it is a size that fits."""
+    """The size that was rehearsed last. At the end it is a size that fits. Not always an integer, as in Composer."""
     lines: list[str] = field(default_factory=list)
     """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
     seconds: float = 0.0
@@ -207,7 +212,7 @@ def rehearse(
     started = time.monotonic()
     size = state.device_train_microbatch_size or 1  # without a size, no smaller one is tried
     report = RehearsalReport(num_batches=0, microbatch_size=size)
-    with _undisturbed(state), _room_for_optimizers(state):
+    with _leaving_no_trace(state), _room_for_optimizers(state):
         first_failure = _run_until_all_fit(run, report)
     if first_failure is not None:
         if not state.auto_microbatching:
@@ -218,7 +223,7 @@ def rehearse(
 
 
 def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | None:
-    """Runs the heaviest microbatches, with halved sizes until all fit. Fills the report.
+    """Runs the heaviest microbatches, and halves the size in the report until all fit. Writes all else into it, too.
 
     Returns the first microbatch that did not fit; None if the first size fits. Raises ConfigError if no size fits.
     """
@@ -283,30 +288,32 @@ def _candidates_of_rank(
         options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
+    packs_rows = split is not None and split.packs_rows
     samples_of_rank = [[window[place] for place in planned.indices] for planned in planned_microbatches]
     for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
         for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
-            planner_rows = run.sampler.rows.of(np.array(samples))
-            image_tokens = int(planner_rows.image_tokens.sum())
-            num_logits = None  # logits at all positions
-            if run.labels_per_sample is not None:
-                # The run may compute logits at more positions than those with a label.
-                num_labels = int(run.labels_per_sample[samples].sum())
-                num_logits = logit_positions(num_labels, len(samples) * width)
-            packs_rows = split is not None and split.packs_rows
             samples_to_read = samples_of_rank if packs_rows else [samples]
-            shape = BatchShape(
-                rows=len(samples),
-                width=width,
-                image_tokens=image_tokens,
-                labels=num_logits,
-            )
+            shape = _shape_of(run, samples, width)
             predicted = 0.0
             if run.memory is not None:
-                pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
-                shape = replace(shape, pixel_bytes=pixel_bytes)
                 predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
             yield Candidate(step, samples, samples_to_read, shape, predicted)
+
+
+def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
+    """Returns the sizes of a microbatch, from the numbers that the sampler plans with."""
+    image_tokens = int(run.sampler.rows.of(np.array(samples)).image_tokens.sum())
+    pixel_bytes = 0
+    if run.memory is not None:
+        pixel_bytes = int(image_tokens * run.memory.pixel_bytes_per_image_token)
+    num_logits = None  # logits at all positions
+    if run.labels_per_sample is not None:
+        # The run may compute logits at more positions than those with a label.
+        num_labels = int(run.labels_per_sample[samples].sum())
+        num_logits = logit_positions(num_labels, len(samples) * width)
+    return BatchShape(
+        rows=len(samples), width=width, image_tokens=image_tokens, pixel_bytes=pixel_bytes, labels=num_logits
+    )
 
 
 def _cut_again(
@@ -321,6 +328,7 @@ def _cut_again(
         return
     planner_rows = sampler.rows.of(np.array(samples))
     lengths = planner_rows.lengths
+    # Rows are not rounded up beyond the planned width and the budget.
     widths = padded_widths(lengths, options.width_multiple, min(planned.width, options.max_tokens))
     cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
     for rows in cut:  # indices in `samples`
@@ -343,7 +351,8 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     if end.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.SAMPLE):
         most_batches = min(sampler.num_batches, MOST_BATCHES)
     for _ in range(most_batches):
-        # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets.
+        # Composer ends an epoch after `dataloader_len` batches, which `train_subset_num_batches` sets. The sampler may
+        # have another number of batches in each epoch.
         length_of_epoch = sampler.num_batches
         if state.dataloader_len is not None:
             length_of_epoch = min(length_of_epoch, int(state.dataloader_len))
@@ -449,7 +458,7 @@ def _microbatches_of(run: PlannedRun, candidate: Candidate, size: float) -> list
 
 
 @contextmanager
-def _undisturbed(state: State) -> Iterator[None]:
+def _leaving_no_trace(state: State) -> Iterator[None]:
     """Restores gradients, outputs, state of the model and random numbers after this block. The run does not change."""
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     outputs = getattr(state, 'outputs', ())  # Composer deletes them if memory runs out

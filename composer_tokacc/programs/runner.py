@@ -68,11 +68,7 @@ def run_program(
             time.sleep(SECONDS_FOR_LAUNCHER)
         # A mistake that the checks of the config find is raised on all ranks.
         on_all_ranks = isinstance(error, ConfigError) and not is_checked
-        return refuse(
-            error,
-            message,
-            on_all_ranks=on_all_ranks,
-        )
+        return refuse(error, message, on_all_ranks=on_all_ranks)
 
 
 def _message_of(error: BaseException) -> str:

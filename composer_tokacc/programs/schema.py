@@ -165,8 +165,8 @@ class MicrobatchingConfig:
     device_memory_gib: Positive | None = None
     """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
     slot_tokens: Count | None = None
-    """Width in tokens of a row of the microbatch size; null: that of the longest sample of the dataset, or without
-    ``regroup_ranks`` that of the longest sample of each device batch."""
+    """Width in tokens of the rows that the microbatch size counts; null: the longest sample of the dataset, or without
+    ``regroup_ranks`` the longest sample of each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     max_loss_tokens: Count | None = None
@@ -324,14 +324,14 @@ def _spell_out_size(values: Values) -> None:
     section['device_train_microbatch_size'] = section.pop('size')
 
 
-def merge(options: type[Options], *layers: Values) -> Options:
+def merge(cls: type[Options], *layers: Values) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
-        options: The dataclass. All its fields have defaults.
+        cls: The dataclass. All its fields have defaults.
         *layers: Nested values, for example of the file and of the command line.
     """
-    merged: Any = asdict(options())  # type: ignore[arg-type]
+    merged: Any = asdict(cls())  # type: ignore[arg-type]
     for layer in layers:
         merged = _overlay(merged, layer)
     try:
@@ -342,7 +342,7 @@ def merge(options: type[Options], *layers: Values) -> Options:
     except OmegaConfBaseException as error:
         message = shorten(str(error).splitlines()[0])
         raise ConfigError(str(error.full_key or 'values'), f'must be valid, got: {message}') from error
-    return build_dataclass('', options, values)
+    return build_dataclass('', cls, values)
 
 
 def _overlay(lower: object, upper: object) -> object:
@@ -362,11 +362,11 @@ def _join(path: str, key: object) -> str:
     return f'{path}.{key}' if path else str(key)
 
 
-def build_dataclass(path: str, section: type[Options], values: object) -> Options:
+def build_dataclass(path: str, cls: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values. Fields that are dataclasses themselves are built in the same way."""
-    checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
+    checked = check_arguments(path, cls, values, hints=INFINITE_HINTS)
     with building(path):  # a class may check itself, as CostModel does
-        return section(**checked)
+        return cls(**checked)
 
 
 def check_arguments(
@@ -390,9 +390,7 @@ def check_arguments(
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
-    # A partial has arguments of the program. The section must not have them.
-    arguments_of_program = getattr(target, 'keywords', {})
-    names_of_program = without(arguments_of_program, *extra_keys)
+    names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
     for name in names_of_program:
         if name in arguments:
             raise ConfigError(
@@ -402,18 +400,7 @@ def check_arguments(
             )
     annotations: dict[str, Hint] = {}
     takes_any_name = False
-    try:
-        parameters = _parameters_of(target)
-    except ValueError as error:
-        # The function of a partial does not take these arguments.
-        function = getattr(target, 'func', target)
-        needed = ', '.join(arguments_of_program) or 'an argument'
-        raise ConfigError(
-            path,
-            f'must name something that takes {needed} from the program, got: {function}. Add this parameter to it, or '
-            'name another one',
-        ) from error
-    for parameter in parameters:
+    for parameter in _parameters_of(path, target):
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
         # The signature of a partial still has its keywords.
@@ -438,16 +425,26 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
             raise ConfigError(path or 'config', unknown_name('key', str(key), known_list))
 
 
-def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
-    """Returns the parameters of a class or function, with evaluated annotations.
+def _parameters_of(path: str, target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """Returns the parameters of a class or function. Refuses a partial whose function does not take its arguments."""
+    try:
+        return _evaluated_parameters(target)
+    except ValueError as error:
+        function = getattr(target, 'func', target)
+        needed = ', '.join(getattr(target, 'keywords', ())) or 'an argument'
+        raise ConfigError(
+            path,
+            f'must name something that takes {needed} from the program, got: {function}. Add this parameter to it, or '
+            'name another one',
+        ) from error
 
-    Raises ValueError if ``target`` is a partial with arguments that its function does not take.
-    """
+
+def _evaluated_parameters(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """Returns the parameters with evaluated annotations; with none if one of the annotations cannot be evaluated."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError, SyntaxError):
-        # An annotation cannot be evaluated, because it is no Python or names something that is only imported for type
-        # checkers. Then no value is checked.
+        # It is no Python, or names something that is only imported for type checkers. Then no value is checked.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
@@ -459,7 +456,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true.
     """
-    # The annotation, and its parts: `CostModel` and `None` for `CostModel | None`.
+    # The annotation itself, and what stands in it: also `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
     if value is None and NoneType in branches:
         return None
@@ -498,14 +495,16 @@ def _is_section(hint: Hint) -> bool:
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
-    """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping."""
+    """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping.
+
+    Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
+    """
     keys = error.errors()[0]['loc']
     # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
     if '[key]' in keys:
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
-        # Among the keys are also names of the branches of a union. They are skipped.
-        if isinstance(value, Mapping) and key in value:
+        if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)
             value = value[key]
     return path, value

@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 class DatasetArguments(TypedDict, total=False):
     """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
 
-    Their annotations have none.
+    Their annotations have none. The class is only read for ``DATASET_HINTS``, see :class:`.HostArguments`.
     """
 
     image_size: Count
@@ -89,7 +89,10 @@ SHARE_KEYS = {
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
     'loss_share': Annotated[float, Field(gt=0, le=1)],
 }
-"""Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`."""
+"""Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
+
+All parts have the same one of them, except that a part without ``epochs`` is read once.
+"""
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
@@ -103,7 +106,7 @@ None: the width of each device batch."""
 
 
 class NamedParts(ConcatDataset):
-    """Several datasets one after the other. Each sample carries the name of its dataset as ``source``."""
+    """Several datasets one after the other. A sample has the name of its dataset as ``source``, a list of one entry."""
 
     def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
         super().__init__(datasets)
@@ -118,6 +121,9 @@ class NamedParts(ConcatDataset):
 
 class Source(ABC):
     """Opens the samples of a run. :func:`source_of` chooses the subclass.
+
+    A program first calls :meth:`check`, on the config alone. Then it builds the processor, and with it the training set
+    and the eval set. The loaders of both come after the model, because a loader needs its layout.
 
     It is not the ``source`` of a sample, which is the name of the dataset that the sample is from.
     """
@@ -152,8 +158,12 @@ class Source(ABC):
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     @abstractmethod
-    def order(self) -> dict[str, Any] | None:
-        """Returns the settings that decide which samples a batch holds; None: the dataset itself decides that."""
+    def settings_of_batches(self) -> dict[str, Any] | None:
+        """Returns the settings that decide which samples a batch holds, by their keys in the config.
+
+        A run that resumes within an epoch must have those of its checkpoint, see :class:`.SameData`. None: the dataset
+        itself decides which samples a batch holds.
+        """
 
     def by_index(self, dataset: Any) -> Any:
         """Returns the dataset in a form whose length and indices cover all samples, also those of other ranks."""
@@ -164,11 +174,11 @@ class Source(ABC):
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
         with building('dataset.processor'):
-            make_processor = self._checked_processor_maker()
+            make_processor = self._bound_processor_maker()
             return make_processor()
 
-    def _checked_processor_maker(self) -> partial[Any]:
-        """Returns :meth:`processor_maker` with its arguments: those in ``dataset.processor``, which it checks.
+    def _bound_processor_maker(self) -> partial[Any]:
+        """Returns :meth:`processor_maker` bound to its arguments. Refuses wrong ones in ``dataset.processor``.
 
         Sizes that the section leaves out come from the config of the model.
         """
@@ -180,7 +190,7 @@ class Source(ABC):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
         # An argument of a user's function may have the name of one of ours, but another range.
-        is_ours = isinstance(maker, partial) and maker.func is build_small_processor
+        is_ours = getattr(maker, 'func', None) is build_small_processor
         hints = DATASET_HINTS if is_ours else None
         return partial(maker, **check_arguments('dataset.processor', maker, arguments, hints=hints))
 
@@ -194,7 +204,7 @@ class Source(ABC):
         Those for the processor of a checkpoint are checked when it is loaded.
         """
         if self.config.model.pretrained is None:
-            self._checked_processor_maker()
+            self._bound_processor_maker()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -242,8 +252,8 @@ class Source(ABC):
             processor: The processor of the dataset.
             layout: How tensors of a batch belong to rows.
             is_eval: Whether it is the eval set.
-            model: The model that is trained. Its loss rule decides which tokens count. Only needed with
-                ``accumulate_train_batch_on_tokens``, which weights microbatches without :class:`.TokenAccumulation`.
+            model: The model that is trained. With ``accumulate_train_batch_on_tokens`` Composer itself weights the
+                microbatches, by the tokens that count by the loss rule of the model. Not used otherwise.
         """
         loader = self.config.loader
         options = {
@@ -319,8 +329,8 @@ class FileSource(Source):
         self.token_weights = token_accumulation_options(config).get('token_weights')
         """The argument of :class:`.TokenAccumulation`. None means its default."""
 
-    def order(self) -> dict[str, Any]:
-        """Returns the settings that decide which samples a batch holds."""
+    def settings_of_batches(self) -> dict[str, Any]:
+        """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
         settings: dict[str, Any] = {
             'seed': self.config.seed,
@@ -334,7 +344,7 @@ class FileSource(Source):
             settings['loader.global_batch_tokens'] = loader.global_batch_tokens
         if not self.has_parts:
             return settings
-        # Only planned batches mix the parts evenly. Other batches have the order of torch's sampler.
+        # RegroupingBatchSampler mixes the parts evenly, so it makes other batches than torch's sampler.
         settings['loader.regroup_ranks'] = self.config.regroups_ranks
         # By weights, a share sets the weights of tokens and draws no other samples.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
@@ -359,19 +369,22 @@ class FileSource(Source):
                 'loader.exchange_ranks',
                 'must be false for samples read by index, got: true. `loader.regroup_ranks` does the same',
             )
-        if self.config.regroups_ranks:
-            return
-        # No batch is planned ahead, so settings that only a plan can follow are refused.
+        if not self.config.regroups_ranks:
+            self._check_without_plan()
+
+    def _check_without_plan(self) -> None:
+        """Refuses settings that only a RegroupingBatchSampler can follow, because it plans batches ahead."""
         key_needing_plan = self.config.loader.key_needing_plan
-        for name, part in self._parts().items():
-            if self.has_parts and part.keys() & SHARE_KEYS.keys():
-                key_needing_plan = f'dataset.parts.{name}'
+        if self.has_parts:
+            for name, part in self._parts().items():
+                if part.keys() & SHARE_KEYS.keys():
+                    key_needing_plan = f'dataset.parts.{name}'
         if key_needing_plan is not None:
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
-        """Refuses wrong settings of the parts, and a mix of keys that say how much of each part is trained."""
+        """Refuses wrong settings of the parts, and more than one of ``SHARE_KEYS``."""
         check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
         check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
         parts = self._parts()
@@ -391,10 +404,8 @@ class FileSource(Source):
                 )
             # `loss_share` only sets the weights of tokens then, so `epochs` may stand beside it.
             used_keys.discard('epochs')
-        # Only one of the keys may be used, and every part must have it. Only `epochs` may be missing: a part without it
-        # is read once.
-        keys_of_every_part = used_keys - {'epochs'}
-        is_complete = all(keys >= keys_of_every_part for keys in share_keys_by_part.values())
+        required_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
+        is_complete = all(keys >= required_keys for keys in share_keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
                 'dataset.parts',
@@ -472,8 +483,7 @@ class FileSource(Source):
         ``extra_keys`` are keys of the section that are not arguments of the class, with their annotations.
         """
         cls = _dataset_class(path, part['name'])
-        checked = _check_dataset(path, part, extra_keys)
-        arguments = without(checked, *extra_keys)
+        arguments = without(_check_dataset(path, part, extra_keys), *extra_keys)
         if cls is LlavaDataset and is_encoder(self.model_config(processor)):
             raise ConfigError(
                 f'{path}.name',
@@ -484,26 +494,30 @@ class FileSource(Source):
             if 'video' in part:
                 # The class takes the mapping of the file. The check has made a VideoSampling of it.
                 arguments['video'] = part['video']
-            if arguments.get('fit') or arguments.get('on_error') == 'skip':
-                # The dataset then measures all samples. The sampler takes over this length table if it has the patch
-                # size of the loader, so the dataset gets this size.
-                arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
-                arguments.setdefault('patch_size', self.patch_size(processor))
-            if arguments.get('fit'):
-                arguments |= self._limits_of_sample(arguments)
+            self._add_settings_of_run(arguments, processor)
         with building(path):
             return cls(processor=processor, **arguments)
 
-    def _limits_of_sample(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits to which ``fit`` shrinks a sample: those of the dataset, or of a microbatch if lower."""
+    def _add_settings_of_run(self, arguments: dict[str, Any], processor: Processor) -> None:
+        """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
+
+        It measures all of them to make large ones smaller (``fit``), and to skip bad ones (``on_error: skip``).
+        """
+        fits = arguments.get('fit')
+        if fits or arguments.get('on_error') == 'skip':
+            # The sampler takes over this length table if it has the patch size of the loader.
+            arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
+            arguments.setdefault('patch_size', self.patch_size(processor))
+        if not fits:
+            return
+        # A sample must fit into a microbatch, so the limits of the dataset may be lowered to those of a microbatch.
         microbatching = self.config.microbatching
+        max_image_tokens = microbatching.max_image_tokens
+        arguments['max_image_tokens'] = _smaller(arguments.get('max_image_tokens'), max_image_tokens)
         size = microbatching.device_train_microbatch_size
-        width = microbatching.slot_tokens
-        max_tokens = token_budget(size, width) if isinstance(size, int) and width else None
-        return {
-            'max_length': _smaller(part.get('max_length'), max_tokens),
-            'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
-        }
+        slot_tokens = microbatching.slot_tokens
+        if isinstance(size, int) and slot_tokens:  # otherwise the loader sets the budget, by the measured samples
+            arguments['max_length'] = _smaller(arguments.get('max_length'), token_budget(size, slot_tokens))
 
     def open_loader(
         self,
@@ -515,12 +529,16 @@ class FileSource(Source):
     ) -> OpenedLoader:
         """Opens torch's loader, or for training with ``regroup_ranks`` one that assigns samples to ranks by length."""
         config = self.config
-        loader = config.loader
-        microbatching = config.microbatching
-        if is_eval or not config.regroups_ranks:
-            shuffle = loader.shuffle and not is_eval
-            stock_sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
-            return DataLoader(dataset, sampler=stock_sampler, **options), microbatching.slot_tokens
+        if config.regroups_ranks and not is_eval:
+            return self._open_planned_loader(dataset, processor, options)
+        shuffle = config.loader.shuffle and not is_eval
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=options['drop_last'], seed=config.seed)
+        return DataLoader(dataset, sampler=sampler, **options), config.microbatching.slot_tokens
+
+    def _open_planned_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
+        """Measures all samples, and opens a loader that plans which rank computes which of them."""
+        loader = self.config.loader
+        microbatching = self.config.microbatching
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
@@ -528,7 +546,8 @@ class FileSource(Source):
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
         # None would mean the width of each device batch, which is small if a rank gets only short samples.
         slot_tokens = microbatching.slot_tokens or longest
-        if token_budget(size, slot_tokens) < longest:
+        max_tokens = token_budget(size, slot_tokens)
+        if max_tokens < longest:
             raise ConfigError(
                 'microbatching.device_train_microbatch_size',
                 f'times `slot_tokens` must be at least the longest sample, got: {size} x {slot_tokens} < {longest} '
@@ -536,7 +555,7 @@ class FileSource(Source):
                 'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
-        shares = self._shares(dataset.datasets, table.loss_tokens) if self.has_parts else {}
+        mixing = self._mixing_options(dataset.datasets, table.loss_tokens) if self.has_parts else {}
         sampler = RegroupingBatchSampler(
             dataset,
             lengths=table.lengths,
@@ -545,25 +564,27 @@ class FileSource(Source):
             loss_tokens=table.loss_tokens,
             global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
             global_batch_tokens=loader.global_batch_tokens,
-            max_tokens=token_budget(size, slot_tokens),
+            max_tokens=max_tokens,
             max_image_tokens=microbatching.max_image_tokens,
-            seed=config.seed,
+            seed=self.config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
             modality=loader.modality,
-            **shares,
+            **mixing,
             **self.planner_options,
         )
-        # The sampler makes the batches, so these two are not for the loader.
-        loader_options = without(options, 'batch_size', 'drop_last')
-        return RegroupingDataLoader(dataset, batch_sampler=sampler, **loader_options), slot_tokens
+        # The sampler makes the batches, so two of the options are not for the loader.
+        options = without(options, 'batch_size', 'drop_last')
+        return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
-    def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
-        """Returns the sampler's arguments for the shares of the parts.
+    def _mixing_options(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
+        """Returns the sampler's arguments that follow the ``SHARE_KEYS`` of the parts.
 
         ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
 
-        ``loss_tokens`` are those of each sample of all ``datasets``, (n,).
+        Args:
+            datasets: The parts.
+            loss_tokens: Loss tokens of each sample, for all parts one after the other, (n,).
         """
         parts = self._parts().values()
         sizes = [len(dataset) for dataset in datasets]
@@ -573,7 +594,7 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        # Each sample is drawn once an epoch, unless `epochs` says otherwise. The shares, if any, only weigh tokens.
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares that are left only weigh tokens.
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
@@ -640,8 +661,7 @@ class ShardSource(Source):
         eval_section = self.section.get('eval')
         if eval_section:
             self._check_arguments('dataset.eval', self._arguments(is_eval=True))
-            names_place = not eval_section.keys().isdisjoint(SHARD_PLACES)
-            if not names_place:
+            if eval_section.keys().isdisjoint(SHARD_PLACES):
                 self._check_other_split()
         key_needing_plan = self.config.loader.key_needing_plan
         if key_needing_plan is not None:
@@ -747,7 +767,7 @@ class ShardSource(Source):
         )
         return loader, slot_tokens
 
-    def order(self) -> None:
+    def settings_of_batches(self) -> None:
         """Returns None, because the dataset holds the order in its own state."""
 
     def by_index(self, dataset: Any) -> Any:
@@ -764,7 +784,7 @@ class ShardSource(Source):
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
         if not is_eval:
             return arguments
-        eval_section = self.section.get('eval') or {}
+        eval_section = self.section['eval']
         if not eval_section.keys().isdisjoint(SHARD_PLACES):
             arguments = without(arguments, *SHARD_PLACES, 'split')
         return {**arguments, **eval_section}
@@ -790,7 +810,7 @@ class ShardSource(Source):
                 yield from LlavaStreamingDataset.texts(*folders)
 
     def _shards(self, *, is_eval: bool) -> list[tuple[list[str], str]]:
-        """Returns the places of each stream's shards, local and remote, and its split.
+        """Returns for each stream the places of its shards (local and remote, if given) and its split.
 
         A stream without a split has the split of the dataset, as in StreamingDataset.
         """

@@ -78,7 +78,7 @@ def of_first_rank(compute: Callable[[], OfRank0]) -> OfRank0:
             outcome = compute()
         except ConfigError as error:
             outcome = error  # raised below on all ranks, because the others wait for the outcome
-    outcome = from_any_rank(outcome)
+    outcome = from_any_rank(outcome)  # of rank 0, because the others have None
     assert outcome is not None, 'rank 0 has an outcome'
     if isinstance(outcome, ConfigError):
         raise outcome
@@ -170,12 +170,14 @@ def memory_of_run(
     traced_samples = _probe_samples(table)
     traced_sizes = table.select(traced_samples)
     precision = _traced_precision(config)
-    # A trace has no ranks, so it shows only one effect of FSDP: the type of the gathered weights. If that is half
-    # precision, the strategy of the trace is `fsdp`, and the model computes with a copy of its weights in that type. If
-    # it is float32, autocast casts them as under DDP, so the strategy is `ddp`. _as_sharded() adds the other effects.
+    # A trace has no ranks, so it shows only one effect of FSDP. If weights are gathered in half precision, the model
+    # computes with a copy of its weights in that type: `fsdp`. If they are gathered in float32, autocast casts them as
+    # under DDP: `ddp`. _as_sharded() adds the other effects.
     sharding = _sharding(config, precision)
     gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
     strategy = 'fsdp' if gathers_half else 'ddp'
+    is_for_gpu = _is_for_gpu(config)
+    logits = _logits_of_run(config)
     # The key holds the whole config of the model, because a checkpoint of the same name may change, and because the
     # processor sets the vocabulary of a fresh model.
     model_config = read_config(config.model.pretrained, config.model.config, processor)
@@ -185,14 +187,14 @@ def memory_of_run(
         'optimizer': config.optimizer,
         'precision': precision,
         'strategy': strategy,
-        'device': 'gpu' if _is_for_gpu(config) else 'cpu',
-        'logits': _logits_of_run(config),
+        'device': 'gpu' if is_for_gpu else 'cpu',
+        'logits': logits,
         'width': width,
         # The same model needs another trace for other samples: videos have other pixels per token than images.
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 
-    def calibrate(key: Mapping[str, Any]) -> MemoryModel:
+    def calibrate(_: object) -> MemoryModel:
         return calibrate_fake(
             build,
             _on_meta_device(build).config,
@@ -200,10 +202,10 @@ def memory_of_run(
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
-            precision=key['precision'],
-            strategy=key['strategy'],
-            on_gpu=key['device'] == 'gpu',
-            logits=key['logits'],
+            precision=precision,
+            strategy=strategy,
+            on_gpu=is_for_gpu,
+            logits=logits,
         )
 
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
@@ -262,13 +264,13 @@ def _as_sharded(
         num_weights: Number of all weights of the model.
     """
     static = memory.static
-    bytes_of_weight = math.ceil(static.parameters / num_weights)
+    bytes_of_gathered_weight = math.ceil(static.parameters / num_weights)
     if sharding.gathered_dtype is not None:
-        bytes_of_weight = sharding.gathered_dtype.itemsize
-    changes = {'compute_bytes': bytes_of_weight}
+        bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
+    changes = {'compute_bytes': bytes_of_gathered_weight}
     if sharding.keeps_gathered:
         # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
-        # as outside.
+        # as outside of blocks.
         changes |= {'outside': num_weights, 'block': 0}
     for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
         # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
@@ -329,27 +331,31 @@ def watch_flops(
     if not has_speed:
         return
     table = source.measure(dataset, processor)
-    # The coefficients of the FlopModel. None if the trace fails. Rank 0 sends only them to the other ranks, because
-    # each rank makes the layout from its own model.
     coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
-        try:
-            # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out
-            # what is computed again.
-            build = _model_builder(
-                source.config, processor, attn_implementation='eager', activation_checkpointing=False
-            )
-            samples = [dataset[index] for index in _probe_samples(table)]
-            flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
-            coefficients = flops.coefficients
-        except Exception as error:  # a trace may fail in many ways, and the run works without MFU
-            log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
-    coefficients = from_any_rank(coefficients)
+        coefficients = _flop_coefficients(source.config, dataset, processor, table)
+    coefficients = from_any_rank(coefficients)  # only these, because each rank makes the layout from its own model
     monitor.flops = None
     if coefficients is not None:
         layout = BatchLayout.for_model(model)
         monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
+
+
+def _flop_coefficients(
+    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable
+) -> Mapping[str, float] | None:
+    """Returns the coefficients of the run's :class:`.FlopModel` by a trace; None if the trace fails."""
+    # Eager attention, because only its matrix products are counted. No checkpointing, because MFU leaves out what is
+    # computed again.
+    build = _model_builder(config, processor, attn_implementation='eager', activation_checkpointing=False)
+    try:
+        samples = [dataset[index] for index in _probe_samples(table)]
+        flops = count_flops(build, _on_meta_device(build).config, samples, width=int(table.lengths.max()))
+        return flops.coefficients
+    except Exception as error:  # a trace may fail in many ways, and the run works without MFU
+        log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
+        return None
 
 
 def _model_builder(config: TrainConfig, processor: Processor | None, **changes: Any) -> Callable[[], Any]:

@@ -89,10 +89,16 @@ def only_damaged(tmp_path):
 
 
 def test_no_intact_checkpoint_is_one_line(only_damaged):
-    with pytest.raises(ConfigError, match=r'no other\. Remove') as caught:
+    with pytest.raises(ConfigError, match=r'no other.*Remove') as caught:
         resume_from(only_damaged.parent)
     assert str(only_damaged) in str(caught.value)
     assert '\n' not in str(caught.value)
+
+
+def test_latest_checkpoint_whose_folder_is_gone(tmp_path):
+    (tmp_path / 'latest-rank0.pt').symlink_to('ep1/ba2.pt')
+    with pytest.raises(ConfigError, match=r'ep1/ba2\.pt.*no other'):
+        resume_from(tmp_path)
 
 
 @pytest.mark.parametrize('options', [{'autoresume': False}, {'save_folder': 's3://bucket/run'}])

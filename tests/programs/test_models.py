@@ -61,6 +61,11 @@ def test_given_settings_win_over_the_processor(processor):
     assert config.text_config.eos_token_id == 7
 
 
+def test_null_for_the_language_model_is_its_default(processor):
+    config = read_config(None, {**LLAVA, 'text_config': None}, processor)
+    assert config.text_config.vocab_size == len(processor.tokenizer)
+
+
 def test_settings_are_not_changed_in_place(processor):
     settings = copy.deepcopy(LLAVA)
     build_model(config=settings, processor=processor)

@@ -250,13 +250,13 @@ class Named(list):
         return list(self)
 
 
-def same_data(dataset, *, optimizer=None, order=None, on_other_data='raise', **options):
+def same_data(dataset, *, optimizer=None, batches=None, on_other_data='raise', **options):
     return SameData(
         dataset,
         build_digits_processor(),
         adapter={},
         optimizer=optimizer or {},
-        order=order,
+        batches=batches,
         on_other_data=on_other_data,
         **options,
     )
@@ -290,7 +290,7 @@ def before_load(model, path, *, shard=None, **options):
     if shard is not None:
         model[0] = shard(model[0], use_orig_params=True, device_id=torch.device('cpu'))
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    state = SimpleNamespace(run_name='run', fsdp_enabled=shard is not None, optimizers=[optimizer])
+    state = SimpleNamespace(run_name='run', model=model, fsdp_enabled=shard is not None, optimizers=[optimizer])
     callback.before_load(state, None)
 
 
@@ -390,8 +390,8 @@ def test_other_betas_of_optimizer_are_refused():
 
 def resume_with_batches(batch_in_epoch, **options):
     """Loads the state of a run with twice as large batches."""
-    saved = same_data(Named('ab'), order={'loader.global_batch_size': 8}, trainer={})
-    callback = same_data(Named('ab'), order={'loader.global_batch_size': 4}, trainer={}, **options)
+    saved = same_data(Named('ab'), batches={'loader.global_batch_size': 8}, trainer={})
+    callback = same_data(Named('ab'), batches={'loader.global_batch_size': 4}, trainer={}, **options)
     callback.load_state_dict(saved.state_dict())
     timestamp = SimpleNamespace(batch_in_epoch=batch_in_epoch)
     callback.after_load(SimpleNamespace(timestamp=timestamp), None)
@@ -410,8 +410,8 @@ def test_other_batches_within_an_epoch(caplog):
 
 def test_older_checkpoint_of_parts_resumes():
     """It does not say whether its parts were mixed."""
-    saved = same_data(Named('ab'), order={'seed': 1}, trainer={})
-    callback = same_data(Named('ab'), order={'seed': 1, 'loader.regroup_ranks': False}, trainer={})
+    saved = same_data(Named('ab'), batches={'seed': 1}, trainer={})
+    callback = same_data(Named('ab'), batches={'seed': 1, 'loader.regroup_ranks': False}, trainer={})
     callback.load_state_dict(saved.state_dict())
     callback.after_load(SimpleNamespace(timestamp=SimpleNamespace(batch_in_epoch=3)), None)
 

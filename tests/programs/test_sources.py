@@ -263,7 +263,7 @@ def test_order_of_parts_that_are_not_mixed(tmp_path):
     orders = []
     for override in ('seed=17', 'microbatching.regroup=false'):
         batches.append(ids_per_batch(build(tmp_path, parts, override)[0]))
-        orders.append(source_of(load_config(DIGITS, [parts, override])).order())
+        orders.append(source_of(load_config(DIGITS, [parts, override])).settings_of_batches())
     assert batches[0] != batches[1]
     assert orders[0] != orders[1]
 

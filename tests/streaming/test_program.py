@@ -130,7 +130,7 @@ def test_other_order_is_not_resumed(shards):
             processor,
             adapter={},
             optimizer={},
-            order=None,
+            batches=None,
             trainer={},
             on_other_data='raise',
         )
