@@ -135,11 +135,9 @@ KEYS_OF_EVERY_FORMAT = {
     'id',
     'system',
     'loss_weights',
-    *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. A refused key with a value is refused before this set is used, so those
-that are left have no value."""
+"""Keys that are read in a record of any format."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -156,7 +154,7 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """Keys that each object in the list under ``keys`` must have, if other projects have other lists under this key."""
+    """If other projects have other lists under this key: keys of each object in the lists of this format."""
     media_first: bool = False
     """Whether the listed media of a record without placeholders belong before its first question."""
 
@@ -239,22 +237,19 @@ def _parse_data(data: object, record: Record) -> Record:
         turns = _with_media_first(turns, listed, slots)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
-        # LLaVA-Video writes `<image>` for a video.
+        turns = [_with_video_placeholders(turn) for turn in turns]
         slots = [Medium('video')] * len(slots)
-        for index, turn in enumerate(turns):
-            if turn.placeholders:
-                turns[index] = turn._replace(text=turn.text.replace('<image>', '<video>'))
     media = _fill_slots(slots, listed)
     _check_turns(turns)
-    for turn in turns:
-        _check_characters(turn.text)
-        if is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
-            raise InvalidInputError(
-                '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
-                'and `<bbox>`. Write them into the text'
-            )
+    texts = [turn.text for turn in turns]
+    if is_given(data.get('objects')) and SWIFT_TAG.search('\n'.join(texts)):
+        raise InvalidInputError(
+            '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
+            'and `<bbox>`. Write them into the text'
+        )
     for medium in media:
-        _check_characters(''.join(medium.names))
+        texts.extend(medium.names)
+    _check_characters('\n'.join(texts))
     loss_weights = _parse_loss_weights(data.get('loss_weights'))
     return replace(
         record,
@@ -294,7 +289,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # the loop refuses its only entry, which is not a pair
+        history = [history]  # refused below, because it is no pair
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -566,6 +561,13 @@ def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Mediu
             placeholders = ''
         placed.append(turn)
     return placed
+
+
+def _with_video_placeholders(turn: Turn) -> Turn:
+    """Replaces ``<image>`` in a turn with media by ``<video>``. LLaVA-Video writes ``<image>`` for a video."""
+    if not turn.placeholders:
+        return turn
+    return turn._replace(text=turn.text.replace('<image>', '<video>'))
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
