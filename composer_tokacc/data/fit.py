@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor."""
+"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor.
+
+Such an argument is a budget, for example ``max_pixels``. Budgets are lowered in steps until the sample fits. Each step
+multiplies all of them by the same factor, and 16 steps halve them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ BUDGETS = (
 )
 """Arguments of image and video processors that limit the tokens of an image.
 
-If a processor has a ``size`` with a ``longest_edge``, that is its only budget, see `_budgets_of`.
+If a processor has a ``size`` with a ``longest_edge``, only this is used. For Qwen-VL, ``max_pixels`` is its other name.
 """
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
@@ -164,9 +168,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # Images without pixels (SmolVLM), at which torch raises a RuntimeError: no share is small enough for
-                # this sample. Other errors, such as a bug, are raised as a RuntimeError by `encode_record`. They must
-                # not be skipped.
+                # An image has no pixels left (SmolVLM), for which torch raises a RuntimeError. So no steps are enough,
+                # and the sample of step 0 is refused below. `encode_record` turns any other error into a RuntimeError,
+                # too. It may be a bug, which must not be skipped.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -190,9 +194,9 @@ class FittingEncoder(ConversationEncoder):
         return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
-        """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
+        """Returns the fewest steps, from 1 to MOST_STEPS, with which a sample fits or the processor raises an error.
 
-        Decodes only as much of the media as the shapes need.
+        Returns MOST_STEPS if there are none. Decodes only as much of the media as the shapes need.
         """
         # Bisection, which supposes that more steps never make a sample longer.
         low, high = 1, MOST_STEPS
@@ -201,8 +205,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried. If no
-                # smaller number fits, the caller encodes with this one, and the sample is refused.
+                # The media are too small for the processor, so fewer steps are tried. If none of them are enough, the
+                # caller encodes with these, and the sample is refused.
                 fits = True
             if fits:
                 high = middle
