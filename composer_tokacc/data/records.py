@@ -152,7 +152,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`path` reads the path from it."""
+    """``PATH, line 3``, for messages. :attr:`path` reads the path from it, because shards store only this text."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
