@@ -358,14 +358,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
         name = '.'.join(map(str, keys))
         return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
     if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        return value
-    replaced = {}
-    for key, inner in items:
-        replaced[key] = _replace_bytes(inner, read_value, (*keys, key))
+        return {key: _replace_bytes(inner, read_value, (*keys, key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(replaced.values())
-    return replaced
+        return [_replace_bytes(inner, read_value, (*keys, index)) for index, inner in enumerate(value)]
+    return value
