@@ -66,8 +66,6 @@ PROCESSOR_PARTS = {
 }
 """For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
 tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
-_ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
 
 class ConversationEncoder:
@@ -302,7 +300,13 @@ class ConversationEncoder:
         # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
         # consecutive texts that need the same value. Nearly always, these are all texts.
         for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
-            tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
+            tokens = self.tokenizer(
+                list(group),
+                add_special_tokens=add_special_tokens,
+                # Not needed. They would take a third of the time.
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
             encodings.extend(tokens.encodings)
         return encodings
 
@@ -388,16 +392,14 @@ class ConversationEncoder:
         window = self._audio_window
         if window is None:
             return
-        audios = list(media['audio'])
-        for number, audio in enumerate(audios):
+        for number, audio in enumerate(media['audio']):
             length = len(audio)
             if length <= window or length <= self._longest_read_audio:
                 continue
             start_of_last_window = (length - 1) // window * window  # this window may not be full
             noise = np.random.default_rng(0).standard_normal(length - start_of_last_window, dtype=np.float32)
-            changed_audio = np.concatenate([audio[:start_of_last_window], noise])
-            changed_audios = list(audios)
-            changed_audios[number] = changed_audio
+            changed_audios = list(media['audio'])
+            changed_audios[number] = np.concatenate([audio[:start_of_last_window], noise])
             changed = self._encode(text, {**media, 'audio': changed_audios})
             if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
