@@ -53,8 +53,6 @@ PROBE_SIDE, PROBE_FRAMES = 1024, 8
 video is half as long."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
-DIMENSIONS_OF_CLIPS = 5
-"""Dimensions of the pixels if the processor stacks clips. Then all videos must have the same number of frames."""
 
 _NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
 # A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2).
@@ -254,8 +252,8 @@ class FittingEncoder(ConversationEncoder):
         many = self._probe('video', budgets, num_frames=num_frames)
         few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
-        # Without this entry it is not known whether clips are stacked.
-        if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:
+        # Five dimensions: clips are stacked, and must have the same number of frames. Without this entry, they may be.
+        if pixels is None or pixels.dim() == 5:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
 
