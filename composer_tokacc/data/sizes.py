@@ -255,7 +255,7 @@ class SampleMeasurer:
         # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
-        measured_rows: list[TextRow | TableRow | None] = []
+        measured_rows = []
         for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
             measured_rows.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
