@@ -322,10 +322,10 @@ class ConversationEncoder:
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record if the sample would lack something of it, or have something else. Opens no file.
+        """Refuses a record if the processor or the chat template would drop its media or misread its text.
 
-        Refused are media that the processor or the chat template would drop, tags that the tokenizer would encode as
-        tokens of media, and, with ``control_tokens='refuse'``, control tokens. With ``'warn'`` it warns of these.
+        Text is misread if it has a tag such as ``<image>`` that the tokenizer encodes as the token of a medium. Control
+        tokens are refused with ``control_tokens='refuse'``. With ``'warn'`` this method warns of them.
 
         Raises:
             BadSampleError: If the record is refused.
