@@ -29,6 +29,7 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
+from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
@@ -124,6 +125,8 @@ class FittingEncoder(ConversationEncoder):
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
             raise InvalidInputError('`fit` must have a cap. Set `max_length` or `max_image_tokens`.')
+        if max_image_tokens is not None:
+            check_count('max_image_tokens', max_image_tokens)
         self.max_image_tokens = max_image_tokens
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
