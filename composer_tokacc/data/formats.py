@@ -8,6 +8,11 @@ of a format is used as its own project means it, or the record is refused. A rec
 ``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
 
 :func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
+
+The files of media are named in the turns, or listed under keys such as ``images``. So each placeholder in a turn gets a
+slot: a medium that has no files yet if the turn does not name them. The listed media are put into these empty slots.
+For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or <image>?``, with an empty slot and a slot of
+``b.png``.
 """
 
 from __future__ import annotations
@@ -219,9 +224,7 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
-    # name has no files, and `_fill_slots` replaces it by a listed one.
-    slots: list[Medium] = []
+    slots: list[Medium] = []  # `_parse_turn` appends those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     media_read = [slot for slot in slots if slot.files]
@@ -419,9 +422,8 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     return True
 
 
-# Turns and their parts. A function with the argument `slots` appends a medium for each placeholder that it writes. This
-# is a medium without files if the text does not name the file, see `_fill_slots`. `slots` is None in a turn that may
-# hold no media, such as an answer: tags in it are text.
+# Turns and their parts. A function with the argument `slots` appends a slot for each placeholder that it writes. The
+# argument is None in a turn that may hold no media, such as an answer: tags in it are text.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
@@ -571,7 +573,7 @@ def _with_video_placeholders(turn: Turn) -> Turn:
 
 
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
-    """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
+    """Returns the media in the order of their placeholders: the slots, with the listed media in the empty ones."""
     filled = list(slots)
     for modality, media in listed.items():
         empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
