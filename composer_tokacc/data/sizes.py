@@ -193,18 +193,18 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
 
 
 class TextRow(NamedTuple):
-    """The row of a sample's text, in which each image is one placeholder token. Its images are not measured yet."""
+    """The row of a sample's text, before the processor expands the placeholders of its images."""
 
     row: TableRow
     sizes: ImageSizes
 
 
 class AddedRow(NamedTuple):
-    """The row that images add to the row of a text: a text and its images have the sum of both rows."""
+    """The row that images add to the row of a text. An image of 576 tokens adds 575, because its placeholder is one."""
 
     row: TableRow
     num_placeholders: int
-    """Placeholder tokens for these images in the row of the text."""
+    """Placeholder tokens of these images in the row of the text."""
 
 
 class SampleMeasurer:
