@@ -48,14 +48,15 @@ MAX_REASON = 1000
 """Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
 
 MACHINE_ERRNOS = (
+    errno.EAGAIN,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
     errno.ESTALE,
     errno.ETIMEDOUT,
 )
-"""Numbers of system errors that are faults of the machine: its network, memory or limit of open files. EIO is not among
-them, because a file may lie on a bad sector for ever."""
+"""Numbers of system errors that are faults of the machine: its network, memory, or limit of threads (EAGAIN) or of open
+files. EIO is not among them, because a file may lie on a bad sector for ever."""
 
 
 class BadSampleError(InvalidInputError):
