@@ -280,12 +280,11 @@ class LlavaDataset(Dataset):
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
             steps = int(table.shrink_steps[index])
-            num_tokens = int(table.lengths[index])
             changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
-                    'tokens': num_tokens,
+                    'tokens': int(table.lengths[index]),
                     'share': round(share_of(steps), 4),
                 }
             )
