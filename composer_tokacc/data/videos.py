@@ -336,8 +336,8 @@ def _check_end(container: InputContainer, end: float) -> None:
 
 def _shortest_complete(duration: float, container: InputContainer) -> float:
     """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
-    # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio only
-    # fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
+    # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
+    # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
     tolerance = 0.5 if container.streams.video else 0.2
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
