@@ -613,8 +613,9 @@ def _take_frames(
             jumps to the last of them.
     """
     taken_frames = []
-    # Where decoding starts: in a file that was just opened, at its first key frame.
-    start = jump_timestamps[0] if jump_timestamps else timestamps[0]
+    start = timestamps[0]
+    if jump_timestamps:  # decoding a file that was just opened starts at its first key frame
+        start = jump_timestamps[0]
     frames = container.decode(stream)
     frame = None
     for timestamp in timestamps:
