@@ -5,6 +5,9 @@
 
 The template is rendered a second time with a marker in the place of every answer. The text between the markers is the
 text between the answers. So no template is known by name, and none needs ``{% generation %}`` tags.
+
+Example: the template writes ``Q: Color? A: Red.<end>``, and with a marker ``Q: Color? A: MARKER<end>``. So the answer
+comes after ``Q: Color? A: ``. It is followed by its ending ``<end>``, which the model must learn, too.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ class ChatTemplate:
         self._media_of_roles: dict[str, set[str] | None] = {}
         """The results of `_media_of`, by role."""
         self._checked_shapes: set[tuple[tuple[str, int], ...]] = set()
-        """Role and number of texts of each turn, of the conversations that `_check_all_written` has marked."""
+        """Conversations for which `_check_all_written` need not be repeated: role and number of texts of each turn."""
         before, after_question, after_answer, after_last = self._text_of_example()
         self._endings = _find_endings(before, after_question, after_answer, after_last, tokenizer)
         """The texts that may end an answer, see `_find_endings`."""
@@ -100,13 +103,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Renders a conversation and finds the answers that carry loss.
 
-        One of these must be true, and they are tried in this order. The first is true for nearly all templates. The
-        others are for templates that change some answers. Those of reasoning models drop the thoughts of earlier turns.
+        Nearly all templates write answers as they are. Some change answers, as those of reasoning models, which drop
+        the thoughts of earlier answers. So three ways are tried in this order:
 
-        1. The template writes every answer as it is.
-        2. It writes the answers that carry loss as they are.
-        3. It writes the last message, which carries loss, after its generation prompt, and the earlier answers that
-           carry loss as they are.
+        1. With a marker for every answer.
+        2. With a marker for every answer that carries loss. The template may change the others.
+        3. If the last message carries loss: with a marker for every earlier answer that does. The last one is looked
+           for after the generation prompt.
 
         Raises:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
@@ -123,17 +126,18 @@ class ChatTemplate:
         )
 
     def _render(self, messages: Sequence[Message]) -> Rendered | None:
-        """Does what :meth:`render` says. Returns None if none of the three is true."""
+        """Does what :meth:`render` says. Returns None if none of the three ways finds the answers."""
         text = self.apply(messages)
         answer_indices = _indices_of_answers(messages)
         learned_indices = [index for index in answer_indices if _carries_loss(messages[index])]
         rendered = self._render_around_markers(messages, answer_indices, text)
-        # Answers without loss may be changed: the model reads them as the template writes them.
+        # The model may read answers without loss as the template has changed them.
         if rendered is None and learned_indices != answer_indices:
             rendered = self._render_around_markers(messages, learned_indices, text)
         # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
         # answer brings its own thought, so it does not fit between the texts around the marker.
-        if rendered is None and learned_indices[-1:] == [len(messages) - 1]:
+        last_index = len(messages) - 1
+        if rendered is None and last_index in learned_indices:
             earlier = self._render_around_markers(messages, learned_indices[:-1], text)
             if earlier is not None:
                 rendered = self._render_after_prompt(messages, text, earlier)
@@ -297,12 +301,11 @@ class ChatTemplate:
             text_after = text_after_prompt.removeprefix(reply)  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
-        # `earlier` is the text with ending tokens added to some answers before the prompt. So both end in the same
-        # way, and what comes before that end is the prompt with these tokens.
-        before = earlier.text.removesuffix(text_after_prompt)
-        start = len(before)
+        # In `earlier`, ending tokens may be added inside of the prompt, but the text after it is the same.
+        prompt_with_endings = earlier.text.removesuffix(text_after_prompt)
+        start = len(prompt_with_endings)
         span = AnswerSpan(start, start + len(reply))
-        return Rendered(before + reply + text_after, [*earlier.answers, span])
+        return Rendered(prompt_with_endings + reply + text_after, [*earlier.answers, span])
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Raises ValueError if a turn is left out. Templates silently drop turns of roles that they do not know."""
@@ -433,11 +436,15 @@ def _find_endings(
     if shared:
         return (''.join(shared),)
     if tokens_after_last:
-        # The last answer has its own ending. The token after an earlier answer may end it, or begin the next question.
-        # It counts as an ending only if it also follows questions, and does not stand before the first question.
-        ends_of_turns = set(_first_tokens(after_question, tokens)[:1])
-        ends_of_turns -= set(_first_tokens(before, tokens))
-        return tokens_after_last[0], *ends_of_turns.intersection(tokens_after_answer[:1])
+        # The last answer has its own ending. The first token after an earlier answer may end this answer, or begin the
+        # next question. It is an ending if it also ends questions, and does not begin them.
+        endings = tokens_after_last[:1]
+        after_questions = _first_tokens(after_question, tokens)[:1]
+        before_questions = _first_tokens(before, tokens)
+        for token in tokens_after_answer[:1]:
+            if token in after_questions and token not in before_questions:
+                endings.append(token)
+        return tuple(endings)
     if tokenizer.eos_token is None:
         raise InvalidInputError(
             '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '

@@ -52,9 +52,7 @@ class VisionLanguageCollator:
             ``sample_ids``, ``num_images``, ...
         """
         check_samples(samples)
-        layout = self.layout
-        if layout is None:
-            layout = inferred_layout(samples)
+        layout = self.layout or inferred_layout(samples)
         batch = layout.concat(
             samples,
             padding_side=self.padding_side,

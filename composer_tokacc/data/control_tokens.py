@@ -104,8 +104,8 @@ class ControlTokenPolicy:
         """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
-            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. It must have no
-                ``position_ids``, because in entries with a value for each token the value of a stand-in is repeated.
+            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. Entries with a
+                value for each token repeat the value of the stand-in, so ``position_ids`` are not supported.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):

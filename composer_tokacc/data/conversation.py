@@ -1,7 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Encodes one conversation with its media as a training sample. Only the answers of the assistant carry loss."""
+"""Encodes one conversation with its media as a training sample. Only the answers of the assistant carry loss.
+
+The chat template writes the conversation as a text with one placeholder for each medium. The processor encodes this
+text, and expands each placeholder to all tokens of its medium. The answers are found in the text first, and from there
+in the tokens. An example with an image of three tokens::
+
+    text        U <image> A Red.
+    input_ids   U I I I A Red .
+    labels      - - - - - Red .
+"""
 
 from __future__ import annotations
 
@@ -57,8 +66,6 @@ PROCESSOR_PARTS = {
 }
 """For each modality: the attributes of a processor that may hold its part for this modality, which turns media into
 tensors. If a processor has both attributes for audio, the second is used, as in Transformers."""
-_ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
-"""Arguments of a tokenizer that needs to return only ids. Masks and token types would take a third of its time."""
 
 
 class ConversationEncoder:
@@ -104,7 +111,7 @@ class ConversationEncoder:
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
         self.max_image_tokens: int | None = None
-        """Most tokens for the media of a sample, see `has_room`. None: no limit. Only `FittingEncoder` sets a limit."""
+        """Most tokens for the media of a sample. None: no limit. `FittingEncoder` sets a limit for `has_room`."""
         self.train_on = train_on
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
@@ -113,8 +120,8 @@ class ConversationEncoder:
         """The processor's parts by modality. Media of a modality that has no part are refused."""
         self.video = _sampling_for(self.parts.get('video'), video)
         self._audio_window = _window_of(self.parts.get('audio'))
-        self._longest_read_audio = self._audio_window or 0
-        """Length in audio samples up to which the processor is known to read an audio to its end."""
+        self._longest_read_audio = 0
+        """Length of the longest audio for which `_check_ends_of_audios` has found that the processor reads its end."""
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         """Whether the processor (of BLIP) writes a fixed number of query tokens for media, and the template none."""
         self.template = ChatTemplate(
@@ -293,7 +300,13 @@ class ConversationEncoder:
         # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
         # consecutive texts that need the same value. Nearly always, these are all texts.
         for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
-            tokens = self.tokenizer(list(group), add_special_tokens=add_special_tokens, **_ONLY_IDS)
+            tokens = self.tokenizer(
+                list(group),
+                add_special_tokens=add_special_tokens,
+                # Not needed. They would take a third of the time.
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
             encodings.extend(tokens.encodings)
         return encodings
 
@@ -309,9 +322,10 @@ class ConversationEncoder:
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses a record whose media the processor or the chat template would drop.
+        """Refuses a record if the processor or the chat template would drop its media or misread its text.
 
-        Also handles control tokens in its text, as ``control_tokens`` says: ``refuse`` raises, ``warn`` warns.
+        Text is misread if it has a tag such as ``<image>`` that the tokenizer encodes as the token of a medium. Control
+        tokens are refused with ``control_tokens='refuse'``. With ``'warn'`` this method warns of them.
 
         Raises:
             BadSampleError: If the record is refused.
@@ -378,16 +392,14 @@ class ConversationEncoder:
         window = self._audio_window
         if window is None:
             return
-        audios = list(media['audio'])
-        for number, audio in enumerate(audios):
+        for number, audio in enumerate(media['audio']):
             length = len(audio)
-            if length <= self._longest_read_audio:
+            if length <= window or length <= self._longest_read_audio:
                 continue
             start_of_last_window = (length - 1) // window * window  # this window may not be full
             noise = np.random.default_rng(0).standard_normal(length - start_of_last_window, dtype=np.float32)
-            changed_audio = np.concatenate([audio[:start_of_last_window], noise])
-            changed_audios = list(audios)
-            changed_audios[number] = changed_audio
+            changed_audios = list(media['audio'])
+            changed_audios[number] = np.concatenate([audio[:start_of_last_window], noise])
             changed = self._encode(text, {**media, 'audio': changed_audios})
             if all(torch.equal(value, changed[key]) for key, value in encoded.items()):
                 rate = self.parts['audio'].sampling_rate
@@ -436,7 +448,7 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # with query tokens, `_check_query_tokens` checks the media instead
+        if not self._has_query_tokens:  # BLIP gets videos as images, and `_check_query_tokens` checks them
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         if media['audio']:
@@ -452,8 +464,8 @@ class ConversationEncoder:
                 arguments['images'] = images
             return
         if media['image']:
-            # One list of images for each text, and there is one text. OneVision cuts an image into tiles only if it is
-            # alone in its list.
+            # A list of images for each text, and there is one text. In a flat list, each image would count as the only
+            # one of a text. OneVision's processor would cut each into tiles, but its model expects this only of one.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             videos = []
@@ -513,8 +525,8 @@ class ConversationEncoder:
         """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
         The model puts the outputs of the query transformer in the place of these tokens, and does not check their
-        number. If a sample has images, the processor writes as many as for one image, or (InstructBLIPVideo) for a clip
-        of four frames, however many there are. If it has none, it writes none.
+        number. For any number of images, the processor writes the tokens of one image, or (InstructBLIPVideo) of one
+        clip of four frames. Without images it writes none.
         """
         pixels = encoded.get('pixel_values')
         expected = 0
@@ -534,10 +546,9 @@ class ConversationEncoder:
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
-        The instruction is the text before the first answer that carries loss.
-
-        The processor gives it the whole text, so it would read the answers. Without images the model does not run the
-        query transformer. Then its text is only removed.
+        The instruction is the text before the first answer that carries loss. The processor gives the query transformer
+        the whole text, so that it would read the answers. Without images the model does not run it. Then its text is
+        only removed.
 
         Args:
             encoded: The entries of the processor, which are changed.
@@ -567,16 +578,16 @@ class ConversationEncoder:
     def _find_token_spans(self, rendered: Rendered, input_ids: torch.Tensor) -> list[tuple[int, int]]:
         """Finds the positions ``[start, end)`` of each answer in ``input_ids``.
 
-        In ``input_ids`` the processor has expanded the placeholders, so the characters of a token are not known. They
-        are known if the tokenizer encodes the text itself, where the placeholders are not expanded. So each answer is
-        first found in the tokens of the text. From there it is found in ``input_ids`` by its last token, because
-        placeholders do not expand to this token.
+        The tokenizer tells which characters a token holds, but only for the text, whose placeholders are not expanded.
+        So each answer is first found in the tokens of the text, and then in ``input_ids`` by its last token. A
+        placeholder expands only to tokens of media. So if the last token is the k-th of its id in the text, it is also
+        the k-th of this id in ``input_ids``.
 
-        Example: ``U <image> A Red.`` has the tokens ``[U, I, A, Red, .]``. If an image has three tokens, ``input_ids``
-        is ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6. So the answer ``Red.`` begins at 5, not at 3.
+        In the example at the top, the text has the tokens ``[U, I, A, Red, .]``. The first ``.`` is at 4 in the text,
+        and at 6 in ``input_ids``. So the answer, which has two tokens, begins at 5.
 
         Raises:
-            ValueError: If an answer is not found.
+            ValueError: If an answer is not found, because the processor has added such tokens.
         """
         (encoding,) = self._tokenize([rendered.text])
         text_ids = torch.tensor(encoding.ids)
@@ -586,7 +597,6 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            # If the media have added no such token, the k-th of the text is the k-th in `input_ids`.
             if len(places_in_text) == len(places_in_ids):
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
                 expanded_start = expanded_end - (end - start)

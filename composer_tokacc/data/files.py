@@ -256,10 +256,10 @@ def _find_entry(file: str, name: str) -> DatasetEntry:
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
+    # All rows are read at the start, and `table[index]` would decode their images. So the rows are read in Arrow's
+    # format, and `_read_value` decodes them by features that leave media as bytes.
     columns = _without_decoding(dict(table.features))
     features = type(table.features)(columns)
-    # Arrow's values, which `_read_value` decodes by `features`. The table itself would decode every image, and all rows
-    # are read at the start.
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
         read_value = partial(_read_value, arrow_table, features, index)
@@ -336,7 +336,6 @@ def _read_value(
     keys: tuple[str | int, ...],
 ) -> Any:
     """Reads a row from the table. Returns the value in it that the keys lead to, or without keys the whole row."""
-    # Decodes no media, because `features` are those of `_without_decoding`.
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:
         value = value[key]
@@ -359,14 +358,7 @@ def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[
         name = '.'.join(map(str, keys))
         return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
     if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    else:
-        return value
-    replaced = {}
-    for key, inner in items:
-        replaced[key] = _replace_bytes(inner, read_value, (*keys, key))
+        return {key: _replace_bytes(inner, read_value, (*keys, key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(replaced.values())
-    return replaced
+        return [_replace_bytes(inner, read_value, (*keys, index)) for index, inner in enumerate(value)]
+    return value

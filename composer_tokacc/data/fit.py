@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor."""
+"""Shrinks the images and videos of samples that are over a cap, through arguments of the processor.
+
+Such an argument is a budget, for example ``max_pixels``. Budgets are lowered in steps until the sample fits. Each step
+multiplies all of them by the same factor, and 16 steps halve them.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
+from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
@@ -41,7 +46,7 @@ BUDGETS = (
 )
 """Arguments of image and video processors that limit the tokens of an image.
 
-If a processor has a ``size`` with a ``longest_edge``, that is its only budget, see `_budgets_of`.
+If a processor has a ``size`` with a ``longest_edge``, only this is used. For Qwen-VL, ``max_pixels`` is its other name.
 """
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
@@ -49,8 +54,6 @@ PROBE_SIDE, PROBE_FRAMES = 1024, 8
 video is half as long."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
-DIMENSIONS_OF_CLIPS = 5
-"""Dimensions of the pixels if the processor stacks clips. Then all videos must have the same number of frames."""
 
 _NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
 # A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2).
@@ -122,6 +125,8 @@ class FittingEncoder(ConversationEncoder):
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
             raise InvalidInputError('`fit` must have a cap. Set `max_length` or `max_image_tokens`.')
+        if max_image_tokens is not None:
+            check_count('max_image_tokens', max_image_tokens)
         self.max_image_tokens = max_image_tokens
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
@@ -164,9 +169,9 @@ class FittingEncoder(ConversationEncoder):
             try:
                 sample = encode(steps, shapes_only=shapes_only)
             except RuntimeError as error:
-                # Images without pixels (SmolVLM), at which torch raises a RuntimeError: no share is small enough for
-                # this sample. Other errors, such as a bug, are raised as a RuntimeError by `encode_record`. They must
-                # not be skipped.
+                # An image has no pixels left (SmolVLM), for which torch raises a RuntimeError. So no steps are enough,
+                # and the sample of step 0 is refused below. `encode_record` turns any other error into a RuntimeError,
+                # too. It may be a bug, which must not be skipped.
                 if type(error.__cause__) is not RuntimeError:
                     raise
         if not self._fits(sample):
@@ -190,9 +195,9 @@ class FittingEncoder(ConversationEncoder):
         return sample
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
-        """Returns the fewest steps with which a sample fits, but at least 1. MOST_STEPS if it fits with none.
+        """Returns the fewest steps, from 1 to MOST_STEPS, with which a sample fits or the processor raises an error.
 
-        Decodes only as much of the media as the shapes need.
+        Returns MOST_STEPS if there are none. Decodes only as much of the media as the shapes need.
         """
         # Bisection, which supposes that more steps never make a sample longer.
         low, high = 1, MOST_STEPS
@@ -201,8 +206,8 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                # Media are too small for the processor. This counts as fitting, so that fewer steps are tried. If no
-                # smaller number fits, the caller encodes with this one, and the sample is refused.
+                # The media are too small for the processor, so fewer steps are tried. If none of them are enough, the
+                # caller encodes with these, and the sample is refused.
                 fits = True
             if fits:
                 high = middle
@@ -250,8 +255,8 @@ class FittingEncoder(ConversationEncoder):
         many = self._probe('video', budgets, num_frames=num_frames)
         few = self._probe('video', budgets, num_frames=fewest_frames)
         pixels = many.get('pixel_values_videos')
-        # Without this entry it is not known whether clips are stacked.
-        if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:
+        # Five dimensions: clips are stacked, and must have the same number of frames. Without this entry, they may be.
+        if pixels is None or pixels.dim() == 5:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
 

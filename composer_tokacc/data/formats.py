@@ -8,6 +8,11 @@ of a format is used as its own project means it, or the record is refused. A rec
 ``REFUSED_KEYS``, or if another key seems to hold a medium. All other keys, such as ``category``, are ignored.
 
 :func:`parse_record` is the entry. The errors of the other functions name only what is wrong; it adds the sample.
+
+The files of media are named in the turns, or listed under keys such as ``images``. So each placeholder in a turn gets a
+slot: a medium that has no files yet if the turn does not name them. The listed media are put into these empty slots.
+For example, ``<image> or <img>b.png</img>?`` becomes ``<image> or <image>?``, with an empty slot and a slot of
+``b.png``.
 """
 
 from __future__ import annotations
@@ -135,11 +140,9 @@ KEYS_OF_EVERY_FORMAT = {
     'id',
     'system',
     'loss_weights',
-    *REFUSED_KEYS,
     *chain.from_iterable(MEDIA_KEYS.values()),
 }
-"""Keys that a record of any format may have. A refused key with a value is refused before this set is used, so those
-that are left have no value."""
+"""Keys that are read in a record of any format."""
 
 MIN_LOSS_WEIGHT, MAX_LOSS_WEIGHT = 1e-30, 1e30
 """Range of a loss weight other than 0. Weights are multiplied in float32, which holds about 1e-38 to 3e38."""
@@ -156,7 +159,7 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """Keys that each object in the list under ``keys`` must have, if other projects have other lists under this key."""
+    """If other projects have other lists under this key: keys of each object in the lists of this format."""
     media_first: bool = False
     """Whether the listed media of a record without placeholders belong before its first question."""
 
@@ -221,9 +224,7 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and is_given(value) and value != '[]':
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    # Parsing a turn appends a medium to `slots` for each of its placeholders. A medium whose files the turn does not
-    # name has no files, and `_fill_slots` replaces it by a listed one.
-    slots: list[Medium] = []
+    slots: list[Medium] = []  # `_parse_turn` appends those of a turn
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     media_read = [slot for slot in slots if slot.files]
@@ -239,22 +240,19 @@ def _parse_data(data: object, record: Record) -> Record:
         turns = _with_media_first(turns, listed, slots)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
-        # LLaVA-Video writes `<image>` for a video.
+        turns = [_with_video_placeholders(turn) for turn in turns]
         slots = [Medium('video')] * len(slots)
-        for index, turn in enumerate(turns):
-            if turn.placeholders:
-                turns[index] = turn._replace(text=turn.text.replace('<image>', '<video>'))
     media = _fill_slots(slots, listed)
     _check_turns(turns)
-    for turn in turns:
-        _check_characters(turn.text)
-        if is_given(data.get('objects')) and SWIFT_TAG.search(turn.text):
-            raise InvalidInputError(
-                '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
-                'and `<bbox>`. Write them into the text'
-            )
+    texts = [turn.text for turn in turns]
+    if is_given(data.get('objects')) and SWIFT_TAG.search('\n'.join(texts)):
+        raise InvalidInputError(
+            '`objects` is not supported, because ms-swift writes its names and boxes in place of `<ref-object>` '
+            'and `<bbox>`. Write them into the text'
+        )
     for medium in media:
-        _check_characters(''.join(medium.names))
+        texts.extend(medium.names)
+    _check_characters('\n'.join(texts))
     loss_weights = _parse_loss_weights(data.get('loss_weights'))
     return replace(
         record,
@@ -294,7 +292,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Returns the turns of the ``history``, a list of pairs, and then of the question and its answer."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]  # the loop refuses its only entry, which is not a pair
+        history = [history]  # refused below, because it is no pair
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -424,9 +422,8 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[li
     return True
 
 
-# Turns and their parts. A function with the argument `slots` appends a medium for each placeholder that it writes. This
-# is a medium without files if the text does not name the file, see `_fill_slots`. `slots` is None in a turn that may
-# hold no media, such as an answer: tags in it are text.
+# Turns and their parts. A function with the argument `slots` appends a slot for each placeholder that it writes. The
+# argument is None in a turn that may hold no media, such as an answer: tags in it are text.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Medium]) -> Turn:
@@ -568,8 +565,15 @@ def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Mediu
     return placed
 
 
+def _with_video_placeholders(turn: Turn) -> Turn:
+    """Replaces ``<image>`` in a turn with media by ``<video>``. LLaVA-Video writes ``<image>`` for a video."""
+    if not turn.placeholders:
+        return turn
+    return turn._replace(text=turn.text.replace('<image>', '<video>'))
+
+
 def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
-    """Returns the media in the order of their placeholders. The listed ones take the places of those without files."""
+    """Returns the media in the order of their placeholders: the slots, with the listed media in the empty ones."""
     filled = list(slots)
     for modality, media in listed.items():
         empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]

@@ -196,8 +196,8 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # The dataset makes its samples fit by now, so they are measured with 0 in `shrink_steps`. The table is not kept
-        # in a file: a dataset that is opened later with this patch size would read it, and not make its samples fit.
+        # The table is not kept in a file, because its `shrink_steps` are 0: the samples of this dataset fit by now. A
+        # dataset that is opened with this patch size would read the file, and leave all media as they are.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     if _uses_headers(dataset, on_error):
@@ -257,9 +257,9 @@ def _measure_rows(
     on_error: OnError,
     earlier: LengthTable | None,
 ) -> dict[int, TableRow | str]:
-    """Returns the rows of some samples, by index. With ``'raise'`` it stops at the first bad one.
+    """Returns the rows of some samples, by index.
 
-    If headers are used, :func:`_check_rows` reads its samples before, and does not stop at a bad one.
+    With ``'raise'``, samples are no longer read after the first bad one, except those that :func:`_check_rows` chooses.
 
     Args:
         measurer: Measures one sample.

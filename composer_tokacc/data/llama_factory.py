@@ -39,8 +39,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-"""For each ``formatting``: the columns of an entry that names no column, or only some with null. An entry that names
-others has only those, as in LLaMA-Factory."""
+"""The columns for each ``formatting``, if the entry names no column of the file. Otherwise only those that it names are
+read, as in LLaMA-Factory. Null names no column."""
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -106,9 +106,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores the keys that are no column of the entry. So does this method, with two exceptions, which
-        it keeps so that `formats.py` refuses them: keys that are not supported, and media, if the entry names no column
-        of media. An entry that names such a key with null has it ignored: ``"chosen": null``.
+        LLaMA-Factory ignores all other keys. This method keeps two kinds of them, so that `formats.py` refuses them:
+        keys that are not supported, and media, if the entry names no column of media. Null in the entry, such as
+        ``"chosen": null``, lets this key be ignored, too.
         """
         record = {
             'id': data.get('id'),

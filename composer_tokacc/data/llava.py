@@ -117,7 +117,7 @@ class LlavaDataset(Dataset):
         else:
             self.encoder = ConversationEncoder(processor, **options)
         self.measured: tuple[int, LengthTable] | None = None
-        """Patch size and length table, once the samples were measured for ``skip`` or ``fit``."""
+        """Patch size and length table of `records`. None if the samples were not measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
         """The good records. A sample is encoded from its record when it is read."""
         self.skipped: list[str] = []
@@ -171,12 +171,11 @@ class LlavaDataset(Dataset):
         return self._encode(index)
 
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
-        """Encodes a sample. With ``fit``, its media are made as small as the length table says."""
+        """Encodes a sample. With ``fit``, its media are made smaller by the steps in the length table."""
         record = self.records[index]
         files = open_files(record)
         options = {}
-        # The number of times that the media are made smaller. While the samples are measured there is no table yet, and
-        # the encoder searches for this number.
+        # While the samples are measured there is no table yet, and the encoder searches for the number of steps.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
             options['steps'] = int(table.shrink_steps[index])
@@ -281,12 +280,11 @@ class LlavaDataset(Dataset):
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
             steps = int(table.shrink_steps[index])
-            num_tokens = int(table.lengths[index])
             changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
-                    'tokens': num_tokens,
+                    'tokens': int(table.lengths[index]),
                     'share': round(share_of(steps), 4),
                 }
             )
@@ -357,8 +355,7 @@ def _names_of_files(paths: Iterable[str]) -> dict[str, str]:
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    # A generator, because `fingerprint` hashes the bytes of an iterator. Of a list it would hash the JSON text, which
-    # gives another value.
+    # It must be a generator: `fingerprint` would hash a list in another way, as JSON.
     texts = (repr(part).encode() for part in parts)
     return fingerprint(texts, length=64)
 

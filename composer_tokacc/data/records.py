@@ -48,14 +48,15 @@ MAX_REASON = 1000
 """Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
 
 MACHINE_ERRNOS = (
+    errno.EAGAIN,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
     errno.ESTALE,
     errno.ETIMEDOUT,
 )
-"""Numbers of system errors that are faults of the machine: its network, memory or limit of open files. EIO is not among
-them, because a file may lie on a bad sector for ever."""
+"""Numbers of system errors that are faults of the machine: its network, memory, or limit of threads (EAGAIN) or of open
+files. EIO is not among them, because a file may lie on a bad sector for ever."""
 
 
 class BadSampleError(InvalidInputError):
@@ -152,7 +153,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """``PATH, line 3``, for messages. :attr:`path` reads the path from it."""
+    """``PATH, line 3``, for messages. :attr:`path` reads the path from it, because shards store only this text."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""

@@ -192,17 +192,19 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     return num_tiles * (height // patch_size) * (width // patch_size)
 
 
-MeasuredText = tuple[TableRow | None, ImageSizes | None]
-"""The row of a text, and the sizes of its images, whose tokens are not in the row yet. The sizes are None for a sample
-with videos, whose row is complete. Both are None for a sample that must be read."""
+class TextRow(NamedTuple):
+    """The row of a sample's text, before the processor expands the placeholders of its images."""
+
+    row: TableRow
+    sizes: ImageSizes
 
 
 class AddedRow(NamedTuple):
-    """The row that images add to the row of a text."""
+    """The row that images add to the row of a text. An image of 576 tokens adds 575, because its placeholder is one."""
 
     row: TableRow
     num_placeholders: int
-    """Placeholder tokens that the template writes for the images, before the processor expands them."""
+    """Placeholder tokens of these images in the row of the text."""
 
 
 class SampleMeasurer:
@@ -253,38 +255,38 @@ class SampleMeasurer:
         # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
         measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
-        rows_and_sizes: list[MeasuredText] = []
+        measured_rows = []
         for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
-            rows_and_sizes.extend(batch)
+            measured_rows.extend(batch)
         # The expensive part: one call of the processor for each distinct list of sizes.
-        distinct_sizes = sorted({sizes for _, sizes in rows_and_sizes if sizes is not None})
+        distinct_sizes = sorted({measured.sizes for measured in measured_rows if isinstance(measured, TextRow)})
         added_rows = self.run(self._added_by, distinct_sizes)
         additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
-        for index, (row, sizes) in zip(indices, rows_and_sizes, strict=True):
-            if row is not None and sizes is not None:
-                row = self._add_images(row, additions[sizes])
+        for index, row in zip(indices, measured_rows, strict=True):
+            if isinstance(row, TextRow):
+                row = self._add_images(row.row, additions[row.sizes])
             if row is not None:
                 rows[index] = row
         return rows
 
-    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[MeasuredText]:
-        """Returns for each sample the row of its text, whose placeholders are not expanded, and its images' sizes.
+    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
+        """Returns for each sample the row of its text, or its whole row if it has videos. None if it must be read.
 
         Args:
             indices: The samples.
             sizes_matter: False if an image of any size adds the same row. Then all images get the same size.
         """
-        rows_and_sizes: list[MeasuredText] = []
+        measured_rows: list[TextRow | TableRow | None] = []
         for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
             if result is None:  # the sample has videos or audio, or is bad
-                rows_and_sizes.append((self._measure_videos(index), None))
+                measured_rows.append(self._measure_videos(index))
                 continue
             sample, sizes = result
             if not sizes_matter:
                 sizes = PROBE_SIZES[:1] * len(sizes)
-            rows_and_sizes.append((self.measure(sample), sizes))
-        return rows_and_sizes
+            measured_rows.append(TextRow(self.measure(sample), sizes))
+        return measured_rows
 
     def _add_images(self, row: TableRow, added: AddedRow | None) -> TableRow | None:
         """Returns the row of a text with its images. None if the sample must be read."""

@@ -70,10 +70,10 @@ class MediaSign(NamedTuple):
     modality: str
     """'' if the sign does not say which."""
     file_name: str = ''
-    """Name of the file without folders. '' if there is none, as for bytes. No medium that is read has this name."""
+    """Name of the file without folders. '' if the sign has no file name. No medium that is read has the name ''."""
     may_be_source: bool = False
-    """Whether the key may only note where a medium was downloaded from. True if the value is a URL in a network, or if
-    the sign is the name of the key."""
+    """Whether the key may only say where a medium that is read comes from: its value is a URL of a network, or nothing
+    but the name of the key is a sign."""
 
 
 def check_unread_keys(
@@ -172,8 +172,8 @@ def _signs_in_key(key: str, value: object) -> Iterator[MediaSign]:
 
 def _refusal(key: str, value: object, modality: str) -> str:
     """Returns the message that refuses a key, with the key to use instead. ``modality`` is that of the sign."""
-    # The name of the key decides for images, because they may be the `frames` of a video, and for values that do not
-    # show their modality. A .mp4 file is a video under any key.
+    # If the value looks like an image, or does not show its modality, the name of the key decides, because images under
+    # `frames` are a video. A .mp4 file is a video under any key.
     if modality in ('', 'image'):
         for sign in _signs_in_key(key.removesuffix(NO_COLUMN), value):
             modality = sign.modality or modality

@@ -194,7 +194,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         file.seek(0)
         source = file
     if av.logging.get_level() is None:  # else the user has set it, or torchvision before 0.23
-        # Now errors of PyAV say what FFmpeg does not like. This level prints nothing.
+        # With a level, the errors of PyAV hold FFmpeg's reason. PANIC prints nothing.
         av.logging.set_level(av.logging.PANIC)
     try:
         container = av.open(
@@ -336,8 +336,9 @@ def _check_end(container: InputContainer, end: float) -> None:
 
 def _shortest_complete(duration: float, container: InputContainer) -> float:
     """Returns how many of the seconds of a duration must be there, so that a file or a stream counts as complete."""
-    # The last packet may have no duration. It holds one frame: up to 0.5 s of a video, up to 0.1 s of an audio.
-    tolerance = 0.5 if container.streams.video else 0.1
+    # The last packet may have no duration. It holds one frame, up to 0.5 s of a video. The first packets of an audio
+    # may fill the decoder, which returns nothing for them: up to 0.2 s (MP3 with 8,000 samples a second).
+    tolerance = 0.5 if container.streams.video else 0.2
     return duration * (1 - MAX_MISSING_SHARE) - tolerance
 
 
@@ -451,7 +452,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
         image = _read_frame_image(files, number)
         images[number] = image
         first_size = images[chosen[0]].size
-        # Pixels and size are checked before the next image is decoded, because all images may fill the memory.
+        # Checked before the next image is decoded, because all images may fill the memory.
         _check_pixels(len(chosen), *first_size)
         if image.size != first_size:
             raise InvalidInputError(
@@ -571,10 +572,8 @@ def _decode_frames(
         key_timestamps: Timestamps of all key frames of the video, sorted.
     """
     # The first attempt jumps to key frames. If a frame is missing, perhaps a jump went past it, because the container
-    # has no index or a wrong one. So the second attempt decodes everything from the start of the file: the first chosen
-    # timestamp takes the place of the key frames, and a damaged frame after it is refused.
-    without_jumps = timestamps[:1]
-    for jump_timestamps in (key_timestamps or without_jumps, without_jumps):
+    # has no index or a wrong one. So the second attempt jumps nowhere, and decodes everything from the start.
+    for jump_timestamps in (key_timestamps, []):
         with _open_stream(file, 'video') as (container, stream):
             frames = _take_frames(container, stream, timestamps, jump_timestamps)
         if [frame.pts for frame in frames] == timestamps:
@@ -599,7 +598,7 @@ def _take_frames(
     container: InputContainer,
     stream: VideoStream,
     timestamps: Sequence[int],
-    key_timestamps: Sequence[int],
+    jump_timestamps: Sequence[int],
 ) -> list[VideoFrame]:
     """Returns for each timestamp the first frame that is shown at this timestamp or later.
 
@@ -610,18 +609,19 @@ def _take_frames(
         container: The file, which was just opened.
         stream: Its video.
         timestamps: The timestamps, sorted.
-        key_timestamps: Timestamps of key frames, sorted, at least one. If there are some between two timestamps, jumps
-            to the last of them.
+        jump_timestamps: Timestamps of the key frames to which to jump, sorted. If some lie between two timestamps,
+            jumps to the last of them.
     """
     taken_frames = []
-    start = key_timestamps[0]  # a file is opened at its first key frame
+    start = timestamps[0]
+    if jump_timestamps:  # decoding a file that was just opened starts at its first key frame
+        start = jump_timestamps[0]
     frames = container.decode(stream)
     frame = None
     for timestamp in timestamps:
-        num_keys_before = bisect_right(key_timestamps, timestamp)
-        last_key = key_timestamps[max(num_keys_before - 1, 0)]  # a frame before the first key frame belongs to it
-        if last_key != start:
-            start = last_key
+        num_jumps_before = bisect_right(jump_timestamps, timestamp)
+        if num_jumps_before and jump_timestamps[num_jumps_before - 1] != start:
+            start = jump_timestamps[num_jumps_before - 1]
             container.seek(start, stream=stream)
             frames = container.decode(stream)
             frame = None
@@ -629,7 +629,7 @@ def _take_frames(
             frame = next(frames, None)
             if frame is None:
                 break  # the file has ended
-            # A frame before the start may be marked as damaged, because it needs a key frame that was not decoded.
+            # An earlier frame may be marked as damaged, because it needs a key frame that was not decoded.
             if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
                 raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
         if frame is not None:

@@ -173,6 +173,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
         MemoryError(),
         OSError(errno.ESTALE, 'Stale file handle'),
         OSError(errno.EMFILE, 'Too many open files'),
+        OSError(errno.EAGAIN, 'Resource temporarily unavailable'),
         NameError('a programming error'),
     ],
     ids=lambda fault: repr(fault),

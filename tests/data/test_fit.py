@@ -215,6 +215,12 @@ def test_fit_and_cap_need_each_other(tmp_path):
         open_images(tmp_path, 'qwen2_vl', max_image_tokens=8)
 
 
+@pytest.mark.parametrize('cap', [0, '8'])
+def test_cap_that_is_no_count(tmp_path, cap):
+    with pytest.raises(ValueError, match=f'`max_image_tokens` must be a positive integer, got: {cap!r}'):
+        open_images(tmp_path, 'qwen2_vl', fit=True, max_image_tokens=cap)
+
+
 @pytest.mark.parametrize(('override', 'cap'), [('microbatching.slot_tokens=14', 28), ('dataset.max_length=25', 25)])
 def test_microbatch_memory_is_a_cap(path, processor, tmp_path, override, cap):
     overrides = [

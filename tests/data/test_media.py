@@ -408,6 +408,13 @@ def test_complete_aiff_is_read(tmp_path):
     assert len(read('audio', path)) == pytest.approx(16000 * 0.6, abs=1)
 
 
+@pytest.mark.parametrize('codec', ['aac', 'libmp3lame'])
+def test_short_sound_that_fills_its_decoder(tmp_path, codec):
+    """The decoder returns nothing for its first packets."""
+    path = write_encoded_sound(tmp_path / 'a.mka', codec=codec, rate=8000, seconds=0.24)
+    assert len(read('audio', path)) >= 16000 * 0.24
+
+
 @pytest.mark.parametrize('name', ['a.mp4', 'a.mkv', 'a.avi'])
 def test_sound_that_ends_before_its_pictures(tmp_path, name):
     path = write_video(tmp_path / name, SHADES * 3, sound=sine(1))

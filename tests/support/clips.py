@@ -94,12 +94,20 @@ def write_sound(path: Path, samples: np.ndarray, *, rate: int = 16000) -> Path:
     return path
 
 
-def write_encoded_sound(path: Path, *, codec: str, rate: int = 48000, channels: int = 1, **options: str) -> Path:
-    """Writes a tone of 0.6 s, encoded by PyAV."""
+def write_encoded_sound(
+    path: Path,
+    *,
+    codec: str,
+    rate: int = 48000,
+    channels: int = 1,
+    seconds: float = 0.6,
+    **options: str,
+) -> Path:
+    """Writes a tone, encoded by PyAV. Its number of samples must be a multiple of 960."""
     # Without a duration of pages, one page of an Ogg file would hold all samples.
     with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
         stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
-        for samples in sine(0.6, rate=rate).reshape(-1, 960):
+        for samples in sine(seconds, rate=rate).reshape(-1, 960):
             values = np.repeat((samples * 32767).astype(np.int16), channels)[None]
             frame = av.AudioFrame.from_ndarray(values, format='s16', layout=stream.layout.name)
             frame.sample_rate = rate
