@@ -148,7 +148,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
     if report.is_exact:
         return report
-    # The load-balancing loss of a router depends on the cut by its definition, so round-off is not the reason.
+    # The load-balancing loss of a router depends on the cut by definition, so round-off is not the reason.
     if run.options.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
     # Even one forward of the model may have more round-off than the tolerance. Only then is a larger one accepted.
