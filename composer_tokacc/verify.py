@@ -43,7 +43,14 @@ from composer_tokacc.checks.logits import at_predictions, router_loss_of, target
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.invariance import Gradients, InvarianceReport, StepCut, compare_cuts, relative_error
+from composer_tokacc.invariance import (
+    DEFAULT_SIZES,
+    Gradients,
+    InvarianceReport,
+    StepCut,
+    compare_cuts,
+    relative_error,
+)
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
@@ -248,9 +255,7 @@ class _VerifiedRun:
         """Yields three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
         num_rows = self.layout.num_rows(batch)
-        for size in sorted({1, 2, 3, num_rows}):
-            if size > num_rows:
-                continue
+        for size in sorted({min(size, num_rows) for size in DEFAULT_SIZES}):
             steps = {
                 'stock Composer': partial(self._stock_gradients, batch, size),
                 'in order': partial(self._our_gradients, batch, size, regroup=False),

@@ -227,16 +227,13 @@ def fit_activations(
             coefficients[part] = {'constant': float(num_bytes.max())}
             continue
         names = _FEATURES_OF[part]
-        features = np.zeros((len(shapes), len(names)))
-        for row, shape in enumerate(shapes):
-            for column, name in enumerate(names):
-                features[row, column] = _size(shape, name, area)
+        sizes = []
+        for shape in shapes:
+            sizes.append([_size(shape, name, area) for name in names])
+        features = np.array(sizes)
         # Errors are relative to the total, so that small microbatches count as much as large ones.
         solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
-        coefficients[part] = {}
-        for name, coefficient in zip(names, solution, strict=True):
-            if coefficient > 0:
-                coefficients[part][name] = coefficient
+        coefficients[part] = dict(zip(names, solution, strict=True))
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)
