@@ -306,7 +306,7 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
     A larger size than the rows of a rank makes no difference, so it is left out.
     """
     largest = min(2 * size, rows_per_rank)
-    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    powers = [1 << exponent for exponent in range(int(largest).bit_length())]
     return sorted({size, *powers})
 
 
