@@ -162,7 +162,7 @@ def _leaks_of_gradient(
     # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(embeddings: torch.Tensor) -> torch.Tensor:
+    def start_graph(embeddings: Any) -> torch.Tensor:
         embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
 

@@ -433,13 +433,11 @@ def _draw_memory(axes: Axes, report: SizingReport) -> None:
         heights = [row.parts_gib[part] for row in report.sizes]
         axes.bar(range(len(heights)), heights, bottom=tops, label=part)
         tops += heights
-    remarks = []
-    for row in report.sizes:
+    for place, row in enumerate(report.sizes):
         remark = f'{row.peak_gib:.3g}'
         if not row.fits:
             remark += '\ntoo large'
-        remarks.append(remark)
-    axes.bar_label(axes.containers[-1], remarks)  # above the last part, whose top is the peak
+        axes.text(place, row.peak_gib, remark, ha='center', va='bottom')
     axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
     axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
     # Room for remarks and legend. The limit may be far above, and is left out then.
