@@ -268,17 +268,12 @@ class _VerifiedRun:
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
-
-        # Composer's own split does not know which images belong to a row.
-        def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-            rows = range(self.layout.num_rows(batch))
-            starts = range(0, len(rows), int(size))
-            groups = [rows[start : start + int(size)] for start in starts]
-            return self.layout.split(batch, groups)
-
+        rows = range(self.layout.num_rows(batch))
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         data = DataSpec(
             [dict(batch)],
-            split_batch=split,
+            # Composer's own split does not know which images belong to a row.
+            split_batch=lambda batch, microbatch_size: self.layout.split(batch, groups),
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )
