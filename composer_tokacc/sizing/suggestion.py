@@ -6,7 +6,8 @@
 A microbatch size counts slots: rows of ``slot_tokens`` tokens. It sets the token budget of a microbatch,
 ``size x slot_tokens``. For example size 4 with slots of 2,048 tokens gives a budget of 8,192 positions, for 4 rows of
 2,048 or for 16 rows of 512. A microbatch may have further caps, of image tokens and of loss tokens. A sample that is
-over the budget or over a cap by itself goes alone: it is the only row of a microbatch, which the caps do not bound.
+over the budget or over a cap by itself goes alone: it is the only row of its microbatch, and may need more memory than
+any microbatch within the caps.
 
 :class:`Capacity` finds the largest budget that fits in the worst case, by the memory model.
 :func:`suggest_microbatching` turns it into a size, and fills the report. :class:`_RunBySize` has the figures of each

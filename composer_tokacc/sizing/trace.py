@@ -26,7 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
+from composer_tokacc.compat import (
+    DataDependentOutputException,
+    attention_of,
+    let_fake_weights_be_swapped,
+    tree_iter,
+)
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
@@ -173,19 +178,18 @@ class StepTracer:
     def _hook_ends_of_phases(self, end_phase: Callable[..., None]) -> list[RemovableHandle]:
         """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
 
-        def end_at_gradient(name: str, *values: object) -> None:
+        def end_at_gradient(name: str, values: object) -> None:
             # No backward hook of a module, because the model could not write into the values then.
-            for value in values:
+            for value in tree_iter(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
 
-        def before_head(module: nn.Module, args: tuple[object, ...], arguments: dict[str, object]) -> None:
+        def before_head(module: nn.Module, args: object, arguments: object) -> None:
             end_phase('forward')
-            end_at_gradient('head', *args, *arguments.values())
+            end_at_gradient('head', (args, arguments))
 
         def after_head(module: nn.Module, args: object, outputs: object) -> None:
-            values = outputs if isinstance(outputs, tuple) else (outputs,)
-            end_at_gradient('loss', *values)
+            end_at_gradient('loss', outputs)
 
         def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
             end_at_gradient('blocks', embedded)
