@@ -324,28 +324,33 @@ def verify_invariance(
 
     def cuts(padding: str) -> Iterator[StepCut]:
         sizes = microbatch_sizes or DEFAULT_SIZES
-        # One microbatch with the rows of all ranks, the same on every rank. By default the reference is the same step,
-        # so this shows whether a repeated step has the same gradient.
-        once_again = ('again', len(rows_of_rank), [all_rows(padding)])
-        for name, size, microbatches in chain([once_again], _cuts(layout, rows_of_rank, padding, sizes)):
+        for name, size, microbatches in _cuts(layout, rows_of_rank, all_rows(padding), padding, sizes):
             yield StepCut(name=name, microbatch_size=size, gradients=partial(gradients_of, microbatches))
 
     report = compare_cuts(padding_sides, reference_gradients, cuts, tolerance=tolerance)
-    num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
-    # Below, one row of each rank is compared with all rows. If each rank has only one row with labels, both have the
-    # same gradient.
-    can_tell = num_labelled > len(rows_by_rank)
-    if can_tell and all(case.error == 0 for case in report.cases):
+    if all(case.error == 0 for case in report.cases):
         # Not even round-off, so `gradients` may read other batches than those that it gets.
-        of_all_rows = gradients_of([all_rows('right')])
-        row = max(rows_of_rank, key=_labels_by_rule)
-        error, _ = relative_error(gradients_of([row]), of_all_rows)
-        if max(all_gather_object(error)) == 0:
-            raise InvalidInputError(
-                '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row '
-                'as for all rows. Does it read other batches?'
-            )
+        _check_reads_rows(gradients_of, all_rows('right'), rows_by_rank)
     return report
+
+
+def _check_reads_rows(
+    gradients_of: Callable[[Sequence[Batch]], Gradients],
+    all_rows: Batch,
+    rows_by_rank: list[SingleRows],
+) -> None:
+    """Raises ValueError if a step of one row on each rank has the same gradient as a step of all rows; a collective."""
+    num_labelled = sum(any(_labels_by_rule(row)) for row in _joined(rows_by_rank))
+    if num_labelled <= len(rows_by_rank):
+        return  # each rank may have a single row with labels, and then both steps have the same gradient
+    gradients_of_all = gradients_of([all_rows])
+    row = max(rows_by_rank[get_global_rank()], key=_labels_by_rule)
+    error, _ = relative_error(gradients_of([row]), gradients_of_all)
+    if max(all_gather_object(error)) == 0:
+        raise InvalidInputError(
+            '`gradients` must compute a step of the microbatches that it gets, got: the same gradient for one row as '
+            'for all rows. Does it read other batches?'
+        )
 
 
 def _cloned(gradients: Gradients) -> Gradients:
@@ -402,9 +407,9 @@ def _single_rows(layout: BatchLayout, batches: Sequence[Batch]) -> SingleRows:
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
     """Returns the rows, moved between ranks if all ranks have equally many labels.
 
-    If they have, the mean over the ranks is the mean over all tokens. So the fault of a trainer that averages over the
-    ranks would not show. If all rows have equally many labels, the fault of a mean of means would not show in any cut.
-    Then it raises ValueError.
+    A trainer that averages over microbatches shows its fault only if rows have different numbers of labels. If they
+    have not, this raises ValueError. A trainer that averages over ranks shows its fault only if ranks have different
+    numbers of labels. If they have not, rows are moved.
     """
     rows = _joined(rows_by_rank)
     num_labels = torch.tensor([_labels_by_rule(row) for row in rows])  # (rows of all ranks, rules)
@@ -437,13 +442,24 @@ def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
 def _cuts(
     layout: BatchLayout,
     rows: SingleRows,
+    all_rows: BatchDict,
     padding: str,
     sizes: Iterable[int],
 ) -> Iterator[tuple[str, int, list[BatchDict]]]:
-    """Yields cuts of the rows: the name, the size of a microbatch in rows, and the microbatches.
+    """Yields cuts: the name, the size of a microbatch in rows, and the microbatches; see :class:`InvarianceCase`.
 
     The last microbatch of a cut may be smaller. In ``'uneven'`` it holds one row.
+
+    Args:
+        layout: Layout of the rows.
+        rows: The rows of this rank.
+        all_rows: The rows of all ranks, padded.
+        padding: Side of the padding.
+        sizes: Rows of a microbatch.
     """
+    # The same on every rank. By default the reference is this step, too, so this shows whether a repeated step has the
+    # same gradient.
+    yield 'again', len(rows), [all_rows]
     batch = layout.concat(rows, padding_side=padding)
     num_rows = len(rows)
     widths = [labels_of(row).shape[1] for row in rows]

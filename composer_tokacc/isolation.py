@@ -162,18 +162,15 @@ def _leaks_of_gradient(
     # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(embeddings: torch.Tensor) -> torch.Tensor:
+    def start_graph(embeddings: Any) -> torch.Tensor:
         embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
-
-    def replace_output(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
-        return start_graph(output)
 
     embeds = inputs.get('inputs_embeds')
     if isinstance(embeds, torch.Tensor):
         # The model does not call its embedding, so the hook would not run.
         inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
-    with embedding.register_forward_hook(replace_output):
+    with embedding.register_forward_hook(lambda module, args, output: start_graph(output)):
         logits = _logits(model, inputs)
     if not embedded:
         raise TypeError(f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}.')

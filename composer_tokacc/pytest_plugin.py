@@ -48,10 +48,10 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         yield report
     # `spread` and `values_of_ranks` are collectives, so nothing may fail between them on one rank only.
     spread = report.spread
-    have_negative = [bool((weights < 0).any()) for weights in report.weights]
-    have_others = [bool((weights >= 0).any()) for weights in report.weights]
-    any_negative = any(values_of_ranks(any(have_negative)))
-    any_others = any(values_of_ranks(any(have_others)))
+    are_negative: set[bool] = set()  # both values if there are negative and positive weights
+    for weights in report.weights:
+        are_negative.update((weights < 0).tolist())
+    are_negative_by_rank = values_of_ranks(are_negative)
     unequal_names = unequal_on_ranks(values_of_ranks(watch.gradients_at_step))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
@@ -63,7 +63,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             'microbatches and ranks.'
         )
     # The spread compares only the absolute values of the weights.
-    if any_negative and any_others:
+    if len(set().union(*are_negative_by_rank)) == 2:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     if unequal_names:
         faults.append(

@@ -135,7 +135,7 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
             raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
         longest = config.dataset.get('max_length')
         table = lengths_of(options.lengths, longest=longest, seed=config.seed)
-        # A fresh model without data needs no processor.
+        # The memory model is traced with made-up samples. Those of a fresh model need no processor.
         processor = None if config.model.pretrained is None else source.build_processor()
         dataset = StandIns(table, processor, source.model_config(processor))
     else:
@@ -179,8 +179,8 @@ def time_steps(
         size: Size of a microbatch, in rows of ``slot_tokens``.
         slot_tokens: Width of such a row in tokens.
         num_steps: Steps to train.
-        width_multiple: Widths are rounded up to a multiple of it. With ``slot_tokens`` every row has the full width.
-            None takes the one of the config.
+        width_multiple: Widths are rounded up to a multiple of it. If it is ``slot_tokens``, every row gets the full
+            width. None takes the one of the config.
     """
     microbatching = replace(
         config.microbatching,

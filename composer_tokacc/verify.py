@@ -43,7 +43,14 @@ from composer_tokacc.checks.logits import at_predictions, router_loss_of, target
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import Dropout
 from composer_tokacc.data_spec import token_data_spec
-from composer_tokacc.invariance import Gradients, InvarianceReport, StepCut, compare_cuts, relative_error
+from composer_tokacc.invariance import (
+    DEFAULT_SIZES,
+    Gradients,
+    InvarianceReport,
+    StepCut,
+    compare_cuts,
+    relative_error,
+)
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
@@ -148,7 +155,7 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
     if report.is_exact:
         return report
-    # The load-balancing loss of a router depends on the cut by its definition, so round-off is not the reason.
+    # The load-balancing loss of a router depends on the cut by definition, so round-off is not the reason.
     if run.options.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
     # Even one forward of the model may have more round-off than the tolerance. Only then is a larger one accepted.
@@ -248,9 +255,7 @@ class _VerifiedRun:
         """Yields three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
         num_rows = self.layout.num_rows(batch)
-        for size in sorted({1, 2, 3, num_rows}):
-            if size > num_rows:
-                continue
+        for size in sorted({min(size, num_rows) for size in DEFAULT_SIZES}):
             steps = {
                 'stock Composer': partial(self._stock_gradients, batch, size),
                 'in order': partial(self._our_gradients, batch, size, regroup=False),
@@ -263,17 +268,12 @@ class _VerifiedRun:
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
-
-        # Composer's own split does not know which images belong to a row.
-        def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-            rows = range(self.layout.num_rows(batch))
-            starts = range(0, len(rows), int(size))
-            groups = [rows[start : start + int(size)] for start in starts]
-            return self.layout.split(batch, groups)
-
+        rows = range(self.layout.num_rows(batch))
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         data = DataSpec(
             [dict(batch)],
-            split_batch=split,
+            # Composer's own split does not know which images belong to a row.
+            split_batch=lambda batch, microbatch_size: self.layout.split(batch, groups),
             microbatch_transforms=self.layout.with_media,
             get_num_samples_in_batch=self.layout.num_rows,
         )

@@ -35,9 +35,9 @@ of the device free, which covers a smaller error."""
 CALIBRATION_VERSION = 8
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# For each part of a microbatch (`TRACKED_PARTS`), except for copies of weights: the sizes that its bytes can depend on.
-# They are `constant`, and attributes of `BatchShape`. Text depends on `labels`, because the hidden states at labels are
-# copied.
+# The sizes that the bytes of each part of a microbatch can depend on: attributes of `BatchShape`, and `constant`, which
+# is 1. The part `weights` is missing, because copies of weights do not depend on the microbatch. Text depends on
+# `labels`, because the hidden states at labels are copied.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
     'logits': ('logits',),
@@ -47,7 +47,9 @@ _FEATURES_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class StaticBytes:
-    """Bytes of the whole model, before anything is sharded. For FSDP also how many weights its parts have.
+    """Bytes of the whole model, before anything is sharded.
+
+    Four fields are numbers of weights instead: of the parts of the model that FSDP gathers.
 
     Args:
         parameters: All parameters, frozen ones too.
@@ -55,7 +57,7 @@ class StaticBytes:
         gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
         optimizer_step: Temporary tensors of the optimizer's step. Activations are free by then.
-        block: Number of weights in the largest transformer block. FSDP gathers one block at a time.
+        block: Number of weights in the largest transformer block. FSDP gathers blocks one after the other.
         outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the
             step.
         trained_block: Number of trained weights in the block that has most of them.
@@ -119,7 +121,7 @@ class StaticBytes:
         if strategy == 'fsdp':
             # Two blocks are gathered: one runs, the next is fetched.
             gathered_weights = self.outside + 2 * self.block
-            # Gradients are whole until they are reduced. FSDP reduces those of a block in a copy in float32.
+            # Gradients are whole until FSDP reduces them. Those of a block are reduced in a float32 copy.
             whole_gradients = self.trained_outside + self.trained_block
             float32_bytes = 4 * self.trained_block
             gathered_bytes = (gathered_weights + whole_gradients) * self.compute_bytes + float32_bytes
@@ -196,7 +198,7 @@ def _size(shape: BatchShape, name: str, area: str) -> float:
     holds_area = area == 'always' or (area == 'padded' and shape.is_padded)
     if name == 'area' and not holds_area:
         return 0.0
-    return float(getattr(shape, name) or 0)  # `labels` may be None
+    return float(getattr(shape, name) or 0)  # `labels` is None if all logits are computed
 
 
 def fit_activations(
@@ -225,16 +227,13 @@ def fit_activations(
             coefficients[part] = {'constant': float(num_bytes.max())}
             continue
         names = _FEATURES_OF[part]
-        features = np.zeros((len(shapes), len(names)))
-        for row, shape in enumerate(shapes):
-            for column, name in enumerate(names):
-                features[row, column] = _size(shape, name, area)
+        sizes = []
+        for shape in shapes:
+            sizes.append([_size(shape, name, area) for name in names])
+        features = np.array(sizes)
         # Errors are relative to the total, so that small microbatches count as much as large ones.
         solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
-        coefficients[part] = {}
-        for name, coefficient in zip(names, solution, strict=True):
-            if coefficient > 0:
-                coefficients[part][name] = coefficient
+        coefficients[part] = dict(zip(names, solution, strict=True))
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted_parts = [fit.predict(shape) for shape in shapes]
     predicted = activation_bytes(predicted_parts)

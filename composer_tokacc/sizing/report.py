@@ -67,9 +67,7 @@ class SizingReport:
     """Largest safe size, in rows of ``slot_tokens``."""
     slot_tokens: int
     max_image_tokens: int | None
-    """Most image tokens of a microbatch, if the run has such a cap."""
     max_loss_tokens: int | None
-    """Most loss-generating tokens of a microbatch, if the run has such a cap."""
     fitting_image_tokens: int | None
     """Image tokens that fit into a microbatch of the suggested size. None: the dataset has no images."""
     logits: str
@@ -104,7 +102,7 @@ class SizingReport:
     seconds_per_step: float
     """Seconds of a step outside of its microbatches."""
     sizes: list[SizeRow]
-    """The suggested size, and others to compare it with."""
+    """The suggested size, which fits, and others to compare it with."""
     oversize: list[str]
     """Samples over a cap of a microbatch. Each of them is computed alone."""
     too_large: list[str]
@@ -127,7 +125,7 @@ class SizingReport:
         return self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns the time of a step with this cost: in seconds, or in stock steps if no times were measured."""
+        """Returns the time of a step with this cost: in seconds, or as a multiple of stock Composer's step."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
@@ -181,10 +179,11 @@ class SizingReport:
             if value != default:
                 section[name] = value
         if self.measured_cost is not None:
-            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)
+            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)  # times are not more exact
         elif self.cost is not None:
-            section['cost'] = _changed_terms(self.cost, num_digits=17)  # enough for every float
-        return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
+            section['cost'] = _changed_terms(self.cost, num_digits=17)  # so that no float changes
+        plain_section = json.loads(json.dumps(section, default=int))  # YAML takes no integers of numpy
+        return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
         """Returns warnings, such as those about rough figures, samples that are too large, and a faster size."""
@@ -207,15 +206,14 @@ class SizingReport:
                 'of one row.'
             )
         fitting_sizes = [row for row in self.sizes if row.fits]
-        if fitting_sizes:
-            fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
-            suggested = self.figures['planned']
-            gain = 1 - self.time_of(fastest.cost['planned']) / self.time_of(suggested.cost)
-            if gain > SIGNIFICANT_GAIN:
-                warnings.append(
-                    f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the '
-                    'largest that fits: smaller microbatches have less padding.'
-                )
+        fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
+        suggested = self.figures['planned']
+        gain = 1 - self.time_of(fastest.cost['planned']) / self.time_of(suggested.cost)
+        if gain > SIGNIFICANT_GAIN:
+            warnings.append(
+                f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
+                'that fits: smaller microbatches have less padding.'
+            )
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
@@ -235,12 +233,12 @@ class SizingReport:
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.as_dict(), indent=2)
+        text = json.dumps(self.as_dict(), indent=2, default=int)
         Path(path).write_text(f'{text}\n')
 
     def text(self) -> str:
         """Returns the recommendation, its reasons and the lines to paste, for a terminal."""
-        sections = [_answer(self), _memory(self), _methods(self), _sizes(self)]
+        sections = [_summary_table(self), _memory_table(self), _method_table(self), _size_table(self)]
         sections += [f'note: {warning}' for warning in self.warnings()]
         sections += ['Paste into the YAML file:', self.yaml()]
         return '\n\n'.join(sections)
@@ -265,7 +263,7 @@ def _changed_terms(cost: CostModel, *, num_digits: int) -> dict[str, float]:
     return changed
 
 
-def _answer(report: SizingReport) -> str:
+def _summary_table(report: SizingReport) -> str:
     """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
@@ -302,14 +300,14 @@ def _vision(profile: DatasetProfile) -> str:
     return text
 
 
-def _memory(report: SizingReport) -> str:
+def _memory_table(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
     return _table('Memory at the peak of the heaviest microbatch', [('held by', 'GiB', 'share')], rows)
 
 
-def _methods(report: SizingReport) -> str:
+def _method_table(report: SizingReport) -> str:
     """Returns the table that compares the methods. Its header has two lines, because the words are long."""
     header = [
         ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
@@ -347,7 +345,7 @@ def _time(report: SizingReport, cost: float) -> str:
     return f'{report.time_of(cost):.{num_digits}f}'
 
 
-def _sizes(report: SizingReport) -> str:
+def _size_table(report: SizingReport) -> str:
     """Returns the table of the sizes: padding of each method, time of each method, peak, and a remark."""
     header = [
         ('', 'padding', '', '', f'time, {_unit_of_time(report)}', '', '', 'peak', ''),
@@ -431,19 +429,15 @@ def _draw_padding(axes: Axes, report: SizingReport) -> None:
 def _draw_memory(axes: Axes, report: SizingReport) -> None:
     """Draws a bar for each size: the parts of its memory, stacked."""
     tops = np.zeros(len(report.sizes))  # of the bars so far, in GiB
-    bars = None
     for part in report.sizes[0].parts_gib:
         heights = [row.parts_gib[part] for row in report.sizes]
-        bars = axes.bar(range(len(heights)), heights, bottom=tops, label=part)
+        axes.bar(range(len(heights)), heights, bottom=tops, label=part)
         tops += heights
-    remarks = []
-    for row in report.sizes:
+    for place, row in enumerate(report.sizes):
         remark = f'{row.peak_gib:.3g}'
         if not row.fits:
             remark += '\ntoo large'
-        remarks.append(remark)
-    if bars is not None:
-        axes.bar_label(bars, remarks)  # above the last part, whose top is the peak
+        axes.text(place, row.peak_gib, remark, ha='center', va='bottom')
     axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
     axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
     # Room for remarks and legend. The limit may be far above, and is left out then.

@@ -35,8 +35,8 @@ class BatchShape:
     is_padded: bool = True
     """Whether some position is padding. If none is, SDPA needs no mask."""
     labels: int | None = None
-    """If the run computes logits only at labels: the number of positions with logits, which may be higher than the
-    number of labels, see ``logit_positions``. None: at all positions."""
+    """If the run computes logits only at labels: the number of positions with logits, which is a bit higher than the
+    number of labels, see ``logit_positions``. None: logits at all positions."""
 
     @property
     def tokens(self) -> float:

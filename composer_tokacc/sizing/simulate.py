@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, cut_rows, padded_widths
-from composer_tokacc.planning.plan import time_in_slots
+from composer_tokacc.planning.plan import Microbatch, time_in_slots
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
@@ -103,10 +103,8 @@ def simulate_steps(
         num_tokens += int(table.tokens[batch].sum())
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
         costs_of_ranks = []
-        loads = []  # sum of the costs of each rank
         for microbatches in ranks:
             costs_of_rank = []
-            load = 0.0
             for samples, width in microbatches:
                 if width is None:
                     widths = table.tokens[samples]
@@ -116,10 +114,9 @@ def simulate_steps(
                     text_cost = float(price.rows(widths).sum()) + price.launch
                 vision_cost = float(vision_costs[samples].sum())
                 costs_of_rank.append((vision_cost, text_cost))
-                load += vision_cost + text_cost
                 num_positions += int(widths.sum())
             costs_of_ranks.append(costs_of_rank)
-            loads.append(load)
+        loads = [sum(map(sum, costs_of_rank)) for costs_of_rank in costs_of_ranks]
         step_cost = max(loads)
         if options.objective == 'fsdp':
             step_cost = time_in_slots(costs_of_ranks)
@@ -150,25 +147,31 @@ def _microbatches_of_ranks(
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
-    if method == 'planned':
+    if method == 'split':
+        ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+    else:
         plan = plan_batch(planned_rows(table, batch, options), num_ranks)
-        if options.packing is not True:
-            # The plan itself has dummies for ranks without samples. Equal counts may need more of them.
-            ranks = []
-            for planned in plan.ranks:
-                microbatches = []
-                for microbatch in planned:
-                    samples = batch[list(microbatch.indices)]
-                    microbatches.append(_ComputedMicrobatch(samples, microbatch.width))
-                ranks.append(microbatches)
-            return _with_dummy_rows(table, batch, ranks, options)
-        # With packing the plan only decides which rank reads which samples. Then each rank packs its samples.
-        samples_of_ranks = []
-        for planned in plan.ranks:
-            assignment = RankAssignment.from_plan(planned, batch)
-            samples_of_ranks.append(np.array(list(assignment)))
-    ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+        ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
     return _with_dummy_rows(table, batch, ranks, options)
+
+
+def _planned_microbatches(
+    table: SampleSizes,
+    batch: np.ndarray,
+    planned: Sequence[Microbatch],
+    options: CutOptions,
+) -> list[_ComputedMicrobatch]:
+    """Returns the microbatches of one rank by its part of a plan."""
+    if options.packing is True:
+        # The plan only decides which samples the rank reads. Then the rank packs them itself.
+        assignment = RankAssignment.from_plan(planned, batch)
+        return _cut_by_split(table, np.array(list(assignment)), options)
+    # These include the dummies that the plan gives to ranks without samples. Equal counts may need more dummies.
+    microbatches = []
+    for microbatch in planned:
+        samples = batch[list(microbatch.indices)]
+        microbatches.append(_ComputedMicrobatch(samples, microbatch.width))
+    return microbatches
 
 
 def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> Rows:

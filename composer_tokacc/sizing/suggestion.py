@@ -3,8 +3,15 @@
 
 """Finds the largest safe microbatch of a run, and the time that it saves.
 
-:class:`Capacity` finds how many tokens fit in the worst case, by the memory model. :func:`suggest_microbatching` turns
-that into a microbatch size, simulates steps with this size and with others, and fills the report.
+A microbatch size counts slots: rows of ``slot_tokens`` tokens. It sets the token budget of a microbatch,
+``size x slot_tokens``. For example size 4 with slots of 2,048 tokens gives a budget of 8,192 positions, for 4 rows of
+2,048 or for 16 rows of 512. A microbatch may have further caps, of image tokens and of loss tokens. A sample that is
+over the budget or over a cap by itself goes alone: it is the only row of its microbatch, and may need more memory than
+any microbatch within the caps.
+
+:class:`Capacity` finds the largest budget that fits in the worst case, by the memory model.
+:func:`suggest_microbatching` turns it into a size, and fills the report. :class:`_RunBySize` has the figures of each
+size in the report.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -36,16 +43,15 @@ NUM_BATCHES = 24
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
-"""Terms of memory that shrink with the microbatch, and so may limit its size: from the short name in the report to the
-name in ``MemoryModel.terms``. The term of the inputs shrinks, too, but never limits the size."""
+"""Terms of memory that shrink with the microbatch, and so may limit its size. The keys are the short names in the
+report, and the values the names in ``MemoryModel.terms``. The inputs shrink, too, but are too small to limit it."""
 
 
 @dataclass(frozen=True)
 class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
-    A sample that is over a cap of a microbatch by itself is computed alone, and may need more memory than the worst
-    shape here: see ``_heaviest_shape``. The longest length and the largest shares include such samples.
+    Microbatches of a sample that goes alone are left out: see ``_RunBySize.heaviest_shape``.
     """
 
     memory: MemoryModel
@@ -91,18 +97,19 @@ class Capacity:
         )
 
     def most_logits(self, tokens: int) -> int:
-        """Returns at how many positions a microbatch with this many positions computes logits, at most."""
+        """Returns at how many positions a microbatch with this many positions computes logits, at most.
+
+        With logits at labels, a microbatch with L labels computes L + 1 of them. If L is at least ``DENSE`` times its
+        positions, it computes all; see ``logit_positions``.
+        """
         if self.memory.logits == 'all':
             return tokens
         most = tokens
-        share = self.table.largest_share_of_labels
-        # From the share DENSE on, the run computes the logits of all positions. Below, only those of labels.
+        share = self.table.largest_share_of_labels  # counts one more label for each sample, so it covers L + 1
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # With L labels, there are two cases, see `logit_positions`. If L >= DENSE * positions, all positions have
-            # logits, which are at most L / DENSE. Otherwise L + 1 have logits. As DENSE is at most 1, neither is more
-            # than L / DENSE + 1.
+            # L + 1 is at most L / DENSE + 1. A microbatch that computes all logits has at most L / DENSE positions.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -181,8 +188,9 @@ def suggest_microbatching(
             seconds.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
             communication, and fragmentation.
-        slot_tokens: Width of a slot. A slot that would not fit gets narrower. Default: the longest sample, rounded up
-            to `width_multiple`. This and the next six arguments mean the same in :func:`.token_data_spec`.
+        slot_tokens: Width of a slot: the tokens of one row of the microbatch size. It is lowered if such a row does not
+            fit. Default: the longest sample, rounded up to `width_multiple`. This and the next six arguments mean the
+            same in :func:`.token_data_spec`.
         max_image_tokens: Most image tokens of a microbatch. Default: no cap.
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
@@ -222,40 +230,23 @@ def suggest_microbatching(
     capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens, width_multiple)
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
-    max_tokens = token_budget(size, slot)
     stock_tokens = capacity.of_stock_composer().max_tokens()
-    stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
-    stock_size = min(stock_size, rows_per_rank)
-    options = replace(options, max_tokens=max_tokens)
-
-    @cache  # because the samples that go alone are the same for most of the sizes
-    def peak_alone(sample: int) -> float:
-        return memory.peak(_shape_alone(capacity, sample), num_ranks=num_ranks)
-
-    is_oversize = _is_over_a_cap(table, options)
-    is_too_large = np.zeros_like(is_oversize)
-    for sample in np.flatnonzero(is_oversize).tolist():
-        is_too_large[sample] = peak_alone(sample) > capacity.limit
-    # Steps with the suggested size and with others. The run cuts by `options.cost`, but its time follows `price`.
-    batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
-    price = measured_cost or options.cost
-    simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
-    size_rows = []
-    for compared_size in _compared_sizes(size, rows_per_rank):
-        compared_tokens = token_budget(compared_size, slot)
-        compared_options = replace(options, max_tokens=compared_tokens)
-        figures = _figures(simulate, compared_options, stock_size=compared_size)
-        compared_heaviest = _heaviest_shape(capacity, compared_options, peak_alone)
-        size_rows.append(_size_row(capacity, compared_size, compared_heaviest, figures))
-    # What limits the suggested size.
+    stock_rows = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
+    stock_size = min(stock_rows, rows_per_rank)
+    # What limits the size.
+    max_tokens = token_budget(size, slot)
     fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)
     limited_by = max(SHRINKING_TERMS, key=lambda part: worst_terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
         limited_by = 'global batch'
-    # Memory at the suggested size.
-    heaviest = _heaviest_shape(capacity, options, peak_alone)
+    # Memory and time with the suggested size, and with others.
+    batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
+    price = measured_cost or options.cost
+    run = _RunBySize(capacity, options, slot, batches, price)
+    heaviest = run.heaviest_shape(size)
     terms = memory.terms(heaviest, num_ranks=num_ranks)
+    goes_alone = run.goes_alone(size)
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -278,16 +269,16 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
         memory_residual=memory.residual,
-        figures=_figures(simulate, options, max(stock_size, 1)),
-        bound=_mean_bound(table, batches, replace(options, cost=price), num_ranks),
+        figures=run.figures(size, max(stock_size, 1)),
+        bound=run.mean_bound(size),
         measured_cost=measured_cost,
         cost=cost,
         equal_counts=equal_counts,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
-        sizes=size_rows,
-        oversize=table.names(is_oversize),
-        too_large=table.names(is_too_large),
+        sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, rows_per_rank)],
+        oversize=table.names(goes_alone),
+        too_large=table.names(goes_alone & (run.peaks_alone > capacity.limit)),
     )
 
 
@@ -296,12 +287,12 @@ def _largest_size(
     options: CutOptions,
     rows_per_rank: int,
 ) -> tuple[int, int]:
-    """Returns the largest safe microbatch size, in slots, and the width of a slot in tokens."""
+    """Returns the largest safe microbatch size, and the width of a slot."""
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
         raise InvalidInputError(capacity.why_nothing_fits())
     slot = options.slot_tokens or _rounded_up(capacity.table.tokens.max(), capacity.width_multiple)
-    slot = min(slot, fitting_tokens)  # so that a microbatch of one slot fits
+    slot = min(slot, fitting_tokens)  # so that size 1 fits
     return min(fitting_tokens // slot, rows_per_rank), slot
 
 
@@ -310,107 +301,125 @@ def _rounded_up(length: np.int64, multiple: int) -> int:
     return math.ceil(length / multiple) * multiple
 
 
-def _is_over_a_cap(table: SampleSizes, options: CutOptions) -> np.ndarray:
-    """Returns whether each sample is over a cap of a microbatch by itself, bool (samples,)."""
-    all_samples = np.arange(len(table))
-    return planned_rows(table, all_samples, options).is_over
-
-
-def _shape_alone(capacity: Capacity, sample: int) -> BatchShape:
-    """Returns the shape of the microbatch that holds only this sample.
-
-    Its width is rounded up, although a run does not round up beyond the token budget.
-    """
-    table = capacity.table
-    width = _rounded_up(table.tokens[sample], capacity.width_multiple)
-    image_tokens = int(table.image_tokens[sample])
-    labels = None
-    if capacity.memory.logits == 'labels' and table.loss_tokens is not None:
-        # A model that does not shift labels also counts the first label, which the table leaves out.
-        labels = logit_positions(int(table.loss_tokens[sample]) + 1, width)
-    return BatchShape(
-        rows=1,
-        width=width,
-        image_tokens=image_tokens,
-        image_area=float(image_tokens**2),  # an upper bound, reached by a single image
-        pixel_bytes=int(image_tokens * capacity.memory.pixel_bytes_per_image_token),
-        labels=labels,
-    )
-
-
-def _heaviest_shape(
-    capacity: Capacity,
-    options: CutOptions,
-    peak_alone: Callable[[int], float],
-) -> BatchShape:
-    """Returns the shape with the highest peak: a microbatch within the caps, or a sample that goes alone and fits.
-
-    A sample over a cap of a microbatch goes alone, so the caps do not bound its memory.
-
-    Args:
-        capacity: Memory of the microbatches within the caps.
-        options: How the run cuts.
-        peak_alone: Returns bytes at the peak of a sample that goes alone.
-    """
-    heaviest = capacity.worst_shape(options.max_tokens)
-    highest_peak = capacity.peak(options.max_tokens)
-    for sample in np.flatnonzero(_is_over_a_cap(capacity.table, options)).tolist():
-        if highest_peak < peak_alone(sample) <= capacity.limit:
-            heaviest = _shape_alone(capacity, sample)
-            highest_peak = peak_alone(sample)
-    return heaviest
-
-
-def _figures(
-    simulate: Callable[..., StepFigures],
-    options: CutOptions,
-    stock_size: int,
-) -> dict[str, StepFigures]:
-    """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
-    return {method: simulate(method=method, microbatch_rows=stock_size, options=options) for method in METHOD_NAMES}
-
-
-def _mean_bound(
-    table: SampleSizes,
-    batches: Sequence[np.ndarray],
-    options: CutOptions,
-    num_ranks: int,
-) -> float:
-    """Returns a lower bound of the cost of a step under any plan, as the mean over the batches."""
-    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
-    return float(np.mean(bounds))
-
-
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
     """Returns the sizes of the report: the suggested one, and powers of two up to twice this size.
 
     A larger size than the rows of a rank makes no difference, so it is left out.
     """
     largest = min(2 * size, rows_per_rank)
-    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    powers = [1 << exponent for exponent in range(int(largest).bit_length())]
     return sorted({size, *powers})
 
 
-def _size_row(
-    capacity: Capacity,
-    size: int,
-    heaviest: BatchShape,
-    figures: dict[str, StepFigures],
-) -> SizeRow:
-    """Returns padding, time and memory of one size. `heaviest` is the shape of its heaviest microbatch."""
-    peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
-    terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
-    parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
-    parts['inputs'] = terms['inputs'] / GIB
-    return SizeRow(
-        size=size,
-        padding={method: step.padding_ratio for method, step in figures.items()},
-        cost={method: step.cost for method, step in figures.items()},
-        peak_gib=peak / GIB,
-        # 'model' is the rest of the peak, so it has also what the optimizer's step takes beyond the microbatch.
-        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
-        fits=peak <= capacity.limit,
-    )
+@dataclass(frozen=True, eq=False)
+class _RunBySize:
+    """The run at any microbatch size: its heaviest microbatch, and its simulated steps."""
+
+    capacity: Capacity
+    options: CutOptions
+    """How the run cuts. ``max_tokens`` is replaced by the budget of each size."""
+    slot_tokens: int
+    batches: Sequence[np.ndarray]
+    """Sample indices of each simulated global batch."""
+    price: CostModel
+    """Gives the time of a step. The run cuts by ``options.cost``, which may be another cost model."""
+
+    def options_of(self, size: int) -> CutOptions:
+        """Returns how the run cuts with this size."""
+        return replace(self.options, max_tokens=token_budget(size, self.slot_tokens))
+
+    def goes_alone(self, size: int) -> np.ndarray:
+        """Returns whether each sample goes alone, bool (samples,)."""
+        all_samples = np.arange(len(self.capacity.table))
+        return planned_rows(self.capacity.table, all_samples, self.options_of(size)).is_over
+
+    @cached_property
+    def peaks_alone(self) -> np.ndarray:
+        """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
+
+        Size 1 has the smallest budget, so these samples include those that go alone at any other size.
+        """
+        capacity = self.capacity
+        peaks = np.zeros(len(capacity.table))
+        for sample in np.flatnonzero(self.goes_alone(1)).tolist():
+            peaks[sample] = capacity.memory.peak(self._shape_alone(sample), num_ranks=capacity.num_ranks)
+        return peaks
+
+    def _shape_alone(self, sample: int) -> BatchShape:
+        """Returns the shape of the microbatch that holds only this sample.
+
+        Its width is rounded up, although a run does not round up beyond the token budget.
+        """
+        memory = self.capacity.memory
+        table = self.capacity.table
+        width = _rounded_up(table.tokens[sample], self.options.width_multiple)
+        image_tokens = int(table.image_tokens[sample])
+        labels = None
+        if memory.logits == 'labels' and table.loss_tokens is not None:
+            # A model that does not shift labels also counts the first label, which the table leaves out.
+            labels = logit_positions(int(table.loss_tokens[sample]) + 1, width)
+        return BatchShape(
+            rows=1,
+            width=width,
+            image_tokens=image_tokens,
+            image_area=float(image_tokens**2),  # an upper bound, reached by a single image
+            pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
+            labels=labels,
+        )
+
+    def heaviest_shape(self, size: int) -> BatchShape:
+        """Returns the shape with the highest peak: the worst within the caps, or a sample that goes alone and fits."""
+        capacity = self.capacity
+        max_tokens = self.options_of(size).max_tokens
+        fits_alone = self.goes_alone(size) & (self.peaks_alone <= capacity.limit)
+        peaks = np.where(fits_alone, self.peaks_alone, 0.0)
+        sample = int(peaks.argmax())
+        if peaks[sample] > capacity.peak(max_tokens):
+            return self._shape_alone(sample)
+        return capacity.worst_shape(max_tokens)
+
+    def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
+        """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
+        figures = {}
+        for method in METHOD_NAMES:
+            figures[method] = simulate_steps(
+                self.capacity.table,
+                self.batches,
+                method=method,
+                num_ranks=self.capacity.num_ranks,
+                microbatch_rows=stock_size,
+                options=self.options_of(size),
+                price=self.price,
+            )
+        return figures
+
+    def mean_bound(self, size: int) -> float:
+        """Returns a lower bound of the cost of a step under any plan, as the mean over the batches."""
+        options = replace(self.options_of(size), cost=self.price)
+        bounds = []
+        for batch in self.batches:
+            rows = planned_rows(self.capacity.table, batch, options)
+            bounds.append(lower_bound(rows, self.capacity.num_ranks))
+        return float(np.mean(bounds))
+
+    def size_row(self, size: int) -> SizeRow:
+        """Returns padding, time and memory of one size. Stock Composer is simulated with as many rows."""
+        capacity = self.capacity
+        figures = self.figures(size, stock_size=size)
+        heaviest = self.heaviest_shape(size)
+        peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
+        terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
+        parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
+        parts['inputs'] = terms['inputs'] / GIB
+        return SizeRow(
+            size=size,
+            padding={method: step.padding_ratio for method, step in figures.items()},
+            cost={method: step.cost for method, step in figures.items()},
+            peak_gib=peak / GIB,
+            # 'model' is the rest of the peak, so it has also what the optimizer's step takes beyond the microbatch.
+            parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
+            fits=peak <= capacity.limit,
+        )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -44,10 +44,13 @@ class TimedMicrobatch(NamedTuple):
 class MicrobatchTimer(Callback):
     """Records sizes and seconds of every microbatch, and the other seconds of a step.
 
+    A microbatch begins where the previous one ended, after its backward pass. The first one begins at
+    ``before_train_batch``. The rest of the step is outside of microbatches.
+
     Args:
         layout: Layout of the model's batches. None: a text model.
-        hidden_size: Hidden size of the language model. The timer only keeps it: `size.py` computes the argument
-            `quadratic` of :func:`fit_cost` from it.
+        hidden_size: Hidden size of the language model. The timer only keeps it, for the argument `quadratic` of
+            :func:`fit_cost`.
         patches: Function that counts the patches that the vision encoder computes for a batch of one row. None: the
             encoder is not timed.
         skip: Number of first steps of a fit that are not recorded, because caches warm up.
@@ -180,26 +183,29 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_outside += timer.outside
     if not microbatches:
         raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    # One array for each field, except for `patches`, which has several numbers.
-    without_patches = [microbatch[:5] for microbatch in microbatches]
-    columns = np.array(without_patches, dtype=np.float64).T
-    rows, widths, image_tokens, seconds, vision_seconds = columns
-    # Sums over the rows, which set the cost in the vision encoder: patches^2, patches, rows with images.
-    patch_sums = []
+    seconds = np.array([microbatch.seconds for microbatch in microbatches])
+    vision_seconds = np.array([microbatch.vision_seconds for microbatch in microbatches])
+    # For each microbatch the sizes that cost time. In the vision encoder these are sums over the rows: of patches^2, of
+    # patches, and of rows with images. Else: text in the unit of CostModel (a token in the dense layers), image tokens,
+    # and the launch of the microbatch.
+    vision_rows = []
+    text_rows = []
     for microbatch in microbatches:
         patches = np.array(microbatch.patches)
-        patch_sums.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
-    patch_features = np.array(patch_sums, dtype=np.float64)
-    has_patches = patch_features[:, 1] > 0
+        vision_rows.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
+        text_units = microbatch.rows * (microbatch.width + microbatch.width**2 / quadratic)
+        text_rows.append([text_units, microbatch.image_tokens, 1])
+    vision_features = np.array(vision_rows, dtype=np.float64)
+    features = np.array(text_rows, dtype=np.float64)
+    has_patches = vision_features[:, 1] > 0
     per_square = per_patch = per_row_with_images = 0.0
+    # No encoder was timed if the model has none of the names in `media_modules`.
     if has_patches.any() and (vision_seconds[has_patches] > 0).all():
-        vision_fit = _fit(patch_features[has_patches], vision_seconds[has_patches])
+        vision_fit = _fit(vision_features[has_patches], vision_seconds[has_patches])
         per_square, per_patch, per_row_with_images = vision_fit.tolist()
         # The fit above prices the images, so the fit below must not price them again by their tokens.
-        seconds = seconds - vision_seconds
-        image_tokens = np.zeros_like(image_tokens)
-    text_units = rows * (widths + widths**2 / quadratic)  # the unit of CostModel: a token in the dense layers
-    features = np.stack([text_units, image_tokens, np.ones_like(rows)], axis=1)
+        seconds -= vision_seconds
+        features[:, 1] = 0
     per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
     if per_token <= 0:
         raise InvalidInputError(

@@ -219,19 +219,19 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-            if is_dense and storage_key(tensor) not in self._finalizers:
-                self.enter(tensor, self._part(tensor, func, args))
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                self._enter(tensor, func, args)
         if sum(self.current.values()) > sum(self.peak.values()):
-            self.restart_peak()
+            self.peak = dict(self.current)
         return result
 
-    def enter(self, tensor: torch.Tensor, part: str) -> None:
-        """Adds the bytes of a tensor to a part. Skips parameters, and memory that counts already."""
-        storage = tensor.untyped_storage()
+    def _enter(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
+        """Counts the bytes of a tensor that an operation has made, unless it is a parameter or counts already."""
         key = storage_key(tensor)
         if key in self._finalizers or key in self._parameters:
             return
+        part = self._part(tensor, func, args)
+        storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         self.current[part] += num_bytes
         self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, num_bytes)

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Traces steps of the run's own model without its memory.
+"""Traces steps of the run's own model without allocating its memory.
 
-Weights and activations are fake tensors, which have a size but no memory. The batch is real. :class:`TracedStep`
-measures the bytes of a microbatch at its peak, part by part, and counts its operations. :func:`calibrate_fake` fits a
-memory model to a few traced microbatches, and :func:`count_flops` fits a model of the operations.
+Weights and activations are fake tensors, which have a size but no memory. The batch is real. :class:`StepTracer` runs
+one microbatch as a step. It measures the bytes at the peak, part by part, or counts the operations.
+:func:`calibrate_fake` fits a memory model to a few traced microbatches, and :func:`count_flops` fits a model of the
+operations.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
+from composer_tokacc.compat import (
+    DataDependentOutputException,
+    attention_of,
+    let_fake_weights_be_swapped,
+    tree_iter,
+)
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, input_embedding, output_embedding
 from composer_tokacc.layout import BatchLayout
@@ -61,10 +68,16 @@ number of labels does not grow in proportion to the number of positions. A run m
 1 is among the first four: without images only four microbatches are traced."""
 
 PHASES = ('forward', 'loss', 'head', 'blocks', 'embedding')
-"""The phases of a step, which follow each other: the forward pass before the output embedding; the output embedding and
-the loss, with the backward pass of the loss; the backward passes of the output embedding, of the blocks and of the
-input embedding. Which one has the highest peak depends on the shape of the microbatch. The two embeddings have phases
-of their own, because the gradients of their weights are large, and do not depend on the shape."""
+"""The phases of a traced step. They follow each other, and each has a peak:
+
+* ``forward``: the forward pass. Ends when the output embedding (the head) is called.
+* ``loss``: the head and the loss, and the backward pass of the loss. Ends when the gradient reaches the logits.
+* ``head``: the backward pass of the head. Ends when the gradient reaches the hidden states.
+* ``blocks``: the backward pass of the blocks. Ends when the gradient reaches the output of the input embedding.
+* ``embedding``: the backward pass of the input embedding, and all else up to the end of the step.
+
+Which one has the highest peak depends on the shape of the microbatch. The two embeddings have phases of their own,
+because the gradients of their weights are large, and do not depend on the shape."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -77,8 +90,8 @@ class MicrobatchPeaks(NamedTuple):
     """Bytes at the peak of each phase (``PHASES``), by part (``TRACKED_PARTS``)."""
 
 
-class TracedStep:
-    """Runs forward and backward passes of a model with fake tensors, and counts the bytes that they would take.
+class StepTracer:
+    """Runs steps of one microbatch with fake tensors, forward and backward, and counts the bytes that they would take.
 
     The attribute ``static`` holds the bytes that do not depend on the microbatch.
 
@@ -104,7 +117,7 @@ class TracedStep:
         check_choice('strategy', strategy, ('ddp', 'fsdp'))
         # A model may also compute with real tensors that were made before, such as a constant of its module.
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
-        with self._mode, let_fake_weights_be_swapped():
+        with self._mode, let_fake_weights_be_swapped():  # `build` may cast weights
             self.model: Any = transformers_model(build())
         self.layout = BatchLayout.for_model(self.model)
         self.strategy = strategy
@@ -123,11 +136,11 @@ class TracedStep:
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._autocast_dtype is not None:
             # FSDP computes with a cast copy of the parameters. The optimizer works on the parameters before the cast,
-            # so its states are counted before.
+            # so its states were counted first.
             with self._mode, let_fake_weights_be_swapped():
                 self.model.to(self._autocast_dtype)
             self._tracker.find_parameters(self.model)
-            self._step(first_batch)
+            self._step(first_batch)  # again, so that the next microbatch begins with gradients of the cast type
 
     def measure(self, batch: Batch) -> MicrobatchPeaks | None:
         """Returns the peaks of one microbatch. Gradients were in memory before, so they do not count.
@@ -138,9 +151,6 @@ class TracedStep:
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
-        # Each of these hooks of the forward pass ends a phase, or prepares its end in the backward pass. A phase of the
-        # backward pass ends when the gradient arrives at the values that the next phase begins with.
-
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
                 return  # only the first gradient or call ends a phase
@@ -150,35 +160,10 @@ class TracedStep:
             phases[name] = peaks
             self._tracker.restart_peak()
 
-        def end_by_gradient(name: str, *values: object) -> None:
-            # Not by a backward hook of a module. With it, the model could not write into the value.
-            for value in values:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    value.register_hook(partial(end_phase, name))
-
-        def before_head(module: nn.Module, args: tuple[object, ...], arguments: dict[str, object]) -> None:
-            end_phase('forward')
-            end_by_gradient('head', *args, *arguments.values())
-
-        def after_head(module: nn.Module, args: object, outputs: object) -> None:
-            values = outputs if isinstance(outputs, tuple) else (outputs,)
-            end_by_gradient('loss', *values)
-
-        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
-            end_by_gradient('blocks', embedded)
-
-        head = output_embedding(self.model)
-        embedding = input_embedding(self.model)
-        handles = []
-        if head is not None:
-            # First, so that it gets the hidden states of all positions, and not only those at labels.
-            handles.append(head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True))
-            handles.append(head.register_forward_hook(after_head))
-        if embedding is not None:
-            handles.append(embedding.register_forward_hook(after_embedding))
+        handles = self._hook_ends_of_phases(end_phase)
         self._tracker.restart_peak()
         has_gradient = self._step(batch)
-        # 'embedding', and phases that no gradient has ended, or that end at a module which the model does not name.
+        # `embedding`, and phases whose end was not seen: no gradient came, or the model does not name an embedding.
         for name in PHASES:
             end_phase(name)
         for handle in handles:
@@ -189,6 +174,36 @@ class TracedStep:
         if self._selector is not None:
             shape = replace(shape, labels=self._num_logits(batch))
         return MicrobatchPeaks(shape, phases)
+
+    def _hook_ends_of_phases(self, end_phase: Callable[..., None]) -> list[RemovableHandle]:
+        """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
+
+        def end_at_gradient(name: str, values: object) -> None:
+            # No backward hook of a module, because the model could not write into the values then.
+            for value in tree_iter(values):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    value.register_hook(partial(end_phase, name))
+
+        def before_head(module: nn.Module, args: object, arguments: object) -> None:
+            end_phase('forward')
+            end_at_gradient('head', (args, arguments))
+
+        def after_head(module: nn.Module, args: object, outputs: object) -> None:
+            end_at_gradient('loss', outputs)
+
+        def after_embedding(module: nn.Module, args: object, embedded: object) -> None:
+            end_at_gradient('blocks', embedded)
+
+        head = output_embedding(self.model)
+        embedding = input_embedding(self.model)
+        handles = []
+        if head is not None:
+            # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True))
+            handles.append(head.register_forward_hook(after_head))
+        if embedding is not None:
+            handles.append(embedding.register_forward_hook(after_embedding))
+        return handles
 
     def _num_logits(self, batch: Batch) -> int:
         """Returns the number of positions of a batch at which logits are computed.
@@ -219,14 +234,13 @@ class TracedStep:
         # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
             # Composer's `state.outputs` holds the logits of the previous microbatch until the new ones exist. Here the
-            # previous microbatch counts as equally large.
+            # previous microbatch counts as equally large. The tracker sees by their width that these are logits.
             last_logits = None
             if self._logits_dtype is not None:
                 with self._mode:
                     last_logits = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
-                self._tracker.enter(last_logits, 'logits')
             if self._selector is not None:
-                self._selector.arm('causal', num_logits - 1)
+                self._selector.arm('causal', num_labels=num_logits - 1)
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)
@@ -244,9 +258,9 @@ class TracedStep:
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Enters the modes of a step.
+        """Counts the tensors of the code inside, which computes with fake weights and a real batch.
 
-        Raises ValueError if the code inside, of the model or of the optimizer, cannot run with fake tensors.
+        Raises ValueError if this code, of the model or of the optimizer, cannot run with fake tensors.
         """
         try:
             with RealInputs(self._mode), self._tracker:
@@ -323,7 +337,7 @@ def calibrate_fake(
     check_choice('logits', logits, TRACED_LOGITS)
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     make_step = partial(
-        TracedStep,
+        StepTracer,
         build,
         make_optimizer=make_optimizer,
         precision=precision,
@@ -347,7 +361,7 @@ def calibrate_fake(
 
 
 def _traced_memory(
-    make_step: Callable[..., TracedStep],
+    make_step: Callable[..., StepTracer],
     batches: Sequence[Batch],
     logits: str,
     *,
@@ -367,7 +381,7 @@ def _traced_memory(
         if peaks is not None:
             measured.append(peaks)
     _check_any_gradient(measured)
-    # When attention holds a matrix of rows x width^2.
+    # When attention holds a matrix of rows x width^2, see ActivationFit.
     if attention_of(step.model.config) == 'eager':
         area = 'always'
     elif has_mask:
@@ -456,7 +470,7 @@ def count_flops(
     :func:`.calibrate_fake`.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    step = TracedStep(build, batches[0], on_gpu=False)  # the types on a GPU change no product
+    step = StepTracer(build, batches[0], on_gpu=False)  # the types on a GPU change no product
     table = []
     flops = []
     for batch in batches:
@@ -489,7 +503,7 @@ def _flops_of_logits(model: Any) -> float:
         num_products += 1
     trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
     if getattr(input_embedding(model), 'weight', None) is not weight:
-        trained_before_head.discard(weight)
+        trained_before_head.discard(weight)  # a shared weight is also used before the head
     if trained_before_head:
         num_products += 1  # for the gradient of the hidden states
     # A product takes two operations for each entry of the weight.

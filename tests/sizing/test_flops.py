@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaForConditionalGener
 
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.sizing import count_flops
-from composer_tokacc.sizing.trace import TracedStep
+from composer_tokacc.sizing.trace import StepTracer
 from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 from tests.support.text import text_rows
 
@@ -72,7 +72,7 @@ def test_logits_only_at_labels_cost_less(flops_of_llama):
     num_labels = 7
     num_logits = num_labels + 1  # the last token has logits, too, but predicts nothing
     (batch,) = text_rows([(length, num_labels)])
-    step = TracedStep(build_llama, batch, on_gpu=False, logits='labels')
+    step = StepTracer(build_llama, batch, on_gpu=False, logits='labels')
     expected = flops_of_llama.text(1, length) - flops_of_llama.logits(length - num_logits)
     assert step.count_flops(batch) == pytest.approx(expected, rel=1e-6)
 

@@ -24,7 +24,7 @@ from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake, count_flops
 from composer_tokacc.sizing.shapes import batch_of_width, probe_batches, with_spaced_labels
-from composer_tokacc.sizing.trace import TracedStep
+from composer_tokacc.sizing.trace import StepTracer
 from tests.support.families import FAMILIES, MEDIA, Case
 
 PROBE_WIDTH = 128
@@ -286,7 +286,7 @@ def test_text_without_gradient_is_not_traced() -> None:
     memory = calibrate(case, build)
     flops = count_flops(build, case.model.config, case.rows, width=PROBE_WIDTH)
     assert flops.residual < 0.05
-    step = TracedStep(build, case.rows[1], make_optimizer=adamw, on_gpu=False)
+    step = StepTracer(build, case.rows[1], make_optimizer=adamw, on_gpu=False)
     for rows, width in SHAPES[2:]:  # the first has no image
         batch, shape = batch_and_shape(case, rows, width)
         peaks = step.measure(batch)

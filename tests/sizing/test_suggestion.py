@@ -125,6 +125,13 @@ def test_lengths_may_be_a_tensor() -> None:
     assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
 
 
+def test_integers_of_numpy(tmp_path: Any) -> None:
+    counts = {'num_ranks': 4, 'global_batch_size': 128, 'slot_tokens': 300, 'max_image_tokens': 256}
+    report = suggest(**{name: np.int64(count) for name, count in counts.items()})
+    assert report.yaml() == suggest(**counts).yaml()
+    report.save(tmp_path / 'size.json')
+
+
 @pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
 def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: float) -> None:
     """A microbatch of the suggested budget fits at every width, and one row more does not fit."""

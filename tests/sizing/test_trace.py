@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from benchmarks.models import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, StaticBytes, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
-from composer_tokacc.sizing.trace import MicrobatchPeaks, TracedStep, _traced_memory
+from composer_tokacc.sizing.trace import MicrobatchPeaks, StepTracer, _traced_memory
 
 HIDDEN = 64
 INNER = 96
@@ -69,7 +69,7 @@ ALL_WEIGHTS = LAYERS * BLOCK + OUTSIDE
 def static() -> StaticBytes:
     """Bytes of the small model, whose weights are all trained."""
     config = small_config()
-    return TracedStep(builder(config), made_up_sample(config, 10)).static
+    return StepTracer(builder(config), made_up_sample(config, 10)).static
 
 
 def test_parameters_gradients_and_states_by_hand(static: StaticBytes) -> None:
@@ -90,7 +90,7 @@ def test_frozen_parts_have_no_gradient() -> None:
         model.get_input_embeddings().requires_grad_(False)
         return model
 
-    static = TracedStep(build, made_up_sample(config, 10)).static
+    static = StepTracer(build, made_up_sample(config, 10)).static
     frozen = VOCABULARY * HIDDEN
     assert static.gradients == static.parameters - 4 * frozen
     assert static.optimizer < 2 * static.parameters - 8 * frozen + 200
@@ -115,7 +115,7 @@ class ScaledByNorm(torch.optim.Optimizer):
 
 def test_optimizer_that_reads_values() -> None:
     config = small_config()
-    static = TracedStep(builder(config), made_up_sample(config, 10), make_optimizer=ScaledByNorm).static
+    static = StepTracer(builder(config), made_up_sample(config, 10), make_optimizer=ScaledByNorm).static
     rows_of_block = 4 * HIDDEN + (2 * INNER + HIDDEN) + 2 * HIDDEN
     assert static.optimizer == 4 * (LAYERS * rows_of_block + 2 * VOCABULARY + HIDDEN)
 
@@ -151,13 +151,13 @@ def test_bad_ranks_and_strategies_are_refused(static: StaticBytes) -> None:
     with pytest.raises(ValueError, match='`num_ranks` must be a positive integer, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be .*, got: 'tp'"):
-        TracedStep(builder(config), made_up_sample(config, 10), strategy='tp')
+        StepTracer(builder(config), made_up_sample(config, 10), strategy='tp')
 
 
 def test_autocast_copies_every_weight_once() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
-    run = TracedStep(builder(config), sample, precision='amp_bf16')
+    run = StepTracer(builder(config), sample, precision='amp_bf16')
     memory = run.measure(sample).phases['loss']
     matrices = LAYERS * MATRICES_OF_BLOCK + VOCABULARY * HIDDEN
     assert memory['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
@@ -189,8 +189,8 @@ def test_head_with_keywords_and_tuples() -> None:
         model.lm_head = HeadByKeyword(HIDDEN, VOCABULARY, bias=False)
         return model.train()
 
-    phases = TracedStep(build, sample).measure(sample).phases
-    assert phases == TracedStep(builder(config), sample).measure(sample).phases
+    phases = StepTracer(build, sample).measure(sample).phases
+    assert phases == StepTracer(builder(config), sample).measure(sample).phases
 
 
 def test_model_that_names_no_embeddings() -> None:
@@ -205,7 +205,7 @@ def test_model_that_names_no_embeddings() -> None:
         return model
 
     def highest_peak(build: Callable[[], PreTrainedModel]) -> int:
-        phases = TracedStep(build, sample).measure(sample).phases
+        phases = StepTracer(build, sample).measure(sample).phases
         return max(sum(phase.values()) for phase in phases.values())
 
     sample = made_up_sample(small_config(), 40)
@@ -217,7 +217,7 @@ def test_type_of_the_residual_stream() -> None:
     sample = made_up_sample(config, 40)
     memory = {}
     for strategy in ('ddp', 'fsdp'):
-        run = TracedStep(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
+        run = StepTracer(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
         assert run.static.parameters == 4 * ALL_WEIGHTS
         memory[strategy] = run.measure(sample).phases['loss']
     # Checkpointing keeps the input of each block: in float32 under DDP, in two bytes under FSDP.
@@ -237,7 +237,7 @@ def test_recomputed_blocks_see_first_types() -> None:
     sample = made_up_sample(config, 20, num_images=1)
     # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
     build = builder(config, checkpointing=True)
-    run = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp')
+    run = StepTracer(build, sample, precision='amp_bf16', strategy='fsdp')
     memory = run.measure(sample).phases['blocks']
     assert memory['vision'] > 0
 
@@ -246,7 +246,7 @@ def test_fsdp_computes_with_cast_weights() -> None:
     """Newer versions of torch swap the tensors of fake parameters, although gradients refer to them."""
     config = small_config(tie_word_embeddings=True)
     sample = made_up_sample(config, 10)
-    run = TracedStep(builder(config), sample, precision='amp_bf16', strategy='fsdp')
+    run = StepTracer(builder(config), sample, precision='amp_bf16', strategy='fsdp')
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
     memory = run.measure(sample).phases['head']
