@@ -447,7 +447,7 @@ class TokenAccumulation(Algorithm):
         # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
-        run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
+        run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
         record = MicrobatchRecord(batch=_checked_entries(batch), rows=row_counts_of(batch))
