@@ -1,7 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut."""
+"""TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut.
+
+Four objects hold what the algorithm knows:
+
+- :class:`.RunContext`, for a fit: the split, the first-batch check and the like. It is made at the first batch.
+- :class:`.Step`, for an optimizer step: the counts of its rows, and a record of each microbatch.
+- :class:`.MicrobatchRecord`: the counts of a microbatch, and what its backward has shown. The step check reads it.
+- :class:`CurrentMicrobatch`: what only the computation of a microbatch needs, such as the outputs of the model.
+
+Three words:
+
+- Rows are *new* if the first-batch check has seen no such rows, for example longer ones, or the first with an image.
+  They are checked before they are cut.
+- A token is *measured* if a hook on the logits reads its weight off the gradient.
+- A *bypass* is a part of the loss that is not made of the logits. The weights of tokens say nothing about it.
+"""
 
 from __future__ import annotations
 
@@ -142,9 +157,11 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._num_read = 0  # batches of the loader's epoch so far, also those before the place where it was resumed
-        self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
-        self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
+        self._num_batches_read = 0  # of the loader's epoch, also those before the place where it was resumed
+        # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
+        # unequal numbers of microbatches.
+        self._reduces_once = False
+        self._token_choice = TokenChoice()  # which tokens to measure. It counts the steps of a fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
@@ -219,8 +236,7 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, CurrentMicrobatch adds one. It adds none if a term of `loss_units` is no mean over
-            # tokens, but then the model has no selector.
+            # If no label counts, CurrentMicrobatch adds one. It may not with `loss_units`, but then nothing is selected.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -265,10 +281,10 @@ class TokenAccumulation(Algorithm):
 
     def _fit_start(self, state: State) -> None:
         """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
-        self._fit_end(state)  # FIT_END does not come after an error
+        self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
-        self._num_read = first_batch_of(state.train_dataloader)
+        self._num_batches_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -283,21 +299,21 @@ class TokenAccumulation(Algorithm):
         ``timestamp.batch_in_epoch``, which with ``Trainer(spin_dataloaders=False)`` goes on from the checkpoint or from
         the last fit, although the loader is read from its start.
         """
-        self._num_read += 1
+        self._num_batches_read += 1
 
     def _iteration_end(self, state: State) -> None:
         """Counts from 0 again, because Composer restarts the loader.
 
         An iteration whose length is in tokens may end within an epoch.
         """
-        self._num_read = 0
+        self._num_batches_read = 0
 
     def _epoch_end(self, state: State) -> None:
         """Refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
 
         Warns of an epoch that has ended too early.
         """
-        self._num_read = 0
+        self._num_batches_read = 0
         # The timestamp itself is already that of the next epoch.
         if state.previous_timestamp is None:
             return
@@ -344,7 +360,7 @@ class TokenAccumulation(Algorithm):
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = self._num_read - 1
+        batch_index = self._num_batches_read - 1
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -356,8 +372,8 @@ class TokenAccumulation(Algorithm):
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step, because prove() has just seen its rows. Due if a rank has new rows, and in steps
-        # 16, 32, 64 and so on, because a model may begin to treat known rows in another way.
+        # In the first step no rows are new, because prove() has just checked them. In steps 16, 32, 64 and so on it is
+        # due even without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -387,14 +403,17 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            copies_microbatches=lambda: bool(state.train_metrics),
+            copies_microbatches=lambda: bool(state.train_metrics),  # metrics read the copies, and may be added later
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            has_bypass=run.has_bypass,
+            has_bypass=run.has_bypass,  # check_step() refuses a bypass that earlier steps did not have
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
-        """Marks those rows of a counted batch that have a label which counts for the first time in the run."""
+        """Marks rows of a counted batch with a label that counts for the first time in the run.
+
+        The microbatches of these rows are measured, because a loss may treat some labels in another way.
+        """
         has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
@@ -566,7 +585,10 @@ class TokenAccumulation(Algorithm):
         microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong."""
+        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong.
+
+        Such a term makes a path in the graph from the loss to a parameter that passes none of these edges.
+        """
         if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
@@ -576,7 +598,9 @@ class TokenAccumulation(Algorithm):
             )
 
     def _weigh_and_measure_tokens(self, state: State, microbatch: CurrentMicrobatch, weight_of_mean: float) -> None:
-        """Applies the token weights, if there are any. Measures tokens in the backward, if the microbatch is chosen.
+        """Applies the token weights, if there are any, and measures tokens in the backward.
+
+        Without token weights only some microbatches are measured, which :class:`.TokenChoice` chooses.
 
         ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
@@ -589,8 +613,8 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
-        if not (record.has_weight and is_chosen and run.check.has_logits):
+        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts)
+        if not (record.has_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
@@ -608,14 +632,14 @@ class TokenAccumulation(Algorithm):
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
         plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
-        measures_all = self._token_choice.draws_all()
+        measures_all = self._token_choice.draws_all()  # or only some tokens of this microbatch
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
-        """Returns the weight in the backward of a token whose relative weight is 1; None: tokens are not measured.
+        """Returns the weight that a token must have in the gradient by the logits; None: it cannot be measured.
 
-        They are measured only if the loss is one mean over tokens (no ``loss_units``, or one term), because several
-        terms may use the logits.
+        It is the weight of a plain token, to which the weights of other tokens are relative. It can be measured only if
+        the loss is one mean over tokens (no ``loss_units``, or one term), because several terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
@@ -654,9 +678,9 @@ class TokenAccumulation(Algorithm):
         return weights
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
-        """Returns the number by which terms of the unit ``'microbatches'`` are divided; None if there are none.
+        """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.
 
-        It is the number of microbatches of this rank in the step that have samples, and not only dummy rows.
+        Terms of the unit ``'microbatches'`` are divided by this number. None: there are no such terms.
         """
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
@@ -678,7 +702,7 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            # A further microbatch may follow that has only repeated samples. Completing gradients twice does no harm.
+            # A microbatch of only repeated samples may still follow. Then gradients are completed again.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -775,12 +799,15 @@ class CurrentMicrobatch:
         """Returns the batch with the hidden entries and its own labels.
 
         Entries that somebody has changed since stay changed, so that the checks see it.
+
+        Args:
+            batch: The batch that the model got, perhaps changed since.
         """
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # If nobody has changed the entry that the model got, the original comes back. The model did not get a
-            # hidden entry, so it is missing in both, and comes back unless somebody has added one of this name.
+            # The original comes back if the entry is still the one that the model got. This includes hidden entries,
+            # which are None on both sides.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -867,9 +894,9 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and to its total, if it has one.
+    """Returns the loss with a number added to its first mean over tokens, and so to its total, if it has one.
 
-    Composer takes the gradient of the total. terms_of() does not return the total, but changed() changes it, too.
+    With ``loss_units`` ``changed`` sums the terms again. Without them it asks for the new total as for a term.
     """
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
     changed_names = {'total', *means_over_tokens[:1]}
