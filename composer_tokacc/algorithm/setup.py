@@ -168,9 +168,10 @@ class RunContext:
         self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
+        """Whether the loss of earlier steps had a term that is not made of the logits. Later steps are compared with
+        it. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
-        layout = layout_of(state, self.split)
+        layout = layout_of(state, self.split)  # None: the rows of a batch cannot be told apart
         # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
@@ -232,7 +233,11 @@ class RunContext:
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Checks the rows that are new on any rank, and has the split cut by the rules of the check; a collective."""
+        """Checks the rows of all ranks that are of a kind that was not checked before; a collective.
+
+        Afterwards the split cuts by the rules of the check. It also takes the layout of the check, which learns from
+        each batch how tensors belong to rows.
+        """
         if self._options.token_weights == 'column':
             # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
@@ -363,7 +368,8 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    labels_are_at_ids = False  # in a model that is not of Hugging Face they need not be
+    # Whether each id must have a label. That is known only of Hugging Face models without an encoder.
+    labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):
         labels_are_at_ids = not getattr(model.config, 'is_encoder_decoder', False)

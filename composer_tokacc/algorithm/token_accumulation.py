@@ -236,7 +236,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, CurrentMicrobatch adds one. It may not with `loss_units`, but then nothing is selected.
+            # If no label counts, CurrentMicrobatch adds one. It may add none with `loss_units`, but then there is no
+            # selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
