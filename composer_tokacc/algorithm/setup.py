@@ -146,7 +146,7 @@ class RunContext:
         self._options = options
         model: Any = inner_model(state.model)
         check_trains_something(model)
-        self._model = model
+        self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
@@ -183,12 +183,6 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        selector: LabelSelector | None = None
-        why_all_logits = _why_all_logits(state, layout, options, model)
-        if why_all_logits is not None:
-            self._log_all_logits(why_all_logits)
-        else:
-            selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
             loss=model.loss,
@@ -205,9 +199,17 @@ class RunContext:
             loss_tokens=options.loss_tokens,
             check_loss=options.checks_loss,
             microbatch_size=microbatch_size,
-            selector=selector,
+            selector=self._new_selector(state, layout),
             forward_arguments=_forward_arguments(model),
         )
+
+    def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
+        """Adds the hooks for logits at labels to the model; None, if something is against it before the check."""
+        why_all_logits = _why_all_logits(state, layout, self._options, self._model)
+        if why_all_logits is not None:
+            self._log_all_logits(why_all_logits)
+            return None
+        return LabelSelector(self._model.model)
 
     def begin_step(self, step: Step) -> None:
         """Begins a step. The split will add its microbatches to the record of the step."""

@@ -356,7 +356,7 @@ class TokenAccumulation(Algorithm):
         if self._context is None:
             self._context = RunContext(state, self.options)
             # A checkpoint or an earlier fit may say True, although ranks now wait for each other in every microbatch.
-            self._reduces_once = self._reduces_once and self._context.reductions.waits_only_to_reduce
+            self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
         if run.split is not None:
