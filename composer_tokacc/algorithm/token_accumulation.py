@@ -489,11 +489,11 @@ class TokenAccumulation(Algorithm):
         microbatch.outputs = state.outputs
         self._split_router_loss(state)
         if microbatch.record.is_empty:
-            self._zero_token_terms(state)
+            self._zero_token_terms(state, has_samples=microbatch.record.counts.samples > 0)
         self._attach_gradient(state)
         microbatch.edges_of_loss = _edges_of(state.loss)
 
-    def _zero_token_terms(self, state: State) -> None:
+    def _zero_token_terms(self, state: State, *, has_samples: bool) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
         terms = self._run.terms
         empty_units = ['tokens']
@@ -503,7 +503,11 @@ class TokenAccumulation(Algorithm):
         zero = attached_zero(state.outputs, state.loss)
 
         def without_tokens(term: Term) -> torch.Tensor:
-            return zero if term.unit in empty_units else term.value
+            if term.unit in empty_units:
+                return zero
+            if not has_samples:  # a term over the rows with labels may be a mean over no rows, and would be NaN
+                return term.value.nan_to_num()
+            return term.value
 
         state.loss = terms.changed(state.loss, without_tokens)
 

@@ -271,6 +271,25 @@ class NormTerm(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
 
 
+class LabelledRowsTerm(HuggingFaceModel):
+    """Its second term is a mean over the rows with labels, so NaN without such rows."""
+
+    def loss(self, outputs, batch):
+        is_labelled = (batch['labels'] != -100).any(dim=1)
+        return {'lm': outputs['loss'], 'norm': outputs['logits'][is_labelled, 0].square().mean()}
+
+
+def test_term_of_no_rows_is_zero(model):
+    """The last microbatch holds only a repeated sample, so it must add nothing to the loss that is logged."""
+    batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
+    logits = logits_of(model, batch)[:2]
+    expected = next_token_loss(logits, batch['labels'][:2]) + logits[:, 0].square().mean()
+    batch = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
+    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'microbatch_size': 1, 'regroup': False}
+    recorder = fit(LabelledRowsTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    assert recorder.logged('loss/train/total') == pytest.approx([expected.item()], rel=1e-6)
+
+
 @pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
 def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
