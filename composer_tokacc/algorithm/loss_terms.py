@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.checks.logits import edge_of, logits_of, nodes_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
@@ -296,10 +297,9 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero that replaces a mean over no tokens, which is NaN.
 
-    Its backward gives a gradient of zero to the same parameters as the backward of the loss. It is the sum of no
-    elements of some tensors, and not a tensor times 0, because ``0 * NaN`` is NaN. The tensors are the outputs that the
-    loss is made of. The loss itself is taken only if no output has a gradient, because the gradient in its own graph
-    may be NaN: the mean divides by 0.
+    Its backward gives a gradient of zero to the same parameters as the backward of the loss. It is made of the outputs
+    that the loss is made of. It is made of the loss itself only if no output has a gradient, because the gradient in
+    the graph of the loss may be NaN: the mean divides by 0.
 
     Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this rank
     would then reduce more gradients than the others, and all would wait forever.
@@ -322,9 +322,18 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
     for source in of_loss or with_gradient or losses:
-        no_elements = torch.atleast_1d(source)[:0]
-        zero = zero + no_elements.sum().to(zero)
+        zero = zero + empty_sum(source).to(zero)
     return zero
+
+
+def empty_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum of no elements of a tensor. It is 0, and its backward adds 0 to the gradient of the tensor.
+
+    Unlike ``0 * tensor`` it is 0 even if the tensor is NaN.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is none
+    return torch.atleast_1d(tensor)[:0].sum()
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.loss_terms import empty_sum
 from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
 from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
@@ -152,12 +153,8 @@ class ReductionWatch:
         has_reached_any = len(unreached) < len(states_before)
         if has_reached_any and is_reduced(self._ddp):
             return
-        # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
-        zeros = []
-        for parameter in unreached:
-            no_elements = parameter.flatten()[:0]
-            zeros.append(no_elements.sum())
-        torch.autograd.backward(zeros)
+        # This backward calls the hooks of DDP.
+        torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.

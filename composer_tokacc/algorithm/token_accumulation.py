@@ -38,6 +38,7 @@ from composer_tokacc.algorithm.loss_terms import (
     SplitLoss,
     Term,
     attached_zero,
+    empty_sum,
     sum_of_means,
     tensors_in,
 )
@@ -489,11 +490,11 @@ class TokenAccumulation(Algorithm):
         microbatch.outputs = state.outputs
         self._split_router_loss(state)
         if microbatch.record.is_empty:
-            self._zero_token_terms(state, has_samples=microbatch.record.counts.samples > 0)
+            self._zero_token_terms(state)
         self._attach_gradient(state)
         microbatch.edges_of_loss = _edges_of(state.loss)
 
-    def _zero_token_terms(self, state: State, *, has_samples: bool) -> None:
+    def _zero_token_terms(self, state: State) -> None:
         """Sets the means over tokens of a microbatch without tokens to 0, because they would be NaN."""
         terms = self._run.terms
         empty_units = ['tokens']
@@ -501,6 +502,7 @@ class TokenAccumulation(Algorithm):
             # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
             empty_units.append('microbatches')
         zero = attached_zero(state.outputs, state.loss)
+        has_samples = self._current.record.counts.samples > 0
 
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
@@ -545,10 +547,8 @@ class TokenAccumulation(Algorithm):
         if layout is None or layout.media_of(state.batch):
             return
         trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-        # The sum of no elements is 0, but it has a gradient.
-        no_elements = trained.flatten()[:0]
-        sum_of_none = no_elements.sum()
-        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
+        zero = empty_sum(trained)
+        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
         """Scales the loss. Users put this algorithm last, because later changes are not scaled."""
