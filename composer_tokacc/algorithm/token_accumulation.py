@@ -548,6 +548,7 @@ class TokenAccumulation(Algorithm):
             return
         trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
         zero = empty_sum(trained)
+        self._current.record.has_weight = False  # it does not change the gradient of the step
         state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
@@ -619,23 +620,27 @@ class TokenAccumulation(Algorithm):
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
         is_measured = step.is_weighted or self._token_choice.includes(place, record.counts)
-        if not (record.has_weight and is_measured and run.check.has_logits):
+        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
         # refuses the step, because no gradient has come to the logits of this record.
-        if logits is None or logits.grad_fn is None:
+        if logits is None:
             return
         at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
-        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
-        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
+        if logits.grad_fn is None:
+            return
+        if weights is not None:
+            weigh_tokens(logits, weights)
+        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
+        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
+        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
         measures_all = self._token_choice.draws_all()  # or only some tokens of this microbatch
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
@@ -657,7 +662,9 @@ class TokenAccumulation(Algorithm):
     def _weigh_mean(
         self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
     ) -> torch.Tensor:
-        """Turns the mean over tokens into the weighted mean. Returns the weights relative to their mean, at the logits.
+        """Turns the value of the mean over tokens into the weighted mean, and returns the weights for its gradient.
+
+        They are relative to their mean, and each is at the position whose logits predict the token.
 
         Args:
             state: The trainer's state.
@@ -671,9 +678,8 @@ class TokenAccumulation(Algorithm):
         # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
         relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(relative, rule)
-        weigh_tokens(logits, weights)
-        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here, by a number without
-        # a gradient.
+        # weigh_tokens() will change only the gradient. The value of the loss gets the same change here, by a number
+        # without a gradient.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
         losses = token_losses_at(logits, positions, targets)
