@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -46,17 +46,29 @@ MASKED_LOGIT = -1e4
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
 
 
+class Checksums(NamedTuple):
+    """The state of all watched parameters at one moment, by the name of the parameter."""
+
+    weights: dict[str, Checksum]
+    gradients: dict[str, Checksum]
+    frozen: set[str]
+    """Parameters without `requires_grad`."""
+
+
 class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
     Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
-    backward before, and the gradients those at its end. With FSDP1 they are not compared, because it moves them between
-    two backwards.
+    last backward, and the gradients those at its end. The last backward is the one before, or the one that runs.
+
+    With FSDP1 nothing is compared, because it moves weights and gradients between two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.faults: list[str] = []
         """Sentences, of this rank. Complete when the context ends."""
+        self.gradients_at_step: dict[str, Checksum] = {}
+        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
         self._model = inner_model(model)
         parameters = self._model.named_parameters()
         trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -69,22 +81,18 @@ class StepWatch:
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
+        self._at_start = Checksums({}, {}, set())
+        """At the start of the last backward."""
+        self._states_at_start: list[tuple[int, int]] = []
+        """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
+        self._gradients_at_end: dict[str, Checksum] = {}
+        """Gradients at the end of the last backward. If it did not come to an end, those at its start."""
         self._has_accumulated = False
         """Whether the last backward added to a gradient, even if it added 0. ``torch.autograd.grad`` adds nothing."""
         self._has_failed = False
         """Whether the last backward raised."""
-        self._states_before: list[tuple[int, int]] = []
-        """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
-        self.gradients_at_step: dict[str, Checksum] = {}
-        """Gradients that an optimizer used in its last step. Those of sharded parameters are left out."""
-        self._last_weights: dict[str, Checksum] = {}
-        """Weights at the start of the last backward."""
-        self._last_frozen: set[str] = set()
-        """Parameters without `requires_grad` at the start of the last backward."""
-        self._last_gradients: dict[str, Checksum] = {}
-        """Gradients at the last start or end of a backward."""
         self._inputs: tuple[Any, Any] = ((), {})
         """Positional and named arguments of the forward that runs, before other hooks change them."""
         self._has_repeated = False
@@ -122,42 +130,43 @@ class StepWatch:
         self._in_backward = True
         self._num_backwards += 1
         when_backward_ends(self._on_backward_end)
-        weights_now = _checksums(self._parameters)
-        gradients_now = self._gradient_checksums()
-        frozen_now = {name for name, parameter in self._parameters.items() if not parameter.requires_grad}
+        now = Checksums(
+            weights=_checksums(self._parameters),
+            gradients=self._gradient_checksums(),
+            frozen={name for name, parameter in self._parameters.items() if not parameter.requires_grad},
+        )
         if self._num_backwards == 1:
-            names = [name for name, checksum in gradients_now.items() if checksum != ZERO]
+            names = [name for name, checksum in now.gradients.items() if checksum != ZERO]
             if names:
                 self.faults.append(
                     f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
                 )
         else:
-            self._list_changes(weights_now, gradients_now, frozen_now)
+            self._list_changes(now)
+        # From here on this is the last backward.
+        self._at_start = now
+        self._states_at_start = self._gradient_states()
+        self._gradients_at_end = now.gradients
         self._has_failed = False
-        self._last_weights = weights_now
-        self._last_frozen = frozen_now
-        self._last_gradients = gradients_now
-        self._states_before = self._gradient_states()
         self._has_stepped = False
 
-    def _list_changes(
-        self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum], frozen_now: set[str]
-    ) -> None:
-        """Lists what has changed since the last backward."""
+    def _list_changes(self, now: Checksums) -> None:
+        """Lists what has changed since the last backward, at the start of the next one."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
-        names = _changed_names(self._last_weights, weights_now)
+        names = _changed_names(self._at_start.weights, now.weights)
         if names:
             self.faults.append(f'Parameters changed {between}: {listed(names)}.')
-        names = sorted(frozen_now ^ self._last_frozen)
+        names = sorted(now.frozen ^ self._at_start.frozen)
         if names:
             self.faults.append(f'Parameters were frozen or unfrozen {between}: {listed(names)}.')
-        names = _changed_names(self._last_gradients, gradients_now)
+        names = _changed_names(self._gradients_at_end, now.gradients)
         if self._has_failed:
-            names = [name for name in names if gradients_now[name] != ZERO]
+            # The loop may have set the gradients to 0 to compute the step again.
+            names = [name for name in names if now.gradients[name] != ZERO]
             if names:
                 self.faults.append(
                     f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and '
@@ -173,11 +182,10 @@ class StepWatch:
 
     def _on_backward_end(self) -> None:
         """Records the gradients, and whether this backward added to them."""
-        gradients_now = self._gradient_checksums()
+        self._gradients_at_end = self._gradient_checksums()
         # A backward that adds 0 changes only the states, and a backward of FSDP2 perhaps only the checksums.
-        was_written = self._gradient_states() != self._states_before
-        self._has_accumulated = was_written or gradients_now != self._last_gradients
-        self._last_gradients = gradients_now
+        was_written = self._gradient_states() != self._states_at_start
+        self._has_accumulated = was_written or self._gradients_at_end != self._at_start.gradients
         self._in_backward = False
 
     def _on_optimizer_step(
@@ -202,7 +210,7 @@ class StepWatch:
             parameter = self._parameters[name]
             if id(parameter) not in stepped:
                 continue
-            if gradient == ZERO and self._last_gradients[name] != ZERO:
+            if gradient == ZERO and self._gradients_at_end[name] != ZERO:
                 lost_names.append(name)
             if not isinstance(parameter, DTensor):
                 self.gradients_at_step[name] = gradient
@@ -224,8 +232,9 @@ class StepWatch:
         return dict.fromkeys(self._parameters, ZERO) | _checksums(gradients)
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        # A hook that computes logits only at labels replaces the labels, and does so once. So if the forward is
-        # repeated, it must get the arguments that it had before.
+        """Keeps the arguments of a forward until it ends, to repeat it."""
+        # For logits only at labels, a hook replaces the labels in one forward. The repeated forwards compute other
+        # logits, so they must get the labels as they were.
         if module is self._model:
             self._inputs = args, kwargs
 
@@ -234,8 +243,7 @@ class StepWatch:
         if module is not self._model:  # copies of the model have its hooks
             return
         if self._in_backward and not is_in_backward():
-            # The last backward raised, perhaps because memory ran out, so its end was not reported. The loop may set
-            # the gradients to 0 before it tries again.
+            # The last backward raised, perhaps because memory ran out, so its end was not reported.
             self._in_backward = False
             self._has_accumulated = False
             self._has_failed = True
@@ -273,14 +281,14 @@ def _difference_of_forwards(
     """
     logits = []
     with torch.no_grad(), undisturbed(module) as snapshot:
-        # These forwards write into copies. The training forward still has its backward to come, and that would fail if
-        # the module's tensors were written.
+        # The module uses copies of its tensors here. If these forwards wrote into the tensors themselves, the backward
+        # of the training forward, which is still to come, would raise.
         snapshot.lend_copies()
-        lent = StateSnapshot.of_model(module)
+        state_of_copies = StateSnapshot.of_model(module)
         for _ in range(2):
             with same_random_numbers():
                 logits.append(logits_of(module(*args, **kwargs)))
-        written = [state.name for state in lent.written()]
+        written = [state.name for state in state_of_copies.written()]
     return relative_difference(*logits), written
 
 

@@ -28,8 +28,8 @@ batch holds the weights."""
 def with_weights_of_positions(batch: Batch) -> Batch:
     """Returns the batch with a weight for each position of its labels. The loader may have given one per row.
 
-    This is for the check that finds the loss rule. The rule is not known yet, so every label that is not ignored keeps
-    its weight, as under ``'unshifted'``.
+    This is for the first-batch check, which finds the loss rule. As long as the rule is not known, every label that is
+    not -100 keeps its weight, as under ``'unshifted'``.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(with_weights_of_positions)

@@ -90,7 +90,8 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here.
+    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here. A
+    # Mapping may be a pre-split batch. If it is a single batch, _as_list() refuses it.
     if not isinstance(microbatches, (Sequence, Mapping)):
         raise TypeError(
             f'`microbatches` must be a list of batches, got: a {type(microbatches).__name__}, which can be read only '

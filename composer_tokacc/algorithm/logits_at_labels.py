@@ -139,7 +139,7 @@ class LogitsAtLabels:
         """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
             return 'causal' if self._shifts_labels else 'unshifted'
-        # Without a layout, rule_batch() does not select the row that it labels, and the batch keeps all its rows.
+        # Without a layout, rule_batch() labels the first row, and the others stay in the batch without labels.
         batch = rule_batch(layout=None, rows=rows)
         return find_loss_rule(probe, batch)
 

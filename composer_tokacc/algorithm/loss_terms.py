@@ -5,7 +5,13 @@
 
 A model's loss is a tensor, a sequence or a dict of terms. The unit says what a term is a mean over, and so how its
 value in a microbatch counts in the step. ``loss_units`` names the unit of each term of a dict. Without it every term is
-a mean over tokens. A dict may also have a ``'total'``: if it has one, Composer takes only the gradient of the total.
+a mean over tokens.
+
+A dict may also have a ``'total'``, which is not a term. If it has one, Composer takes only the gradient of the total:
+
+- With ``loss_units`` the total must be the sum of the terms, as in ``{'lm': a, 'image': b, 'total': a + b}``. If terms
+  are changed, it is summed again.
+- Without ``loss_units``, or if the dict has no terms, the total is changed as if it were a mean over tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.checks.logits import edge_of, logits_of, nodes_of, router_loss_of
 from composer_tokacc.model_structure import transformers_model
@@ -67,7 +74,7 @@ class LossTerms:
         return [name for name, unit in self.units.items() if unit in coupling_units]
 
     def terms_of(self, loss: Any) -> list[Term]:
-        """Returns the terms of a loss. The ``'total'`` of a dict is no term.
+        """Returns the terms of a loss, without its total.
 
         Raises:
             RuntimeError: If ``loss_units`` does not name every term, if a term is no tensor, or if there is no tensor.
@@ -107,14 +114,14 @@ class LossTerms:
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
         """Returns the values of all terms with this unit.
 
-        Without ``loss_units`` the ``'total'`` of a dict, if any, is the mean over tokens. It stands for all terms.
+        Without ``loss_units`` a total stands for all terms, because Composer takes no gradient of the terms themselves.
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns the loss with the values that ``change`` returns for its terms.
+        """Returns the loss with the values that ``change`` returns for its terms, and with the total that follows.
 
         A tensor stays a tensor, and a dict a dict. A sequence becomes a tuple of its terms, even if it was nested.
         """
@@ -127,7 +134,6 @@ class LossTerms:
             if self.units and values:
                 values['total'] = sum_of_means(values.values())
             else:
-                # The total itself is the mean over tokens, and there may be no other term.
                 values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
@@ -136,27 +142,24 @@ class LossTerms:
     ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        The products are new tensors. Composer adds them up, or takes the given total, multiplies the result by its own
-        weight, and calls the backward. So the gradient by each product is Composer's weight. The backward calls
-        ``observe`` with the gradient by one of them, so that the step check can compare it with the weight that we
-        assumed. The tensors must be new, because Composer multiplies in place.
+        Composer adds up the products, or takes the total, multiplies by its own weight, and calls the backward. So the
+        gradient by each product is Composer's weight.
 
-        The gradient of each product is divided by ``excess``, because the reduction over the ranks will make it too
-        large, see :func:`.excess_of_reduction`. The products themselves are not, because Composer logs them.
+        Args:
+            loss: The loss of a microbatch.
+            scales: The factor of the terms of each unit.
+            observe: The backward calls it with the gradient by one of the products, so that the step check can compare
+                Composer's weight with the one that we assumed.
+            excess: The gradient by each product is divided by this number, because the reduction over the ranks will
+                make it too large, see :func:`.excess_of_reduction`. The products stay, because Composer logs them.
         """
 
         def times_scale(term: Term) -> Tensor:
-            return term.value.float() * scales[term.unit]
+            return term.value.float() * scales[term.unit]  # a new tensor, because Composer multiplies in place
 
         scaled = self.changed(loss, times_scale)
-        if isinstance(scaled, Mapping) and self.units and scaled:
-            # Composer sums each term over the ranks, by its place in the dict. So all ranks need the same names, in the
-            # same order. A term that this microbatch lacks is 0.
-            names = list(self.units)
-            if 'total' in scaled:
-                names.append('total')
-            zero = next(iter(scaled.values())).new_zeros(())
-            scaled = {name: scaled.get(name, zero) for name in names}
+        if self.units:
+            scaled = self._with_all_terms(scaled)
         differentiated = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
             differentiated = scaled['total']
@@ -167,6 +170,17 @@ class LossTerms:
             for value in with_gradient:
                 value.register_hook(lambda gradient: gradient / excess)
         return scaled
+
+    def _with_all_terms(self, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the loss with all terms of ``loss_units``, in their order. A term that the microbatch lacks is 0.
+
+        Composer sums each term over the ranks by its place in the dict, so all ranks need the same terms.
+        """
+        names = list(self.units)
+        if 'total' in loss:
+            names.append('total')
+        zero = next(iter(loss.values())).new_zeros(())
+        return {name: loss.get(name, zero) for name in names}
 
     def split(self, loss: Any, outputs: Any) -> Any:
         """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss.
@@ -183,9 +197,9 @@ class LossTerms:
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
         """Raises RuntimeError unless the model adds its load-balancing loss times the coefficient to its loss.
 
-        With a wrong coefficient, :meth:`split` would leave a part of it in the mean over tokens. The coefficient is
-        measured as the gradient of the loss by the load-balancing loss. The values of the losses would not show it,
-        because a small coefficient changes the loss by less than round-off.
+        With a wrong coefficient, :meth:`split` would leave a part of the load-balancing loss in the mean over tokens.
+        The coefficient is measured as the gradient of the loss by the load-balancing loss. Their values would not show
+        it, because a small coefficient changes the loss by less than round-off.
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
@@ -196,25 +210,25 @@ class LossTerms:
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
         if node is node_of_loss:
-            # In a compiled forward one node of the graph computes both losses, so there is no gradient between them.
-            # Then the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
-            added = math.nan if coefficient is None else coefficient
+            # In a compiled forward one node of the graph computes both losses, and a gradient between them cannot be
+            # asked for. The coefficient of the config is trusted. Without one the check fails: NaN equals nothing.
+            measured = math.nan if coefficient is None else coefficient
         else:
             # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
             edge = GradientEdge(node, index)
             (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
-            added = 0.0
+            measured = 0.0
             if gradient is not None:
-                added = float(gradient)
+                measured = float(gradient)
                 dtypes.append(gradient.dtype)
         expected = coefficient or 0.0
-        # Autograd rounds the coefficient to the type of the load-balancing loss, or to its type before a copy.
+        # Autograd has rounded the coefficient to the type of the load-balancing loss, or to its type before the copy.
         precision = max(torch.finfo(dtype).eps for dtype in dtypes)
         round_off = 1e-5 + precision
-        if not math.isclose(added, expected, rel_tol=round_off):
+        if not math.isclose(measured, expected, rel_tol=round_off):
             raise NotExactError(
                 f'The model must add its load-balancing loss times {expected:g}, as its config says, got: '
-                f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, set '
+                f'times {measured:g}. Set `router_aux_loss_coef` of model and config to the same, set '
                 '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
             )
 
@@ -222,8 +236,8 @@ class LossTerms:
         """Returns the losses that the first-batch check compares between cuts of a batch.
 
         ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
-        samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If all
-        terms couple rows, ``'tokens'`` is the sum of all.
+        samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If
+        nothing remains, ``'tokens'`` is the sum of all terms, or the total of a dict without terms.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -234,17 +248,14 @@ class LossTerms:
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
-        if self.units and 'total' in loss:
-            if values:
-                _check_total(loss['total'], values)
-            else:
-                values = [loss['total']]  # it is itself the mean over tokens, as in `changed`
+        if self.units and values and 'total' in loss:
+            _check_total(loss['total'], values)
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
                 sums[unit] = _sum(terms_of_unit)
-        return sums or {'tokens': _sum(values)}
+        return sums or {'tokens': _sum(values or [loss['total']])}
 
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:
@@ -284,35 +295,45 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 
 
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
-    """Returns a zero in the graph of the loss. Its backward gives every parameter in the graph a gradient of zero.
+    """Returns a zero that replaces a mean over no tokens, which is NaN.
 
-    It replaces a mean over no tokens, which is NaN. It is the sum of empty slices of the logits and of other outputs
-    that the loss is made of, because an output may be NaN, and ``0 * NaN`` is NaN. Only if no output has a gradient,
-    slices of the loss are taken, whose own gradient may be NaN.
+    Its backward gives a gradient of zero to the same parameters as the backward of the loss. It is made of the outputs
+    that the loss is made of. It is made of the loss itself only if no output has a gradient, because the gradient in
+    the graph of the loss may be NaN: the mean divides by 0.
+
+    Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this rank
+    would then reduce more gradients than the others, and all would wait forever.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
-    attached = []
-    for output in tensors_in(outputs):
-        # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
-        is_loss = any(output is value for value in losses)
-        is_scalar = output.dim() == 0
-        if output.requires_grad and not is_loss and not is_scalar:
-            attached.append(output)
-    # Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this
-    # rank would then reduce more gradients than the others, and all would wait forever. Logits always count, because a
-    # loss may leave them out if there is no label. A loss without a graph does not tell what it is made of.
     nodes = set(nodes_of(losses))
     logits = logits_of(outputs)
+    with_gradient = []
     of_loss = []
-    for output in attached:
+    for output in tensors_in(outputs):
+        # The outputs of a Hugging Face model contain its loss, and other losses, which are scalars.
+        is_loss = output.dim() == 0 or any(output is value for value in losses)
+        if is_loss or not output.requires_grad:
+            continue
+        with_gradient.append(output)
+        # The logits always count, because a loss may leave them out if there is no label. A loss without a graph does
+        # not tell what it is made of.
         if not losses or output is logits or edge_of(output)[0] in nodes:
             of_loss.append(output)
     first_loss = tensors_in(loss)[0]
     zero = first_loss.new_zeros((), dtype=torch.float32)
-    for source in of_loss or attached or losses:
-        no_elements = torch.atleast_1d(source)[:0]
-        zero = zero + no_elements.sum().to(zero)
+    for source in of_loss or with_gradient or losses:
+        zero = zero + empty_sum(source).to(zero)
     return zero
+
+
+def empty_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum of no elements of a tensor. It is 0, and its backward adds 0 to the gradient of the tensor.
+
+    Unlike ``0 * tensor`` it is 0 even if the tensor is NaN.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()  # because a DTensor cannot be added to a loss that is none
+    return torch.atleast_1d(tensor)[:0].sum()
 
 
 def tensors_in(value: Any) -> list[Tensor]:

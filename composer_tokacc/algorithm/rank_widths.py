@@ -36,7 +36,7 @@ class RankWidth:
 
     @classmethod
     def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
-        """Returns the width of a batch.
+        """Returns the width of the batch of this rank.
 
         Args:
             facts_of_parts: The facts of the batch, or of each microbatch that the loader has made. Empty if rows cannot
@@ -53,7 +53,7 @@ class RankWidth:
             is_padded_right = facts.is_padded and facts.side == 'right'
             if is_padded_right:
                 continue
-            # Rows without padding count, too, because in a wider batch they might get padding on the left.
+            # These rows are padded on the left, or not at all. In a wider batch the latter might be padded on the left.
             if _may_depend_on_padding(facts, rules):
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
@@ -61,21 +61,26 @@ class RankWidth:
         return cls(width, is_left, reason)
 
     def numbers(self) -> list[int]:
-        """Returns integers whose sums over the ranks show :func:`check_widths` whether widths differ and may matter."""
+        """Returns integers whose sums over the ranks show :func:`check_widths` whether widths differ and may matter.
+
+        The sums of widths and of their squares show whether all ranks have the same width.
+        """
         return [self.is_left, bool(self.reason), self.width, self.width**2]
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether more padding on the left may change the losses of these rows."""
+    """Returns whether more padding on the left may change the losses of these rows, because of their positions."""
     # Packed rows have no padding.
     if rules is None or rules.packing:
         return False
     if rules.depends_on_left_padding(facts):
         return True
-    # The check cannot trim a row whose first token has a label behind padding. If all padded rows have one, it has not
-    # shown whether the model counts positions from the first column. If the batch has `position_ids`, it does not.
-    is_independent = rules.left == 'trim' or facts.has_positions
-    return any(facts.has_label_behind_padding) and not is_independent
+    if rules.left == 'trim':  # the check has trimmed padding on the left, and no loss has changed
+        return False
+    # The check has trimmed nothing on the left. It cannot trim a row whose first token has a label, because the pad
+    # before it predicts that label. So the model may count positions from the first column, if the batch does not give
+    # them in `position_ids`.
+    return any(facts.has_label_behind_padding) and not facts.has_positions
 
 
 def check_widths(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.algorithm.loss_terms import empty_sum
 from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
 from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
@@ -29,9 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class ReductionWatch:
-    """Notes which microbatches of a step reduce gradients under DDP, and adds the gradients that DDP waits for.
+    """Watches which gradients the backward of each microbatch writes. Under DDP it adds those that DDP waits for.
 
-    Under FSDP2 it notes which parameters each backward reaches. Without DDP and FSDP2 it does nothing.
+    For each attempt to compute a step: :meth:`start_attempt`, then for each microbatch :meth:`begin_microbatch` before
+    its forward and :meth:`end_microbatch` after its backward, then :meth:`complete_for_composer` and
+    :meth:`check_gradients`. What they do depends on the wrapper of the model:
+
+    - DDP reduces in the backward of some microbatches, by Composer's default only of the last one. Parameters that such
+      a backward does not reach get a gradient of zero.
+    - FSDP2 reduces in every backward. The ranks compare at the end of the step which parameters were reached.
+    - FSDP1, or no wrapper: nothing.
 
     Args:
         state: The trainer's state.
@@ -41,9 +49,10 @@ class ReductionWatch:
     def __init__(self, state: State, *, is_coupled: bool) -> None:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         self._parameters = list(state.model.parameters())
-        # All but those that the model has DDP ignore, because it reduces their gradients itself (such as experts).
+        # A model may tell DDP to ignore parameters (such as experts), because it reduces their gradients itself.
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
-        self._reduced_parameters: set[torch.nn.Parameter] | None = None  # if it is known
+        # Those that DDP was made to reduce. None: DDP does not tell which they are, only how many.
+        self._reduced_parameters: set[torch.nn.Parameter] | None = None
         if self._ddp is not None:
             self._reduced_parameters = reduced_parameters(self._ddp)
             for name, parameter in self._ddp.module.named_parameters():
@@ -64,14 +73,13 @@ class ReductionWatch:
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
-        self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
-        # The parameters to watch in the next backward: under DDP those that it waits for, under FSDP2 all that it
-        # shards. Each has its state before the backward, which changes if the backward reaches it.
+        self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
+        # The parameters to watch in the next backward, each with the state of its gradient before that backward.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
         self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
 
-    def note_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
-        """Notes whether the backward of the next microbatch reduces gradients.
+    def begin_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
+        """Notes the states of the gradients that the next backward should write.
 
         Args:
             num_microbatches: The number of microbatches of this rank in the step. 0: it is not known, and an early
@@ -80,8 +88,8 @@ class ReductionWatch:
                 microbatches.
 
         Raises:
-            RuntimeError: If gradients are reduced before the last microbatch against ``must_reduce_once``. Or if DDP
-                does not reduce the gradients of all trained parameters.
+            RuntimeError: If DDP reduces before the last microbatch against ``must_reduce_once``, or does not reduce the
+                gradients of all trained parameters.
         """
         if self._ddp is None:
             self._note_states(self._parameters_of_fsdp)
@@ -90,28 +98,35 @@ class ReductionWatch:
         self._reduces.append(reduces)
         if not reduces:
             return
-        trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
-        if self._reduced_parameters is None:
-            num_unfrozen = len(trained) - num_reduced(self._ddp)
-        else:
-            num_unfrozen = len(set(trained) - self._reduced_parameters)
-        if num_unfrozen > 0:
-            # Each rank would train its own copy of them.
-            raise NotExactError(
-                'DDP reduces only parameters that were trained when the Trainer was made, got: '
-                f'{num_unfrozen} others that are trained now. Unfreeze parameters before that, or make a new '
-                'Trainer (docs/errors.md#ranks).'
-            )
-        # With one of these options DDP itself finds the parameters that a backward leaves out.
-        finds_left_out = self._ddp.find_unused_parameters or self._ddp.static_graph
-        if not finds_left_out:
-            self._note_states(trained)
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
                 'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
                 f'numbers of microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. '
                 "Leave `equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when "
                 'the checkpoint was written.'
+            )
+        trained = [parameter for parameter in self._parameters_of_ddp if parameter.requires_grad]
+        self._check_reduces_all(self._ddp, trained)
+        # With one of these options DDP itself finds the parameters that a backward does not reach.
+        finds_unreached = self._ddp.find_unused_parameters or self._ddp.static_graph
+        if not finds_unreached:
+            self._note_states(trained)
+
+    def _check_reduces_all(self, ddp: DistributedDataParallel, trained: Collection[torch.nn.Parameter]) -> None:
+        """Raises RuntimeError if DDP does not reduce some parameters, because they were frozen when it was made.
+
+        Each rank would train its own copy of them.
+        """
+        if self._reduced_parameters is None:
+            # A lower bound: parameters that were frozen since then are still among those that DDP reduces.
+            num_unfrozen = len(trained) - num_reduced(ddp)
+        else:
+            num_unfrozen = len(set(trained) - self._reduced_parameters)
+        if num_unfrozen > 0:
+            raise NotExactError(
+                'DDP reduces only parameters that were trained when the Trainer was made, got: '
+                f'{num_unfrozen} others that are trained now. Unfreeze parameters before that, or make a new '
+                'Trainer (docs/errors.md#ranks).'
             )
 
     def _note_states(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -121,33 +136,30 @@ class ReductionWatch:
     def end_microbatch(self) -> None:
         """Adds a gradient of zero to parameters that the backward has not reached, because DDP waits for them.
 
-        Called after the backward of each microbatch. Under DDP it does nothing if that backward did not reduce. Under
-        FSDP2 it only notes which parameters the backward has reached.
+        Under FSDP2 it only notes which parameters the backward has reached.
         """
         states_before = self._states_before
         self._states_before = []
-        is_reached = [state_of_gradient(parameter) != before for parameter, before in states_before]
         if self._ddp is None:
-            self._reached_checksum = zlib.crc32(bytes(is_reached), self._reached_checksum)
+            is_reached = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
+            self._reached_checksum = zlib.crc32(is_reached, self._reached_checksum)
             return
-        if all(is_reached):
+        # Empty if this backward did not reduce, or if DDP itself finds these parameters.
+        unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
+        if not unreached:
             return
         # If DDP has reduced, it waits for nothing. But is_reduced() also returns True if the backward has reached no
         # parameter at all, because DDP then has not begun to reduce.
-        if is_reduced(self._ddp) and any(is_reached):
+        has_reached_any = len(unreached) < len(states_before)
+        if has_reached_any and is_reduced(self._ddp):
             return
-        # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
-        zeros = []
-        for (parameter, _), reached in zip(states_before, is_reached, strict=True):
-            if not reached:
-                no_elements = parameter.flatten()[:0]
-                zeros.append(no_elements.sum())
-        torch.autograd.backward(zeros)
+        # This backward calls the hooks of DDP.
+        torch.autograd.backward([empty_sum(parameter) for parameter in unreached])
 
     def check_gradients(self) -> None:
         """Raises RuntimeError if gradients of the step are not reduced, or wrongly; a collective under FSDP2.
 
-        If DDP still waits for a gradient, DDP itself would raise only at the next forward.
+        DDP itself would raise only at the next forward, after the optimizer has moved.
 
         FSDP2 joins the gradients that a rank has in a unit to one tensor, and sums these tensors over the ranks. If two
         ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
@@ -173,8 +185,8 @@ class ReductionWatch:
     def complete_for_composer(self) -> None:
         """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.
 
-        Called after the backward of the last microbatch. With ``ddp_sync_strategy='forced_sync'`` Composer then reduces
-        one gradient after the other, and leaves out those that are None. So all ranks must have gradients of the same
+        With ``ddp_sync_strategy='forced_sync'`` DDP reduces in no microbatch. After the last one Composer reduces one
+        gradient after the other, and leaves out those that are None. So all ranks must have gradients of the same
         parameters. Composer also reduces those that DDP ignores.
         """
         if self._ddp is None:
@@ -224,8 +236,8 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     """Returns how many times too large gradients are after FSDP2 has reduced them; 1 without FSDP2. A collective.
 
     FSDP2 asks the backend for the mean over the ranks, but on CPUs gloo of torch 2.7 returns the sum. To find out,
-    FSDP2 reduces a gradient here that is 1 on each rank. The result does not hold for a ``reduce_dtype`` of float16,
-    because FSDP2 then divides by itself.
+    FSDP2 reduces a gradient here that is 1 on each rank. This holds for every ``reduce_dtype`` except float16, with
+    which FSDP2 divides by itself. Composer computes in float32 on CPUs, so only a user can ask for float16 there.
     """
     sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     if not sharded or sharded[0].device.type != 'cpu':

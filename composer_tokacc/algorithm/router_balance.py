@@ -176,14 +176,15 @@ class StepBalance:
     ) -> None:
         """Notes how far the model's own load-balancing loss is from the one that is computed from the router's logits.
 
-        The first comparison also finds the number of experts that are chosen for a position. Configs use many names for
-        it. The loss grows with this number, so the number is the one whose loss is nearest to the model's own.
+        The first comparison also finds the number of experts that are chosen for a position, because configs use many
+        names for it. It computes the loss for every number up to all experts. The loss grows with the number, so only
+        the right number gives the model's own loss.
         """
         is_first = self._top_k == 0
-        most_choices = logits[0].shape[-1] if is_first else self._top_k  # at first all experts
+        most_choices = logits[0].shape[-1] if is_first else self._top_k
         choices, probabilities = _sums_over_positions(logits, attended, most_choices)
         num_positions = len(logits) * attended.sum()
-        # The losses if 1, 2, ... `most_choices` experts are chosen for a position.
+        # For 1, 2, ... `most_choices` experts.
         losses = _balance_losses(choices, probabilities, num_positions)
         if is_first:
             if not bool(attended.any()):
@@ -294,8 +295,8 @@ def _counted_in_packed_row(packed: Batch, rows: Sequence[RowCounts]) -> Tensor:
     device = document_of_position.device
     real_tokens_of_documents = []
     for row in rows:
-        # Each row with tokens is a document. A sample has tokens if `real_tokens` is not 0. Dummy rows and repeated
-        # samples (0 samples) always have tokens, but `real_tokens` is 0, because they do not count.
+        # A row without tokens is not a document. Dummy rows and repeated samples (0 samples) have tokens, but their
+        # `real_tokens` is 0, because they do not count.
         if row.real_tokens > 0 or row.samples == 0:
             real_tokens_of_documents.append(row.real_tokens)
     # For a packed row without any document. It has one position of padding, with the document number 0. In other rows

@@ -146,7 +146,7 @@ class RunContext:
         self._options = options
         model: Any = inner_model(state.model)
         check_trains_something(model)
-        self._model = model
+        self._model: Any = model
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
@@ -168,9 +168,10 @@ class RunContext:
         self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits. None: no step has ended that shows it."""
+        """Whether the loss of earlier steps had a term that is not made of the logits. Later steps are compared with
+        it. None: no step has ended that shows it."""
         self.split = split_of(state.dataloader)
-        layout = layout_of(state, self.split)
+        layout = layout_of(state, self.split)  # None: the rows of a batch cannot be told apart
         # Composer sets None if the loader has no batch size, for example because it has a batch sampler.
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
@@ -182,12 +183,6 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        selector: LabelSelector | None = None
-        why_all_logits = _why_all_logits(state, layout, options, model)
-        if why_all_logits is not None:
-            self._log_all_logits(why_all_logits)
-        else:
-            selector = LabelSelector(model.model)
         probe = Probe(
             forward=model,
             loss=model.loss,
@@ -204,9 +199,17 @@ class RunContext:
             loss_tokens=options.loss_tokens,
             check_loss=options.checks_loss,
             microbatch_size=microbatch_size,
-            selector=selector,
+            selector=self._new_selector(state, layout),
             forward_arguments=_forward_arguments(model),
         )
+
+    def _new_selector(self, state: State, layout: BatchLayout | None) -> LabelSelector | None:
+        """Adds the hooks for logits at labels to the model; None, if something is against it before the check."""
+        why_all_logits = _why_all_logits(state, layout, self._options, self._model)
+        if why_all_logits is not None:
+            self._log_all_logits(why_all_logits)
+            return None
+        return LabelSelector(self._model.model)
 
     def begin_step(self, step: Step) -> None:
         """Begins a step. The split will add its microbatches to the record of the step."""
@@ -232,7 +235,11 @@ class RunContext:
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Checks the rows that are new on any rank, and has the split cut by the rules of the check; a collective."""
+        """Checks the rows of all ranks that are of a kind that was not checked before; a collective.
+
+        Afterwards the split cuts by the rules of the check. It also takes the layout of the check, which learns from
+        each batch how tensors belong to rows.
+        """
         if self._options.token_weights == 'column':
             # The batches of training have a weight for each position, so the check gets the same.
             batch = with_weights_of_positions(batch)
@@ -363,7 +370,8 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    labels_are_at_ids = False  # in a model that is not of Hugging Face they need not be
+    # Whether each id must have a label. That is known only of Hugging Face models without an encoder.
+    labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):
         labels_are_at_ids = not getattr(model.config, 'is_encoder_decoder', False)

@@ -1,7 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut."""
+"""TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut.
+
+Four objects hold what the algorithm knows:
+
+- :class:`.RunContext`, for a fit: the split, the first-batch check and the like. It is made at the first batch.
+- :class:`.Step`, for an optimizer step: the counts of its rows, and a record of each microbatch.
+- :class:`.MicrobatchRecord`: the counts of a microbatch, and what its backward has shown. The step check reads it.
+- :class:`CurrentMicrobatch`: what only the computation of a microbatch needs, such as the outputs of the model.
+
+Three words:
+
+- Rows are *new* if the first-batch check has seen no such rows, for example longer ones, or the first with an image.
+  They are checked before they are cut.
+- A token is *measured* if a hook on the logits reads its weight off the gradient.
+- A *bypass* is a part of the loss that is not made of the logits. The weights of tokens say nothing about it.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +38,7 @@ from composer_tokacc.algorithm.loss_terms import (
     SplitLoss,
     Term,
     attached_zero,
+    empty_sum,
     sum_of_means,
     tensors_in,
 )
@@ -142,9 +158,11 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._num_read = 0  # batches of the loader's epoch so far, also those before the place where it was resumed
-        self._reduces_once = False  # whether DDP has reduced gradients only in the last microbatch of a step
-        self._token_choice = TokenChoice()  # which tokens to measure; a new one in each fit
+        self._num_batches_read = 0  # of the loader's epoch, also those before the place where it was resumed
+        # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
+        # unequal numbers of microbatches.
+        self._reduces_once = False
+        self._token_choice = TokenChoice()  # which tokens to measure. It counts the steps of a fit
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._microbatch: CurrentMicrobatch | None = None  # from BEFORE_FORWARD to AFTER_BACKWARD
 
@@ -219,8 +237,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, CurrentMicrobatch adds one. It adds none if a term of `loss_units` is no mean over
-            # tokens, but then the model has no selector.
+            # If no label counts, CurrentMicrobatch adds one. It may add none with `loss_units`, but then there is no
+            # selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -265,10 +283,10 @@ class TokenAccumulation(Algorithm):
 
     def _fit_start(self, state: State) -> None:
         """Forgets an earlier fit, which may have had another model, and checks the wrapped model."""
-        self._fit_end(state)  # FIT_END does not come after an error
+        self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
-        self._num_read = first_batch_of(state.train_dataloader)
+        self._num_batches_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
@@ -283,21 +301,21 @@ class TokenAccumulation(Algorithm):
         ``timestamp.batch_in_epoch``, which with ``Trainer(spin_dataloaders=False)`` goes on from the checkpoint or from
         the last fit, although the loader is read from its start.
         """
-        self._num_read += 1
+        self._num_batches_read += 1
 
     def _iteration_end(self, state: State) -> None:
         """Counts from 0 again, because Composer restarts the loader.
 
         An iteration whose length is in tokens may end within an epoch.
         """
-        self._num_read = 0
+        self._num_batches_read = 0
 
     def _epoch_end(self, state: State) -> None:
         """Refuses an epoch without batches. If `max_duration` is in batches, the run would never end.
 
         Warns of an epoch that has ended too early.
         """
-        self._num_read = 0
+        self._num_batches_read = 0
         # The timestamp itself is already that of the next epoch.
         if state.previous_timestamp is None:
             return
@@ -339,12 +357,12 @@ class TokenAccumulation(Algorithm):
         if self._context is None:
             self._context = RunContext(state, self.options)
             # A checkpoint or an earlier fit may say True, although ranks now wait for each other in every microbatch.
-            self._reduces_once = self._reduces_once and self._context.reductions.waits_only_to_reduce
+            self._reduces_once &= self._context.reductions.waits_only_to_reduce
             self._context.prove(state.batch)  # also finds the loss rule, by which tokens are counted below
         run = self._context
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
-        batch_index = self._num_read - 1
+        batch_index = self._num_batches_read - 1
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -356,8 +374,8 @@ class TokenAccumulation(Algorithm):
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # Not due in the first step, because prove() has just seen its rows. Due if a rank has new rows, and in steps
-        # 16, 32, 64 and so on, because a model may begin to treat known rows in another way.
+        # In the first step no rows are new, because prove() has just checked them. In steps 16, 32, 64 and so on it is
+        # due even without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -387,14 +405,17 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            copies_microbatches=lambda: bool(state.train_metrics),
+            copies_microbatches=lambda: bool(state.train_metrics),  # metrics read the copies, and may be added later
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            has_bypass=run.has_bypass,
+            has_bypass=run.has_bypass,  # check_step() refuses a bypass that earlier steps did not have
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
-        """Marks those rows of a counted batch that have a label which counts for the first time in the run."""
+        """Marks rows of a counted batch with a label that counts for the first time in the run.
+
+        The microbatches of these rows are measured, because a loss may treat some labels in another way.
+        """
         has_new_label = self._token_choice.rows_with_new_labels(batch, self._known_rule)
         if not any(has_new_label):
             return batch
@@ -447,7 +468,7 @@ class TokenAccumulation(Algorithm):
         # steps, or if the user asks for it.
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
-        run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
+        run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
         record = MicrobatchRecord(batch=_checked_entries(batch), rows=row_counts_of(batch))
@@ -481,9 +502,14 @@ class TokenAccumulation(Algorithm):
             # All positions are padding. So no token was routed, and the router's loss is 0 / 0.
             empty_units.append('microbatches')
         zero = attached_zero(state.outputs, state.loss)
+        has_samples = self._current.record.counts.samples > 0
 
         def without_tokens(term: Term) -> torch.Tensor:
-            return zero if term.unit in empty_units else term.value
+            if term.unit in empty_units:
+                return zero
+            if not has_samples:  # a term over the rows with labels may be a mean over no rows, and would be NaN
+                return term.value.nan_to_num()
+            return term.value
 
         state.loss = terms.changed(state.loss, without_tokens)
 
@@ -521,10 +547,9 @@ class TokenAccumulation(Algorithm):
         if layout is None or layout.media_of(state.batch):
             return
         trained = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-        # The sum of no elements is 0, but it has a gradient.
-        no_elements = trained.flatten()[:0]
-        sum_of_none = no_elements.sum()
-        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
+        zero = empty_sum(trained)
+        self._current.record.has_weight = False  # it does not change the gradient of the step
+        state.loss = self._run.terms.changed(state.loss, lambda term: term.value + zero)
 
     def _before_backward(self, state: State) -> None:
         """Scales the loss. Users put this algorithm last, because later changes are not scaled."""
@@ -566,7 +591,10 @@ class TokenAccumulation(Algorithm):
         microbatch.edges_of_loss = _edges_of(state.loss)
 
     def _check_no_added_term(self, state: State) -> None:
-        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong."""
+        """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong.
+
+        Such a term makes a path in the graph from the loss to a parameter that passes none of these edges.
+        """
         if self.options.check_loss and has_bypass(tensors_in(state.loss), self._current.edges_of_loss):
             raise NotExactError(
                 "The loss of a step must be the model's own loss, got: another term, which an algorithm or a callback "
@@ -576,7 +604,9 @@ class TokenAccumulation(Algorithm):
             )
 
     def _weigh_and_measure_tokens(self, state: State, microbatch: CurrentMicrobatch, weight_of_mean: float) -> None:
-        """Applies the token weights, if there are any. Measures tokens in the backward, if the microbatch is chosen.
+        """Applies the token weights, if there are any, and measures tokens in the backward.
+
+        Without token weights only some microbatches are measured, which :class:`.TokenChoice` chooses.
 
         ``weight_of_mean`` is the factor that the mean over the tokens must have in the step.
         """
@@ -589,33 +619,37 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * num_tokens
         place = len(step.microbatches) - 1
-        is_chosen = step.is_weighted or self._token_choice.includes(place, record.counts)
-        if not (record.has_weight and is_chosen and run.check.has_logits):
+        is_measured = step.is_weighted or self._token_choice.includes(place, record.counts)
+        if not (record.counts.loss_weight and is_measured and run.check.has_logits):
             return
         logits = logits_of(microbatch.outputs)
         # Without logits that fit the labels, nothing is weighted or measured. If tokens have weights, check_step() then
         # refuses the step, because no gradient has come to the logits of this record.
-        if logits is None or logits.grad_fn is None:
+        if logits is None:
             return
         at_logits = batch_at_logits(record.batch, logits, record.counts.rule, num_tokens)
         if at_logits is None:
             return
         selected, record.positions_of_logits = at_logits
-        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
-        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
-        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
+        if logits.grad_fn is None:
+            return
+        if weights is not None:
+            weigh_tokens(logits, weights)
+        # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
+        edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
+        record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
         plain_token_weight = self._plain_token_weight(weight_of_mean, num_tokens)
-        measures_all = self._token_choice.draws_all()
+        measures_all = self._token_choice.draws_all()  # or only some tokens of this microbatch
         record.watch(logits, weights, plain_token_weight, batch=selected, measures_all=measures_all)
 
     def _plain_token_weight(self, weight_of_mean: float, num_tokens: int) -> float | None:
-        """Returns the weight in the backward of a token whose relative weight is 1; None: tokens are not measured.
+        """Returns the weight that a token must have in the gradient by the logits; None: it cannot be measured.
 
-        They are measured only if the loss is one mean over tokens (no ``loss_units``, or one term), because several
-        terms may use the logits.
+        It is the weight of a plain token, to which the weights of other tokens are relative. It can be measured only if
+        the loss is one mean over tokens (no ``loss_units``, or one term), because several terms may use the logits.
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
@@ -628,7 +662,9 @@ class TokenAccumulation(Algorithm):
     def _weigh_mean(
         self, state: State, record: MicrobatchRecord, logits: torch.Tensor, selected: Batch
     ) -> torch.Tensor:
-        """Turns the mean over tokens into the weighted mean. Returns the weights relative to their mean, at the logits.
+        """Turns the value of the mean over tokens into the weighted mean, and returns the weights for its gradient.
+
+        They are relative to their mean, and each is at the position whose logits predict the token.
 
         Args:
             state: The trainer's state.
@@ -642,9 +678,8 @@ class TokenAccumulation(Algorithm):
         # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
         relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
         weights = at_predictions(relative, rule)
-        weigh_tokens(logits, weights)
-        # weigh_tokens() changes only the gradient. The value of the loss gets the same change here, by a number without
-        # a gradient.
+        # weigh_tokens() will change only the gradient. The value of the loss gets the same change here, by a number
+        # without a gradient.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
         losses = token_losses_at(logits, positions, targets)
@@ -654,9 +689,9 @@ class TokenAccumulation(Algorithm):
         return weights
 
     def _num_microbatches_with_samples(self, state: State) -> int | None:
-        """Returns the number by which terms of the unit ``'microbatches'`` are divided; None if there are none.
+        """Returns how many microbatches of this rank in the step have samples, and not only dummy rows.
 
-        It is the number of microbatches of this rank in the step that have samples, and not only dummy rows.
+        Terms of the unit ``'microbatches'`` are divided by this number. None: there are no such terms.
         """
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
@@ -678,7 +713,7 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            # A further microbatch may follow that has only repeated samples. Completing gradients twice does no harm.
+            # A microbatch of only repeated samples may still follow. Then gradients are completed again.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -775,12 +810,15 @@ class CurrentMicrobatch:
         """Returns the batch with the hidden entries and its own labels.
 
         Entries that somebody has changed since stay changed, so that the checks see it.
+
+        Args:
+            batch: The batch that the model got, perhaps changed since.
         """
         # The model may have taken the labels out of its batch.
         complete = {'labels': self._batch.get('labels'), **batch}
         for key, value in self._batch.items():
-            # If nobody has changed the entry that the model got, the original comes back. The model did not get a
-            # hidden entry, so it is missing in both, and comes back unless somebody has added one of this name.
+            # The original comes back if the entry is still the one that the model got. This includes hidden entries,
+            # which are None on both sides.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
@@ -867,9 +905,9 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and to its total, if it has one.
+    """Returns the loss with a number added to its first mean over tokens, and so to its total, if it has one.
 
-    Composer takes the gradient of the total. terms_of() does not return the total, but changed() changes it, too.
+    With ``loss_units`` ``changed`` sums the terms again. Without them it asks for the new total as for a term.
     """
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
     changed_names = {'total', *means_over_tokens[:1]}

@@ -11,10 +11,13 @@ import pytest
 import torch
 from composer.core import DataSpec
 from composer.models import HuggingFaceModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero
+from composer_tokacc.algorithm.loss_terms import LossTerms, attached_zero, empty_sum
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
+from tests.support.process_group import group_of_one_rank
 from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import fit, gradients_of, loader, relative_error
 
@@ -271,6 +274,25 @@ class NormTerm(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
 
 
+class LabelledRowsTerm(HuggingFaceModel):
+    """Its second term is a mean over the rows with labels, so NaN without such rows."""
+
+    def loss(self, outputs, batch):
+        is_labelled = (batch['labels'] != -100).any(dim=1)
+        return {'lm': outputs['loss'], 'norm': outputs['logits'][is_labelled, 0].square().mean()}
+
+
+def test_term_of_no_rows_is_zero(model):
+    """The last microbatch holds only a repeated sample, so it must add nothing to the loss that is logged."""
+    batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
+    logits = logits_of(model, batch)[:2]
+    expected = next_token_loss(logits, batch['labels'][:2]) + logits[:, 0].square().mean()
+    batch = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
+    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'microbatch_size': 1, 'regroup': False}
+    recorder = fit(LabelledRowsTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    assert recorder.logged('loss/train/total') == pytest.approx([expected.item()], rel=1e-6)
+
+
 @pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
 def test_term_of_a_dummy_row_is_refused(unit, model, batch):
     model = NormTerm(model, shift_labels=True, use_logits=True)
@@ -311,3 +333,14 @@ def test_zero_reaches_only_parameters_of_the_loss(uses_logits):
     attached_zero(outputs, loss).backward()
     assert torch.equal(head.weight.grad, torch.zeros(5, 3))
     assert pooler.weight.grad is None
+
+
+def test_empty_sum_of_sharded_parameters(tmp_path):
+    """A step of text under FSDP2 adds it to a loss without a gradient, if only layers of an encoder are trained."""
+    layer = torch.nn.Linear(3, 5)
+    with group_of_one_rank(tmp_path):
+        fully_shard(layer, mesh=init_device_mesh('cpu', (1,)))
+        loss = torch.tensor(1.5) + empty_sum(layer.weight)
+        loss.backward()
+    assert type(loss) is torch.Tensor
+    assert torch.equal(layer.weight.grad.to_local(), torch.zeros(5, 3))

@@ -61,7 +61,7 @@ def watch_of(model, **options):
 def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_reduce_once=False):
     model.require_backward_grad_sync = reduces
     loss = model(torch.ones(1, 2), heads)
-    watch.note_microbatch(num_microbatches, must_reduce_once=must_reduce_once)
+    watch.begin_microbatch(num_microbatches, must_reduce_once=must_reduce_once)
     loss.backward()
     watch.end_microbatch()
 

@@ -28,6 +28,7 @@ from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import token_weights_of
 from tests.matrix.native_models import Terms, by_token
+from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import RAGGED, VOCABULARY, collate, named_batch, one_layer_model, packed_row, text_rows
@@ -151,6 +152,16 @@ def test_images_and_text(name, packing, token_weights, microbatch_size):
         batch['pixel_values'] = batch['pixel_values'].double()
     data = token_data_spec(loader(batch), packing=packing)
     assert_weighted_exactly(model, batch, data, token_weights, microbatch_size)
+
+
+def test_text_without_gradient():
+    """Only the projector of images is trained, so microbatches of text change no gradient. Their loss is logged."""
+    case = family('llava')
+    model = in_double(case.model).requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(True)
+    batch = family_batch(case)
+    batch['pixel_values'] = batch['pixel_values'].double()
+    assert_weighted_exactly(model, batch, token_data_spec(loader(batch)), 'sqrt', microbatch_size=1)
 
 
 @pytest.mark.parametrize('seed', range(5))
