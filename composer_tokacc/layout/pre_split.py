@@ -195,8 +195,9 @@ def widened(
     new_width = min(num_multiples * width_multiple, limit)
     if new_width <= old_width:
         return batch
-    if any(Reading.TEXT in possible for possible in layout.readings_of(batch).values()):
-        return batch
+    for possible in layout.readings_of(batch).values():
+        if Reading.TEXT in possible or Reading.SHARED_TEXT in possible:
+            return batch
     side = side or padding_side(batch)
     # A batch without mask and positions gets a mask, because the new columns must be hidden.
     (batch,) = with_masks([batch])

@@ -251,8 +251,9 @@ def test_labels_without_ids_keep_their_width():
     assert widened(batch, 8) is batch
 
 
-def test_unknown_entries_keep_the_width():
+@pytest.mark.parametrize('shape', [(2, 5, 4), (1, 5)], ids=['of each row', 'shared by the rows'])
+def test_unknown_entries_keep_the_width(shape):
     """Boxes of the tokens (LayoutLM) would keep their width, so the ids keep it, too."""
     batch = microbatch([5, 2])
-    batch['bbox'] = torch.zeros(2, 5, 4)
+    batch['bbox'] = torch.zeros(shape)
     assert widened(batch, 8) is batch
