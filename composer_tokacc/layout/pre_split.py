@@ -269,9 +269,9 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in with_places:
         for key, value in microbatch.items():
-            # Subclasses, sparse tensors and tensors on a GPU stay in the microbatch, and torch sends them.
-            is_plain = type(value) is torch.Tensor and value.layout == torch.strided
-            if is_plain and value.device.type == 'cpu':
+            # Other tensors, such as subclasses and those on a GPU, stay in the microbatch, and torch sends them.
+            is_dense = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_dense and value.device.type == 'cpu' and not (value.is_nested or value.is_quantized):
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))

@@ -179,6 +179,22 @@ def test_pickled_and_back():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+SPECIAL_TENSORS = {
+    'sparse': lambda: torch.eye(2).to_sparse(),
+    'nested': lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    'quantized': lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors')
+@pytest.mark.parametrize('kind', SPECIAL_TENSORS)
+def test_worker_sends_tensors_to_be_refused(kind):
+    """The main process says which tensor cannot be divided among rows. An error in a worker would not say it."""
+    special = SPECIAL_TENSORS[kind]()
+    state = pre_split({**microbatch([5, 2]), 'special': special}).__getstate__()
+    assert state['microbatches'][0]['special'] is special
+
+
 class BatchesOfManyMicrobatches(Dataset):
     """Six batches of 40 microbatches with 4 tensors each."""
 
