@@ -36,7 +36,7 @@ from composer_tokacc.layout.found import (
     lengths_of_runs,
 )
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import has_any_id, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
@@ -281,7 +281,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
     types: torch.Tensor = batch['mm_token_type_ids']
-    is_image = has_any_id(batch['input_ids'], token_ids(layout.config, 'image'))
+    is_image = has_any_id(batch['input_ids'], replaced_ids(layout.config, 'image'))
     # Some processors mark nothing in a row. Then the model does not read the types.
     has_marks = (types != 0).any(dim=1, keepdim=True)
     is_unmarked = is_image & (types == 0) & has_marks
@@ -314,7 +314,7 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
 
 
 Limit = tuple[float, ...]
-"""The largest values of a property that were seen. For example, the limit of images ``(3, True, -16, 64, False)`` begins
+"""The largest values of a property that were seen. For example, a limit of images ``(3, True, -16, 64, False)`` begins
 with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. The smallest value, 16, is kept as its
 negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
 limit of a property without values is ``()``: it is enough to have seen it once."""

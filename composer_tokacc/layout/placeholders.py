@@ -4,6 +4,10 @@
 """Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
+The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
+model does not replace: configs of Qwen2-VL have ``vision_token_id``. :func:`replaced_ids` returns only the first. For
+other models nothing tells which ids are replaced, and it may be several: Higgs Audio has ``audio_delay_token_id``, too.
+So ``found.py`` takes all ids, :func:`placeholder_ids`.
 """
 
 from __future__ import annotations
@@ -43,10 +47,7 @@ def modality_of(name: Hashable) -> str | None:
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns all ids that a config names as placeholders of a modality, each id once.
-
-    The model need not replace all of them, see :func:`token_ids`.
-    """
+    """Returns all ids that a config names as placeholders of a modality, each id once."""
     ids: dict[str, int] = {}  # by name
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
@@ -73,12 +74,12 @@ def all_placeholders(config: Any) -> list[int]:
     ids: list[int] = []
     for modality in MODALITY_WORDS:
         ids += placeholder_ids(config, modality)
-        # placeholder_ids() does not find an id that the config computes as a property. token_ids() does.
-        ids += token_ids(config, modality)
+        # placeholder_ids() does not find an id that the config computes as a property. replaced_ids() does.
+        ids += replaced_ids(config, modality)
     return ids
 
 
-def token_ids(config: Any, modality: str) -> tuple[int, ...]:
+def replaced_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns the ids of the placeholders that the model replaces with the embeddings of a modality.
 
     If the config has an id of the usual name, such as ``image_token_id``, it is the only one. Otherwise the config does
