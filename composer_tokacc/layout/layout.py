@@ -4,8 +4,8 @@
 """Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows.
 
 An :class:`.Entry` says how one tensor belongs to rows. Its entries are slices along one dimension, and each stands for
-a unit: a row, an image or a patch, for example. See ``tensors.py`` for an example. What the layout adds is how many units each
-row has (:meth:`BatchLayout.units_per_row`).
+a unit, such as a row, an image or a patch: see the example in ``tensors.py``. What the layout adds is how many units
+each row has (:meth:`BatchLayout.units_per_row`).
 """
 
 from __future__ import annotations
