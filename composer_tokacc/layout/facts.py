@@ -26,6 +26,7 @@ from composer_tokacc.batch import (
     num_runs,
     real_positions,
     sample_name,
+    text_of,
 )
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
@@ -236,10 +237,12 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     is_padded = not bool(real.all())
     if is_padded:
         for key in ZERO_ON_PADDING:
-            if _has_shape(batch.get(key), real.shape):
-                _check_zero_on_padding(layout, batch, key, real)
-        if _has_shape(batch.get('mm_token_type_ids'), real.shape) and batch.get('input_ids') is not None:
-            _check_types_of_images(layout, batch)
+            value = batch.get(key)
+            if not isinstance(value, torch.Tensor) or value.shape != real.shape:
+                continue
+            _check_zero_on_padding(layout, batch, key, real)
+            if key == 'mm_token_type_ids':
+                _check_types_of_images(layout, batch)
     facts = RowFacts(
         batch=dict(batch),
         layout=layout,
@@ -250,10 +253,6 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     )
     vars(facts)['_reach'] = reach  # fills the cached property
     return facts
-
-
-def _has_shape(value: object, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _check_zero_on_padding(
@@ -281,7 +280,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
     types: torch.Tensor = batch['mm_token_type_ids']
-    is_image = has_any_id(batch['input_ids'], replaced_ids(layout.config, 'image'))
+    is_image = has_any_id(text_of(batch), replaced_ids(layout.config, 'image'))
     # Some processors mark nothing in a row. Then the model does not read the types.
     has_marks = (types != 0).any(dim=1, keepdim=True)
     is_unmarked = is_image & (types == 0) & has_marks

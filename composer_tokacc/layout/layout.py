@@ -30,7 +30,7 @@ from composer_tokacc.batch import (
     text_of,
 )
 from composer_tokacc.compat import inner_model
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media
 from composer_tokacc.layout.found import (
     Reading,
     Readings,
@@ -384,15 +384,13 @@ class BatchLayout:
         num_items: int,
     ) -> list[int]:
         """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
-        media = self.family.media.get(unit)
+        media = self.family.media.get(unit, Media())
         num_rows = self.num_rows(batch)
         remedy = f'Carry `num_{unit}s` in the batch, one int per row'
         if unit == 'image':
             remedy += ' (tiles counted)'
-        is_placeholder = None
-        if media is not None:
-            is_placeholder = media.placeholders(batch, self.config, unit)
-        if media is None or media.sizes is None or is_placeholder is None:
+        is_placeholder = media.placeholders(batch, self.config, unit)
+        if media.sizes is None or is_placeholder is None:
             if self.config is None:
                 remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
