@@ -72,17 +72,9 @@ class RowFacts:
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
-    def _reach(self) -> Reach:
-        """How far the real positions of each row reach from the first and from the last column.
-
-        :func:`describe` needs it for the padding side, and stores it here, so that it is computed once.
-        """
-        return Reach.of(self.real)
-
-    @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
-        return self._reach.lengths(self.side)
+        return Reach.of(self.real).lengths(self.side)
 
     @property
     def has_ids(self) -> bool:
@@ -251,7 +243,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    vars(facts)['_reach'] = reach  # fills the cached property
+    # Fills the cached property, so that the reach is computed once.
+    vars(facts)['lengths'] = reach.lengths(reach.side)
     return facts
 
 

@@ -108,9 +108,7 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """All items have one shape, so the model gives each item the same number of tokens."""
-    if num_items == 0:
-        return []
-    if num_tokens % num_items:
+    if num_items == 0 or num_tokens % num_items:
         return []
     return [num_tokens // num_items] * num_items
 
@@ -170,8 +168,8 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
 
 def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame, and the same number of frames in all clips."""
-    queries_per_frame = queries(batch, config, num_items, num_tokens)
-    return [batch['pixel_values'].shape[1] * count for count in queries_per_frame]
+    frames_per_item = batch['pixel_values'].shape[1]
+    return [frames_per_item * config.num_query_tokens] * num_items
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

@@ -119,10 +119,10 @@ def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
     else:
         return []
     counts = _unpacked(batch, rows)
-    for row, _ in counts:
-        if row.source is not None:
-            return counts
-    return []
+    has_source = any(row.source is not None for row, _ in counts)
+    if not has_source:
+        return []
+    return counts
 
 
 def rows_by_width(batch: Batch) -> Counter[int]:
@@ -144,10 +144,9 @@ def _unpacked(
         if not row.documents:
             counts.append((row, width))
             continue
-        samples = [document for document in row.documents if document.samples > 0]
         # A packed row has no padding, so the positions of a sample are its real tokens. The other positions belong to
         # dummy rows, which have no real tokens. They are divided equally among the dummy rows.
-        num_dummies = len(row.documents) - len(samples)
+        num_dummies = sum(document.samples == 0 for document in row.documents)
         dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             num_tokens = document.real_tokens
