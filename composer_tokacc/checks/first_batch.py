@@ -46,7 +46,14 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PADDED_ROWS, UNATTENDED_LABELS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import (
+    PADDED_ROWS,
+    ROTARY_POSITIONS,
+    UNATTENDED_LABELS,
+    RowRanges,
+    largest_positions,
+    ranges_of,
+)
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -646,10 +653,13 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
 def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
-    longest_first = [-length for length in lengths]
+    sizes = lengths
+    if ROTARY_POSITIONS in missing:  # then the rows with the largest positions come first, which may be short documents
+        sizes = largest_positions(facts)
+    longest_first = [-size for size in sizes]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
-    criteria = [Criterion(longest_first, needs_label=False), Criterion(lengths)]
+    criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
     for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
         has_modality = [size is not None for size in sizes]

@@ -311,8 +311,9 @@ with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. 
 negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
 limit of a property without values is ``()``: it is enough to have seen it once."""
 PACKED_ROWS = 'packed rows'
-"""Name of a property, as are the next two."""
+"""Name of a property, as are the next three."""
 UNATTENDED_LABELS = 'labels without attention'
+ROTARY_POSITIONS = 'positions beyond the rotary limit'
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 
@@ -415,26 +416,42 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     return RowRanges(limits=limits, readings=readings)
 
 
-def _suffix_of_positions(facts: RowFacts) -> str:
-    """Returns the end of the names of limits that rows with ``position_ids`` have apart from other rows."""
-    return ', with position_ids' if facts.has_positions else ''
+def largest_positions(facts: RowFacts) -> list[int]:
+    """Returns the number of positions up to the largest one of each row. Without ``position_ids`` it is the length.
+
+    It is less than the length if the positions begin again with each document of a row.
+    """
+    positions = facts.batch.get('position_ids')
+    if positions is None:
+        return facts.lengths
+    # (rows, width), (1, width) for all rows, or (axes, rows, width).
+    num_rows = positions.shape[-2]
+    largest = positions.amax(dim=-1).view(-1, num_rows).amax(dim=0) + 1
+    return largest.expand(len(facts.real)).tolist()
 
 
 def _rotary_limits(facts_of_batches: Iterable[RowFacts]) -> dict[str, Limit]:
-    """Returns limits that say which padded batches were wider than ``BatchLayout.width_limit``.
+    """Returns limits of batches in which the rotary embedding of a row depends on other rows.
 
-    In such a batch the rotary embedding depends on the width of the microbatch, so its rows are not trimmed. With
-    ``position_ids`` it depends on the largest position, so on the rows that share the microbatch.
+    Beyond ``BatchLayout.width_limit`` it depends on the width of the microbatch, so padded rows are not trimmed. With
+    ``position_ids`` it depends on the largest position, so on the rows that share the microbatch. The two values of
+    that limit are the least of the largest positions of the rows, as its negative, and the greatest of them.
     """
     limits: dict[str, Limit] = {}
+    positions: list[int] = []
     for facts in facts_of_batches:
         width_limit = facts.layout.width_limit
-        if width_limit is None or not facts.is_padded or facts.width <= width_limit:
+        if width_limit is None:
             continue
-        # A row within the width limit changes if it shares a microbatch with a row beyond it. A batch without such
-        # short rows does not show that.
-        rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
-        limits[f'{rows} wider than the rotary limit{_suffix_of_positions(facts)}'] = ()
+        if facts.has_positions:
+            positions += largest_positions(facts)
+            if max(positions) > width_limit:
+                limits[ROTARY_POSITIONS] = (-min(positions), max(positions))
+        elif facts.is_padded and facts.width > width_limit:
+            # A row within the width limit changes if it shares a microbatch with a row beyond it. A batch without such
+            # short rows does not show that.
+            rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
+            limits[f'{rows} wider than the rotary limit'] = ()
     return limits
 
 
@@ -442,7 +459,7 @@ def _padded_limits(facts_of_batches: Iterable[RowFacts]) -> dict[str, Limit]:
     """Returns the limit of padded rows, as if all batches were one padded batch; empty if no row has padding.
 
     Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
-    width.
+    width. Rows with ``position_ids`` have a limit of their own.
     """
     lengths: list[int] = []
     width = 0
@@ -454,7 +471,8 @@ def _padded_limits(facts_of_batches: Iterable[RowFacts]) -> dict[str, Limit]:
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        suffix = suffix or _suffix_of_positions(facts)
+        if facts.has_positions:
+            suffix = ', with position_ids'
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
     if not padded_lengths:
