@@ -47,9 +47,10 @@ from composer_tokacc.layout import (
     microbatches_of,
 )
 from composer_tokacc.layout.facts import (
+    BEYOND_ROTARY_LIMIT,
     PADDED_ROWS,
-    ROTARY_POSITIONS,
     UNATTENDED_LABELS,
+    WITH_POSITIONS,
     RowRanges,
     largest_positions,
     ranges_of,
@@ -654,7 +655,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
     sizes = lengths
-    if ROTARY_POSITIONS in missing:  # then the rows with the largest positions come first, which may be short documents
+    if BEYOND_ROTARY_LIMIT + WITH_POSITIONS in missing:
+        # The length of a packed row does not tell which positions its documents have.
         sizes = largest_positions(facts)
     longest_first = [-size for size in sizes]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often

@@ -313,9 +313,11 @@ limit of a property without values is ``()``: it is enough to have seen it once.
 PACKED_ROWS = 'packed rows'
 """Name of a property, as are the next three."""
 UNATTENDED_LABELS = 'labels without attention'
-ROTARY_POSITIONS = 'positions beyond the rotary limit'
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
+BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
+WITH_POSITIONS = ', with position_ids'
+"""The end of the last two names if the batch has ``position_ids``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,7 +396,10 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     # Without ids (Whisper) no row is trimmed.
     with_ids = [facts for facts in facts_of_batches if facts.has_ids]
-    limits = _rotary_limits(with_ids) | _padded_limits(with_ids)
+    suffix = ''
+    if any(facts.has_positions for facts in with_ids):
+        suffix = WITH_POSITIONS
+    limits = _rotary_limits(with_ids, suffix) | _padded_limits(with_ids, suffix)
     if largest_packed_row:
         # The longest document, and the largest packed row.
         limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
@@ -430,49 +435,39 @@ def largest_positions(facts: RowFacts) -> list[int]:
     return largest.expand(len(facts.real)).tolist()
 
 
-def _rotary_limits(facts_of_batches: Iterable[RowFacts]) -> dict[str, Limit]:
-    """Returns limits of batches in which the rotary embedding of a row depends on other rows.
+def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
+    """Returns the limit of all rows together if one has positions beyond ``BatchLayout.width_limit``, else nothing.
 
-    Beyond ``BatchLayout.width_limit`` it depends on the width of the microbatch, so padded rows are not trimmed. With
-    ``position_ids`` it depends on the largest position, so on the rows that share the microbatch. The two values of
-    that limit are the least of the largest positions of the rows, as its negative, and the greatest of them.
+    Then the rotary embedding of each row depends on the largest position of its microbatch. The two values of the limit
+    are the least of the largest positions of the rows, as its negative, and the greatest of them.
     """
-    limits: dict[str, Limit] = {}
     positions: list[int] = []
+    is_beyond = False
     for facts in facts_of_batches:
         width_limit = facts.layout.width_limit
-        if width_limit is None:
-            continue
-        if facts.has_positions:
+        if width_limit is not None:
             positions += largest_positions(facts)
-            if max(positions) > width_limit:
-                limits[ROTARY_POSITIONS] = (-min(positions), max(positions))
-        elif facts.is_padded and facts.width > width_limit:
-            # A row within the width limit changes if it shares a microbatch with a row beyond it. A batch without such
-            # short rows does not show that.
-            rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
-            limits[f'{rows} wider than the rotary limit'] = ()
-    return limits
+            is_beyond = max(positions, default=0) > width_limit
+    if not is_beyond:
+        return {}
+    return {f'{BEYOND_ROTARY_LIMIT}{suffix}': (-min(positions), max(positions))}
 
 
-def _padded_limits(facts_of_batches: Iterable[RowFacts]) -> dict[str, Limit]:
+def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
     """Returns the limit of padded rows, as if all batches were one padded batch; empty if no row has padding.
 
     Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
-    width. Rows with ``position_ids`` have a limit of their own.
+    width.
     """
     lengths: list[int] = []
     width = 0
     side = 'right'
-    suffix = ''
     for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        if facts.has_positions:
-            suffix = ', with position_ids'
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
     if not padded_lengths:
