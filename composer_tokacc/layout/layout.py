@@ -386,9 +386,7 @@ class BatchLayout:
         """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
         media = self.family.media.get(unit, Media())
         num_rows = self.num_rows(batch)
-        remedy = f'Carry `num_{unit}s` in the batch, one int per row'
-        if unit == 'image':
-            remedy += ' (tiles counted)'
+        remedy = f'Carry `num_{unit}s` in the batch, one int per row (of images, tiles are counted)'
         is_placeholder = media.placeholders(batch, self.config, unit)
         if media.sizes is None or is_placeholder is None:
             if self.config is None:
@@ -503,8 +501,7 @@ class BatchLayout:
             is_of_rows = entry.unit == 'row' and not entry.is_media
             if len(value) == num_rows and is_of_rows:
                 return
-            contents = 'media' if entry.is_media else f'{entry.unit} entries'
-            description = f'{description} of {len(value)} {contents} for {num_rows} rows'
+            description = f'{description} of {len(value)} {entry.modality} entries for {num_rows} rows'
         raise InvalidInputError(
             f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '
             'Turn it into one of these in the collator.'
@@ -774,9 +771,7 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     masked: list[Batch] = []
     for batch in batches:
         ids = batch.get('input_ids')
-        mask = batch.get('attention_mask')
-        positions = batch.get('position_ids')
-        if ids is None or mask is not None or positions is not None:
+        if ids is None or batch.get('attention_mask') is not None or batch.get('position_ids') is not None:
             return batches
         mask = torch.ones_like(ids)
         masked.append({**batch, 'attention_mask': mask})
@@ -831,10 +826,9 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
             num_entries[key] = batch[key].shape[entry.row_dim]
     if not num_entries:
         return None
-    distinct_nums = set(num_entries.values())
-    if len(distinct_nums) > 1:
+    num_items, *further_nums = set(num_entries.values())
+    if further_nums:
         raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-    (num_items,) = distinct_nums
     return num_items
 
 
