@@ -25,10 +25,13 @@ from composer_tokacc.batch import Batch
 MODALITY_WORDS = {
     'video': re.compile('video|second_per_grid|frame'),
     'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
-    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
+    'image': re.compile(
+        'image|pixel|(?<![a-z])(patch|vision|tile)|visual|grid|crop|aspect_ratio|spatial_shapes|target_sizes'
+    ),
 }
 """Words in the names of tensors and of config entries, by modality. The first modality that fits counts, because names
-of videos and audios also contain words of images, as `pixel_values_videos` does."""
+of videos and audios also contain words of images, as `pixel_values_videos` does. Some words must not end another word,
+such as `supervision`, `percentile` or `dispatch`."""
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
