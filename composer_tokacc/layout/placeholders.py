@@ -30,8 +30,8 @@ MODALITY_WORDS = {
     ),
 }
 """Words in the names of tensors and of config entries, by modality. The first modality that fits counts, because names
-of videos and audios also contain words of images, as `pixel_values_videos` does. Some words must not end another word,
-such as `supervision`, `percentile` or `dispatch`."""
+of videos and audios also contain words of images, as `pixel_values_videos` does. Three words count only at the
+beginning of a word, not in `dispatch`, `supervision` or `percentile`."""
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )

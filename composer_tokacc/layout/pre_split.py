@@ -218,7 +218,7 @@ def widened(
 def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
-    The outermost hidden id is that of the tokenizer's padding. Some models read it (RoBERTa does not number it). If
+    The outermost hidden id is nearly always that of padding. Some models read it (RoBERTa does not number it). If
     nothing is hidden, most ids would do, because the new padding is masked. A placeholder would not, because
     placeholders are counted.
 
