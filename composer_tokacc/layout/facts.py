@@ -435,19 +435,31 @@ def largest_positions(facts: RowFacts) -> list[int]:
     return largest.expand(len(facts.real)).tolist()
 
 
-def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
-    """Returns the limit of all rows together if one has positions beyond ``BatchLayout.width_limit``, else nothing.
+def is_beyond_rotary_limit(facts: RowFacts) -> bool:
+    """Returns whether the rotary embedding of the rows depends on their largest position, or without any, on the width.
 
-    Then the rotary embedding of each row depends on the largest position of its microbatch. The two values of the limit
-    are the least of the largest positions of the rows, as its negative, and the greatest of them.
+    Then ``BatchLayout.width_limit`` is exceeded.
+    """
+    width_limit = facts.layout.width_limit
+    if width_limit is None:
+        return False
+    largest_position = facts.width
+    if facts.has_positions:
+        largest_position = max(largest_positions(facts))
+    return facts.has_ids and largest_position > width_limit
+
+
+def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
+    """Returns the limit of all rows together if the rotary embedding of some depends on other rows, else nothing.
+
+    Its two values are the least of the largest positions of the rows, as its negative, and the greatest of them.
     """
     positions: list[int] = []
     is_beyond = False
     for facts in facts_of_batches:
-        width_limit = facts.layout.width_limit
-        if width_limit is not None:
+        if facts.layout.width_limit is not None:
             positions += largest_positions(facts)
-            is_beyond = max(positions, default=0) > width_limit
+            is_beyond |= is_beyond_rotary_limit(facts)
     if not is_beyond:
         return {}
     return {f'{BEYOND_ROTARY_LIMIT}{suffix}': (-min(positions), max(positions))}
