@@ -72,9 +72,14 @@ class RowFacts:
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
+    def _reach(self) -> Reach:
+        """How far the real positions of each row reach from the first and from the last column."""
+        return Reach.of(self.real)
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Width of each row without its padding, at least 1."""
-        return Reach.of(self.real).lengths(self.side)
+        return self._reach.lengths(self.side)
 
     @property
     def has_ids(self) -> bool:
@@ -243,8 +248,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    # Fills the cached property, so that the reach is computed once.
-    vars(facts)['lengths'] = reach.lengths(reach.side)
+    vars(facts)['_reach'] = reach  # fills the cached property, so that the reach is computed once
     return facts
 
 
