@@ -55,8 +55,8 @@ class RankWidth:
         reason = ''
         is_beyond = None
         for facts in facts_of_parts:
-            has_labels = bool((labels_of(facts.batch) != IGNORE_INDEX).any())
-            if has_labels and facts.layout.width_limit is not None:
+            has_rotary_limit = facts.layout.width_limit is not None
+            if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
                 is_beyond = bool(is_beyond) or is_beyond_rotary_limit(facts)
             width = max(width, facts.width)
             is_left |= facts.is_padded and facts.side == 'left'

@@ -440,17 +440,11 @@ def largest_positions(facts: RowFacts) -> list[int]:
 
 
 def is_beyond_rotary_limit(facts: RowFacts) -> bool:
-    """Returns whether the rotary embedding of the rows depends on their largest position, or without any, on the width.
-
-    Then ``BatchLayout.width_limit`` is exceeded.
-    """
+    """Returns whether the rotary embedding depends on the width, or with ``position_ids`` on the largest position."""
     width_limit = facts.layout.width_limit
-    if width_limit is None:
-        return False
-    largest_position = facts.width
-    if facts.has_positions:
-        largest_position = max(largest_positions(facts))
-    return facts.has_ids and largest_position > width_limit
+    if width_limit is None or not facts.has_positions:
+        return facts.layout.width_matters(facts.batch)
+    return max(largest_positions(facts)) > width_limit
 
 
 def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
