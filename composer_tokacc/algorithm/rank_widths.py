@@ -7,6 +7,8 @@ Each rank pads to its own longest row. If all rows were in one batch, some would
 right changes nothing. On the left it may change a row in two ways. If the first token has a label, the pad before it
 predicts that label. And some models count positions from the first column, or compute the pads (a recurrent network).
 If a row is changed, the gradient depends on the number of ranks, so the step is refused.
+
+A rotary embedding that changes beyond some width (dynamic, long-rope) must be the same on all ranks, on any side.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from composer_tokacc.batch import IGNORE_INDEX, labels_of
 from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_world_size
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import RowFacts
+from composer_tokacc.layout.facts import is_beyond_rotary_limit
 from composer_tokacc.refusals import NotExactError
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ class RankWidth:
     """Whether some row has padding on the left."""
     reason: str
     """Why more padding on the left would change these rows; empty: it would not."""
+    is_beyond_rotary_limit: bool | None = None
+    """Whether the rotary embedding depends on the width. None: no row has a label, or the model has no such limit."""
 
     @classmethod
     def of(cls, facts_of_parts: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
@@ -47,7 +53,11 @@ class RankWidth:
         width = 0
         is_left = False
         reason = ''
+        is_beyond = None
         for facts in facts_of_parts:
+            has_rotary_limit = facts.layout.width_limit is not None
+            if has_rotary_limit and bool((labels_of(facts.batch) != IGNORE_INDEX).any()):
+                is_beyond = bool(is_beyond) or is_beyond_rotary_limit(facts)
             width = max(width, facts.width)
             is_left |= facts.is_padded and facts.side == 'left'
             is_padded_right = facts.is_padded and facts.side == 'right'
@@ -58,14 +68,15 @@ class RankWidth:
                 reason = 'more padding changes its losses (the model may count positions from the first column)'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-        return cls(width, is_left, reason)
+        return cls(width, is_left, reason, is_beyond)
 
     def numbers(self) -> list[int]:
         """Returns integers whose sums over the ranks show :func:`check_widths` whether widths differ and may matter.
 
         The sums of widths and of their squares show whether all ranks have the same width.
         """
-        return [self.is_left, bool(self.reason), self.width, self.width**2]
+        is_beyond = self.is_beyond_rotary_limit
+        return [is_beyond is True, is_beyond is False, self.is_left, bool(self.reason), self.width, self.width**2]
 
 
 def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
@@ -97,7 +108,13 @@ def check_widths(
         is_trimmed: Whether the run trims rows. If not, :meth:`RankWidth.of` gets no rules, and no check shows whether
             the model counts positions from the first column. Then unequal widths give a warning.
     """
-    num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
+    num_beyond, num_within, num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
+    if num_beyond and num_within:
+        raise NotExactError(
+            'All ranks must have rows on one side of the width at which the rotary embedding of this model begins to '
+            f'depend on the width, got: {num_beyond:.0f} ranks beyond it and {num_within:.0f} within. The gradient '
+            'would depend on the number of ranks. Pad all rows to one width, or shorten them (docs/errors.md#ranks).'
+        )
     are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
     if are_equal or not num_left:
         return

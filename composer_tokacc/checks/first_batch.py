@@ -53,7 +53,16 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
-from composer_tokacc.layout.facts import PADDED_ROWS, PADDING_ON_BOTH_SIDES, UNATTENDED_LABELS, RowRanges, ranges_of
+from composer_tokacc.layout.facts import (
+    BEYOND_ROTARY_LIMIT,
+    PADDED_ROWS,
+    PADDING_ON_BOTH_SIDES,
+    UNATTENDED_LABELS,
+    WITH_POSITIONS,
+    RowRanges,
+    largest_positions,
+    ranges_of,
+)
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.placeholders import all_placeholders, has_any_id
 from composer_tokacc.model_structure import transformers_model
@@ -669,10 +678,14 @@ def _new_modalities(missing: Sequence[str]) -> list[str]:
 def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     """Returns the criteria to choose rows by, the most important one first."""
     lengths = facts.lengths
-    longest_first = [-length for length in lengths]
+    sizes = lengths
+    if BEYOND_ROTARY_LIMIT + WITH_POSITIONS in missing:
+        # The length of a packed row does not tell which positions its documents have.
+        sizes = largest_positions(facts)
+    longest_first = [-size for size in sizes]
     # The longest row has the least padding to trim, and the shortest row has the most. The longest row is often
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
-    criteria = [Criterion(longest_first, needs_label=False), Criterion(lengths)]
+    criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
     for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
         has_modality = [size is not None for size in sizes]

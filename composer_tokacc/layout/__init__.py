@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How the entries of a multimodal batch belong to its rows, family by family."""
+"""Which parts of each tensor of a multimodal batch belong to which row, family by family."""
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.layout.facts import RowFacts, describe, describe_all

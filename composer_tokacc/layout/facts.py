@@ -1,12 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about the rows of a collated batch, and ranges of the rows that the first-batch check has looked at."""
+"""Facts about the rows of a collated batch, which decide how it is cut, and ranges of such facts.
+
+The first-batch check computes gradients of a few rows to show that no cut of a batch changes them. :class:`RowRanges`
+remember which rows the check has looked at. If a later step has rows outside of them, the check runs again.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,6 +26,7 @@ from composer_tokacc.batch import (
     num_runs,
     real_positions,
     sample_name,
+    text_of,
 )
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
@@ -32,21 +37,10 @@ from composer_tokacc.layout.found import (
     lengths_of_runs,
 )
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import has_any_id, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
 
-PACKED_ROWS = 'packed rows'
-PADDED_ROWS = 'rows padded'
-"""The beginning of the names of limits that are proven only by trimming rows, see :meth:`RowRanges.without_padding`."""
-UNATTENDED_LABELS = 'labels without attention'
-PADDING_ON_BOTH_SIDES = 'padding on both sides'
-COLLATED_BY_LOADER = 'microbatches that a loader has collated'
-"""A name of rows, for the message of :func:`check_first_labels`."""
-Limit = tuple[float, ...]
-"""The largest values of a property that were seen. A smallest value is kept as its negative. A bool says whether rows
-had something. So rows lie within a limit if none of their values is larger. :func:`_padded_limits` and
-:func:`_media_limit` say which values a property has."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
 
@@ -125,8 +119,9 @@ class RowFacts:
     def media_sizes(self, modality: str) -> list[float | None]:
         """Returns the number of placeholders of the largest item in each row; None: the row has no item.
 
-        A model that pads items pads them to the largest one. If the runs of placeholders of a row are not its items,
-        because images touch each other or a token ends each line, the mean of its items counts.
+        It stands for the size of the item, because a model that pads items pads them to the largest one. Each item is
+        expected to have one run of placeholders. If a row has another number of runs than items, because images touch
+        each other or a token ends each line, this is the mean over the items of the row.
         """
         counts = self.counts.get(modality, [])
         if not any(counts):
@@ -213,6 +208,10 @@ class RowFacts:
         return (has_label & has_padding).tolist()
 
 
+COLLATED_BY_LOADER = 'microbatches that a loader has collated'
+"""A ``kind`` of rows for :func:`check_first_labels`."""
+
+
 def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
     """Raises ValueError if padding on the left predicts a label, although the padding depends on how rows are cut.
 
@@ -245,10 +244,12 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     is_padded = not bool(real.all())
     if is_padded:
         for key in ZERO_ON_PADDING:
-            if _has_shape(batch.get(key), real.shape):
-                _check_zero_on_padding(layout, batch, key, real)
-        if _has_shape(batch.get('mm_token_type_ids'), real.shape) and batch.get('input_ids') is not None:
-            _check_types_of_images(layout, batch)
+            value = batch.get(key)
+            if not isinstance(value, torch.Tensor) or value.shape != real.shape:
+                continue
+            _check_zero_on_padding(layout, batch, key, real)
+            if key == 'mm_token_type_ids':
+                _check_types_of_images(layout, batch)
     facts = RowFacts(
         batch=dict(batch),
         layout=layout,
@@ -257,13 +258,8 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         is_padded=is_padded,
         real=real,
     )
-    # The value of this cached property is already known.
-    vars(facts)['_reach'] = reach
+    vars(facts)['_reach'] = reach  # fills the cached property, so that the reach is computed once
     return facts
-
-
-def _has_shape(value: object, shape: torch.Size) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def _check_zero_on_padding(
@@ -291,7 +287,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
     types: torch.Tensor = batch['mm_token_type_ids']
-    is_image = has_any_id(batch['input_ids'], token_ids(layout.config, 'image'))
+    is_image = has_any_id(text_of(batch), replaced_ids(layout.config, 'image'))
     # Some processors mark nothing in a row. Then the model does not read the types.
     has_marks = (types != 0).any(dim=1, keepdim=True)
     is_unmarked = is_image & (types == 0) & has_marks
@@ -323,6 +319,22 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
     return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]
 
 
+Limit = tuple[float, ...]
+"""The largest values of a property that were seen. For example, a limit of images ``(3, True, -16, 64, False)`` begins
+with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. The smallest value, 16, is kept as its
+negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
+limit of a property without values is ``()``: it is enough to have seen it once."""
+PACKED_ROWS = 'packed rows'
+"""Name of a property, as are the next four."""
+UNATTENDED_LABELS = 'labels without attention'
+PADDING_ON_BOTH_SIDES = 'padding on both sides'
+PADDED_ROWS = 'rows padded'
+"""The beginning of the name. It goes on with the side, such as ``' on the left'``."""
+BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
+WITH_POSITIONS = ', with position_ids'
+"""The end of the last two names if the batch has ``position_ids``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowRanges:
     """Ranges of the properties of some rows, for example of those that the first-batch check has looked at.
@@ -339,8 +351,8 @@ class RowRanges:
     ChartQA and DocVQA, rows lie outside of a range in 8 to 12 of the first 200 steps.
 
     Args:
-        limits: Limits of the properties that the rows had, by name. A limit is ``()`` if it is enough to have seen the
-            property once. A name about images, videos or audios begins with that word.
+        limits: Limits of the properties that the rows had, by name. A name about images, videos or audios begins with
+            that word.
         readings: Possible readings of the tensors that no family registers.
     """
 
@@ -369,7 +381,7 @@ class RowRanges:
         return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
-        """Returns the ranges without the limits of padded rows, for rows on which trimming was not tried."""
+        """Returns the ranges without the limits of padded rows. If no row was trimmed, nothing is shown about them."""
         limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED_ROWS)}
         return RowRanges(limits=limits, readings=self.readings)
 
@@ -399,7 +411,12 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
         begin_with_padding = begin_with_padding or any(facts.begins_with_padding)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
-    limits = _padded_limits([facts for facts in facts_of_batches if facts.has_ids])
+    # Without ids (Whisper) no row is trimmed.
+    with_ids = [facts for facts in facts_of_batches if facts.has_ids]
+    suffix = ''
+    if any(facts.has_positions for facts in with_ids):
+        suffix = WITH_POSITIONS
+    limits = _rotary_limits(with_ids, suffix) | _padded_limits(with_ids, suffix)
     if largest_packed_row:
         # The longest document, and the largest packed row.
         limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
@@ -423,40 +440,65 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     return RowRanges(limits=limits, readings=readings)
 
 
-def _padded_limits(facts_of_batches: Sequence[RowFacts]) -> dict[str, Limit]:
-    """Returns the limits of the widths of all batches together, as if they were one padded batch.
+def largest_positions(facts: RowFacts) -> list[int]:
+    """Returns the number of positions up to the largest one of each row. Without ``position_ids`` it is the length.
 
-    The limit of padded rows has the shortest row, the longest row with padding, and the width. Rows with
-    ``position_ids`` have limits of their own, whose names end with a suffix.
+    It is less than the length if the positions begin again with each document of a row.
     """
-    limits: dict[str, Limit] = {}
+    positions = facts.batch.get('position_ids')
+    if positions is None:
+        return facts.lengths
+    # (rows, width), (1, width) for all rows, or (axes, rows, width).
+    num_rows = positions.shape[-2]
+    largest = positions.amax(dim=-1).view(-1, num_rows).amax(dim=0) + 1
+    return largest.expand(len(facts.real)).tolist()
+
+
+def is_beyond_rotary_limit(facts: RowFacts) -> bool:
+    """Returns whether the rotary embedding depends on the width, or with ``position_ids`` on the largest position."""
+    width_limit = facts.layout.width_limit
+    if width_limit is None or not facts.has_positions:
+        return facts.layout.width_matters(facts.batch)
+    return max(largest_positions(facts)) > width_limit
+
+
+def _rotary_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
+    """Returns the limit of all rows together if the rotary embedding of some depends on other rows, else nothing.
+
+    Its two values are the least of the largest positions of the rows, as its negative, and the greatest of them.
+    """
+    positions: list[int] = []
+    is_beyond = False
+    for facts in facts_of_batches:
+        if facts.layout.width_limit is not None:
+            positions += largest_positions(facts)
+            is_beyond |= is_beyond_rotary_limit(facts)
+    if not is_beyond:
+        return {}
+    return {f'{BEYOND_ROTARY_LIMIT}{suffix}': (-min(positions), max(positions))}
+
+
+def _padded_limits(facts_of_batches: Iterable[RowFacts], suffix: str) -> dict[str, Limit]:
+    """Returns the limit of padded rows, as if all batches were one padded batch; empty if no row has padding.
+
+    Its values are the length of the shortest row, as its negative, the length of the longest row with padding, and the
+    width.
+    """
     lengths: list[int] = []
     width = 0
     side = 'right'
-    suffix_of_padded = ''
     for facts in facts_of_batches:
         lengths += facts.lengths
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        suffix = ''
-        if facts.has_positions:
-            suffix = ', with position_ids'
-            suffix_of_padded = suffix
-        # Beyond this limit the rotary embedding depends on the width of the microbatch, so padded rows are never
-        # trimmed. With `position_ids` it depends on the largest position, so on the rows that share the microbatch.
-        width_limit = facts.layout.width_limit
-        if facts.is_padded and width_limit is not None and facts.width > width_limit:
-            # Rows within the limit change if they share a microbatch with a row beyond it. So rows of both kinds have a
-            # name of their own.
-            rows = 'all rows' if min(facts.lengths) > width_limit else 'some rows'
-            limits[f'{rows} wider than the rotary limit{suffix}'] = ()
     # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
-    if padded_lengths:
-        limits[f'{PADDED_ROWS} on the {side}{suffix_of_padded}'] = (-min(lengths), max(padded_lengths), width)
-    return limits
+    if not padded_lengths:
+        return {}
+    name = f'{PADDED_ROWS} on the {side}{suffix}'
+    return {name: (-min(lengths), max(padded_lengths), width)}
 
 
 def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit | None:
@@ -467,7 +509,8 @@ def _media_limit(modality: str, facts_of_batches: Sequence[RowFacts]) -> Limit |
     - the largest number of items in a row;
     - whether several rows have items;
     - two values for the range of :meth:`RowFacts.media_sizes`: the smallest size as its negative, and the largest size;
-    - whether the microbatches of a pre-split batch pad items to different sizes.
+    - whether the microbatches of a pre-split batch pad items to different sizes, so that a row that moves to another
+      microbatch meets another padding.
     """
     counts: list[int] = []
     sizes: list[float] = []

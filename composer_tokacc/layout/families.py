@@ -32,9 +32,9 @@ class Media:
         sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
             tells these numbers.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
-        frames: None if the modality has its own placeholder. Otherwise images and frames of videos have the same one,
-            and two tokens mark the start and the end of each video. Then it is True for videos, which have the
-            placeholders between these tokens, and False for images, which have all others.
+        frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
+            ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
+            placeholders between start and end, and False for images, which have all others.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -53,7 +53,7 @@ class Media:
         """
         ids = text_of(batch)
         name_in_config = unit if self.frames is None else 'image'
-        placeholder_ids = placeholders.token_ids(config, name_in_config)
+        placeholder_ids = placeholders.replaced_ids(config, name_in_config)
         if not placeholder_ids:
             types = batch.get('mm_token_type_ids')
             if types is None or not self.token_type:
@@ -78,8 +78,8 @@ class Family:
         entries: Media tensors by key. Text tensors are the same for all families: ``TEXT_ENTRIES``.
         media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
         matches: Returns whether a batch has this format. Only asked if the model is not known.
-        slots: Returns which image slots of a batch hold an image and are not padding, ``(rows, slots)`` bool. None: the
-            images of a batch have no slots, see ``Entry.slot_dim``.
+        slots: Returns which image slots of a batch hold an image, ``(rows, slots)`` bool. The others are padding. None:
+            the images of a batch have no slots, see ``Entry.slot_dim``.
         one_kind: Whether a forward takes only images or only videos, never both.
         has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
             Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice

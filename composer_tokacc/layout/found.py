@@ -1,16 +1,18 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds out how tensors that no family registers belong to rows.
+"""Finds out how unregistered tensors belong to rows: those that neither a family nor the user has registered.
 
-The name and the shape of a tensor, the config and the batch tell it. Shapes can mislead: a memory of 16 states looks
-like text if the text happens to be 16 tokens wide. So each key has a list of possible readings, which only gets shorter
-during a fit: a reading that one batch has ruled out does not come back.
+A *reading* is a way in which a tensor can belong to rows, such as "one entry per row" (:class:`Reading`). The name and
+the shape of a tensor, the config and the batch tell the possible readings. Shapes can mislead: a memory of 16 states
+looks like text if the text happens to be 16 tokens wide. So each key has a list of possible readings, which only gets
+shorter during a fit: a reading that one batch has ruled out does not come back. The first reading of the list is used.
 
-An item is an image, a video or an audio. A tensor of media has one entry per item, or several: one per patch, tile or
-frame. How many entries each row has is inferred from the placeholders in its text, in several ways that may or may not
-fit. A batch that no way fits, or for which two ways give different numbers, is refused. The first-batch check shows
-that the numbers for the first batch are right.
+If that reading is media, the rows must be found, too. An item is an image, a video or an audio. A tensor of media has
+one entry per item, or several: one per patch, tile or frame. How many entries each row has is inferred from the
+placeholders in its text, in several ways that may or may not fit. A batch that no way fits, or for which two ways give
+different numbers, is refused. Before training, the first-batch check compares gradients of rows of the first batch,
+which shows that its numbers are right.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ Readings = Mapping[str, tuple[Reading, ...]]
 """The possible readings of each key, the most likely one first."""
 
 MOST_LIKELY_FIRST = list(Reading)
-"""The order of two readings that :func:`agreed_readings` cannot rank, because two batches rank them oppositely."""
+"""The order of two readings that two batches rank oppositely, see :func:`agreed_readings`. One of the two is media. It
+comes behind rows and text, because in the batch that ranks it lower the tensor fits no item."""
 
 ENTRY_BY_READING = {
     Reading.TEXT: Entry(seq_dims=(1,)),
@@ -83,8 +86,12 @@ def possible_readings(
 ) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
 
-    ``registered`` are the entries of other keys, ``earlier`` the readings that earlier batches allow; empty: there was
-    no batch with the key.
+    Args:
+        batch: The batch.
+        key: The key of the tensor.
+        config: The config of the model, or None.
+        registered: How the tensors of registered keys belong to rows.
+        earlier: The readings of the key that earlier batches allow. Empty if none had the key.
     """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
@@ -98,6 +105,8 @@ def possible_readings(
     if shape == (num_rows,):
         # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. If earlier
         # batches tell which it is, the text is not searched, because for a batch on a GPU the host would wait.
+        # Media that had another shape are known as media. Media of this shape are not, because later batches may show
+        # that they are a column.
         is_known_column = earlier[:1] == (Reading.ROWS,)
         is_known_media = earlier == (Reading.MEDIA,)
         if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
@@ -167,9 +176,11 @@ def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
 
 
 def _entry_of_media(batch: Batch, key: str) -> Entry:
-    """Returns the ``Entry`` of a tensor of media. Its unit is the modality and the tensor's length: ``'image/12'``.
+    """Returns the ``Entry`` of a tensor of media. Its unit is the modality and the number of entries: ``'image/12'``.
 
-    The layout reads both from the unit. :func:`entries_per_row` divides the 12 entries among the rows.
+    Tensors of one modality may have an entry per image, tile or patch. So the modality alone does not tell how many
+    entries a row has. Tensors with equally many entries have the same unit, and :func:`entries_per_row` divides these
+    12 entries among the rows.
     """
     value: torch.Tensor = batch[key]
     modality = modality_of(key)
@@ -347,7 +358,8 @@ def entries_per_row(
         products = [num_entries * tokens for tokens in placeholders.tokens]
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
-    # Another way to find them: each entry has one run of placeholders. It must give the same numbers.
+    # If there are as many runs of placeholders as entries, each entry probably has one run. This is tried even if sizes
+    # have told the entries, because a tensor with fitting numbers need not hold sizes. Then the answers differ.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
@@ -370,8 +382,7 @@ def _entries_by_sizes(
 ) -> list[int] | None:
     """Returns the number of entries of each row if ``value`` holds the size of each item; None: it does not.
 
-    Sizes are grids of patches, ``(items, 2)`` or ``(items, 3)``, or numbers of patches or tiles, ``(items,)``. Any
-    other second dimension is read as a grid, too.
+    Sizes are grids of patches, ``(items, 2)`` or ``(items, 3)``, or numbers of patches or tiles, ``(items,)``.
     """
     if value.dim() not in (1, 2) or not len(value):
         return None

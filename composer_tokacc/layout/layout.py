@@ -1,7 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows."""
+"""Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows.
+
+An :class:`.Entry` says how one tensor belongs to rows. Its entries are slices along one dimension, and each stands for
+a unit, such as a row, an image or a patch: see the example in ``tensors.py``. What the layout adds is how many units
+each row has (:meth:`BatchLayout.units_per_row`).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from composer_tokacc.batch import (
     text_of,
 )
 from composer_tokacc.compat import inner_model
-from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media
 from composer_tokacc.layout.found import (
     Reading,
     Readings,
@@ -39,7 +44,7 @@ from composer_tokacc.layout.found import (
     possible_readings,
     sums_of_groups,
 )
-from composer_tokacc.layout.placeholders import has_any_id, token_ids
+from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
 from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
@@ -59,7 +64,7 @@ NUM_DUMMY_FRAMES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How the entries of a batch belong to its rows.
+    """How the tensors of a batch belong to its rows.
 
     A batch is a mapping with ``input_ids`` of shape ``(rows, width)``. If it has none (Whisper), its rows are those of
     ``labels``, and nothing is trimmed. A Python list has one entry per row. Strings, numbers, booleans and ``None`` are
@@ -69,7 +74,7 @@ class BatchLayout:
         family: The media tensors of the model's family.
         config: The model's config. It names the ids of placeholders and the sizes of images, which tell the images of
             each row. None: only the batch itself tells them.
-        extra: Entries that the user has registered, by key: see :meth:`with_entries`.
+        extra: How tensors that the user has registered belong to rows, by key: see :meth:`with_entries`.
     """
 
     family: Family
@@ -77,7 +82,7 @@ class BatchLayout:
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
     """The ways in which unregistered tensors may belong to rows, by key, without those that earlier batches of the fit
-    have ruled out: see ``found.py``."""
+    have ruled out: see ``found.py``. They are no argument, because a run learns them from its batches."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -107,9 +112,9 @@ class BatchLayout:
         return cls(family=inferred_family(config), config=config)
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
-        """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``.
+        """Returns a layout that knows more tensors, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``.
 
-        An entry replaces the one that the layout has for the key. The shape of the tensor can only remove its
+        An ``Entry`` replaces the one that the layout has for the key. The shape of the tensor can only remove its
         ``seq_dims``: see :meth:`entry_of`.
         """
         layout = replace(self, extra={**self.extra, **entries})
@@ -127,7 +132,7 @@ class BatchLayout:
     @property
     def image_token_id(self) -> int | None:
         """Placeholder id of an image, if the config names one."""
-        return next(iter(token_ids(self.config, 'image')), None)
+        return next(iter(replaced_ids(self.config, 'image')), None)
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
         """Returns the number of image tokens of each row: the placeholders of its images, videos and audios.
@@ -146,7 +151,7 @@ class BatchLayout:
         """Returns the positions of all placeholders of images, videos and audios, ``(rows, width)`` bool."""
         ids: list[int] = []
         for modality in MODALITIES:
-            ids += token_ids(self.config, modality)
+            ids += replaced_ids(self.config, modality)
         return has_any_id(text_of(batch), ids)
 
     @cached_property  # read for every microbatch, and reading a config is slow
@@ -176,7 +181,7 @@ class BatchLayout:
 
     @cached_property
     def _registered(self) -> Mapping[str, Entry]:
-        """The entries that need not be inferred, by key. An entry of the user comes before one of the family."""
+        """The ``Entry`` of each registered key. One of the user replaces one of the family."""
         registered = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
         # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media.
         counted_units: list[str] = list(MODALITIES)
@@ -249,7 +254,7 @@ class BatchLayout:
         return entries
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
-        """Returns the entry of an unregistered key, by its most likely reading that no batch of the fit rules out."""
+        """Returns how an unregistered tensor belongs to rows: by the likeliest reading that no batch rules out."""
         possible = self._possible_readings(batch, key)
         if not possible:
             raise InvalidInputError(
@@ -296,18 +301,17 @@ class BatchLayout:
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) each row has.
 
-        A row has one ``'row'``. Its patches are those of its items, by their grids. An item is an image, a video or an
+        The number of patches follows from the items of the row and their grids. An item is an image, a video or an
         audio. The first of these that applies tells the items:
 
-        - if the family has slots (see ``Family.slots``), the slots of the images;
-        - if no tensor has the items, ``num_<unit>s`` in the batch, or 0 for each row without it;
-        - if there is one row, it has all items;
-        - if the numbers ``num_<unit>s`` add up to the items of the batch, these numbers;
-        - the placeholders. A row has whole items, in order. Config and batch tell the placeholders of each item. Those
-          of items whose tensors are not registered are inferred: see ``found.py``.
-
-        If the family has queries (InstructBLIP), and the config names the placeholders, the third and the fourth do not
-        apply: see ``Family.has_queries``.
+        1. If images are in slots (see ``Family.slots``), the slots of the row.
+        2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
+        3. If the family has queries (InstructBLIP), and the config names the placeholders, the placeholders: see 6.
+        4. If there is one row, it has all items.
+        5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
+        6. The placeholders. A row has whole items, in order, so it has as many as its placeholders fill. If the
+           tensors of the items are registered, config and batch tell how many placeholders each item has: see
+           ``Media.sizes``. If not, that is inferred: see ``found.py``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -344,11 +348,11 @@ class BatchLayout:
         return Reach.of(is_occupied).from_first
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the number of items of each row, if they are not in slots: see :meth:`units_per_row`."""
+        """Returns the number of items of each row, by the rules 2 to 6 of :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # A unit like 'image/12' is that of inferred entries, see _unit_of_items().
+        # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items().
         modality, _, num_inferred_entries = item_unit.partition('/')
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
@@ -358,15 +362,15 @@ class BatchLayout:
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return [0] * num_rows if carried is None else carried
-        # Models with queries do not notice if there are too few placeholders, so placeholders are always counted, and
-        # the two short ways are left out. `token_ids` finds none for a unit like 'image/12'.
-        must_count_placeholders = self.family.has_queries and token_ids(self.config, item_unit)
-        if not must_count_placeholders:
-            if num_rows == 1:
-                return [num_items]
-            # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
-            if carried is not None and sum(carried) == num_items:
-                return carried
+        # Models with queries do not notice if there are too few placeholders, so these are counted even if there is a
+        # shorter way. An inferred unit has no ids.
+        if self.family.has_queries and replaced_ids(self.config, item_unit):
+            return self._items_by_placeholders(batch, item_unit, num_items)
+        if num_rows == 1:
+            return [num_items]
+        # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
+        if carried is not None and sum(carried) == num_items:
+            return carried
         if num_inferred_entries:
             # A column of the rows tells nothing about items, whatever its name.
             of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
@@ -380,15 +384,11 @@ class BatchLayout:
         num_items: int,
     ) -> list[int]:
         """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
-        media = self.family.media.get(unit)
+        media = self.family.media.get(unit, Media())
         num_rows = self.num_rows(batch)
-        remedy = f'Carry `num_{unit}s` in the batch, one int per row'
-        if unit == 'image':
-            remedy += ' (tiles counted)'
-        is_placeholder = None
-        if media is not None:
-            is_placeholder = media.placeholders(batch, self.config, unit)
-        if media is None or media.sizes is None or is_placeholder is None:
+        remedy = f'Carry `num_{unit}s` in the batch, one int per row (of images, tiles are counted)'
+        is_placeholder = media.placeholders(batch, self.config, unit)
+        if media.sizes is None or is_placeholder is None:
             if self.config is None:
                 remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
@@ -473,9 +473,9 @@ class BatchLayout:
         """Returns where the entries of each row begin, for each unit of the batch: see :data:`.RowOffsets`."""
         units = {'row'}
         for entry in entries.values():
-            # A tensor with slots has one entry per row, and 'row' is among the units. The offsets of images tell how
-            # many of its slots the selected rows need.
-            units.add('image' if entry.slot_dim is not None else entry.unit)
+            units.add(entry.unit)
+            if entry.slot_dim is not None:
+                units.add('image')  # their number tells how many slots the selected rows need
         units.discard('shared')
         offsets = {}
         for unit in units:
@@ -501,8 +501,7 @@ class BatchLayout:
             is_of_rows = entry.unit == 'row' and not entry.is_media
             if len(value) == num_rows and is_of_rows:
                 return
-            contents = 'media' if entry.is_media else f'{entry.unit} entries'
-            description = f'{description} of {len(value)} {contents} for {num_rows} rows'
+            description = f'{description} of {len(value)} {entry.modality} entries for {num_rows} rows'
         raise InvalidInputError(
             f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '
             'Turn it into one of these in the collator.'
@@ -516,8 +515,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns the batch without the columns that no row needs.
 
-        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. It also trims a batch whose
-        :meth:`width_matters`, although that changes the losses.
+        Rounds the width up to ``width_multiple``, but not beyond the width of the batch. Trims even if the
+        :meth:`width_matters`: verification wants to see what that changes, and dummy rows have no loss.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it, so nothing is trimmed.
@@ -636,7 +635,7 @@ class BatchLayout:
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if not entry.is_media or entry.slot_dim is not None:
-            values = self._with_absent(key, present, batches, entry)
+            values = self._tensors_of_all(key, present, batches, entry)
         if entry.points_into is not None:
             # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
             first_patch = 0
@@ -665,12 +664,12 @@ class BatchLayout:
         value_of_rows = value.expand(num_rows, *value.shape[1:])
         return {**batch, key: value_of_rows}
 
-    def _with_absent(
+    def _tensors_of_all(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
     ) -> list[torch.Tensor]:
-        """Returns the tensor of every batch, to be joined.
+        """Returns one tensor for each batch, to be joined. If ``batches`` lack the key, they get a new tensor.
 
-        A batch without it gets a tensor with 0 slots, or one that is filled with the entry's ``absent`` value.
+        It has 0 slots, or is filled with the value ``entry.absent``. ``present`` are the batches with the key.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -729,7 +728,7 @@ def _entry_by_shape(key: str, value: torch.Tensor, entry: Entry, num_rows: int, 
 
 
 def inferred_layout(batches: Iterable[Batch]) -> BatchLayout:
-    """Returns the layout that some batches imply together.
+    """Returns the layout that some batches imply together, as :meth:`BatchLayout.infer` does for one batch.
 
     Only keys and numbers of dimensions tell it, so no tensor is joined. A batch without images may lack their keys, or
     have None there.
@@ -772,9 +771,7 @@ def with_masks(batches: Sequence[Batch]) -> Sequence[Batch]:
     masked: list[Batch] = []
     for batch in batches:
         ids = batch.get('input_ids')
-        mask = batch.get('attention_mask')
-        positions = batch.get('position_ids')
-        if ids is None or mask is not None or positions is not None:
+        if ids is None or batch.get('attention_mask') is not None or batch.get('position_ids') is not None:
             return batches
         mask = torch.ones_like(ids)
         masked.append({**batch, 'attention_mask': mask})
@@ -829,10 +826,9 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
             num_entries[key] = batch[key].shape[entry.row_dim]
     if not num_entries:
         return None
-    distinct_nums = set(num_entries.values())
-    if len(distinct_nums) > 1:
+    num_items, *further_nums = set(num_entries.values())
+    if further_nums:
         raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-    (num_items,) = distinct_nums
     return num_items
 
 

@@ -4,6 +4,10 @@
 """Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
+The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
+model does not replace: configs of Qwen2-VL have ``vision_token_id``. :func:`replaced_ids` returns only the first. For
+other models nothing tells which ids are replaced, and it may be several: Higgs Audio has ``audio_delay_token_id``, too.
+So ``found.py`` takes all ids, :func:`placeholder_ids`.
 """
 
 from __future__ import annotations
@@ -21,10 +25,13 @@ from composer_tokacc.batch import Batch
 MODALITY_WORDS = {
     'video': re.compile('video|second_per_grid|frame'),
     'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
-    'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
+    'image': re.compile(
+        'image|pixel|(?<![a-z])(patch|vision|tile)|visual|grid|crop|aspect_ratio|spatial_shapes|target_sizes'
+    ),
 }
 """Words in the names of tensors and of config entries, by modality. The first modality that fits counts, because names
-of videos and audios also contain words of images, as `pixel_values_videos` does."""
+of videos and audios also contain words of images, as `pixel_values_videos` does. Three words count only at the
+beginning of a word, not in `dispatch`, `supervision` or `percentile`."""
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
@@ -43,10 +50,7 @@ def modality_of(name: Hashable) -> str | None:
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns all ids that a config names as placeholders of a modality, each id once.
-
-    The model need not replace all of them, see :func:`token_ids`.
-    """
+    """Returns all ids that a config names as placeholders of a modality, each id once."""
     ids: dict[str, int] = {}  # by name
     vision_config = getattr(config, 'vision_config', None)
     audio_config = getattr(config, 'audio_config', None)
@@ -73,12 +77,12 @@ def all_placeholders(config: Any) -> list[int]:
     ids: list[int] = []
     for modality in MODALITY_WORDS:
         ids += placeholder_ids(config, modality)
-        # placeholder_ids() does not find an id that the config computes as a property. token_ids() does.
-        ids += token_ids(config, modality)
+        # placeholder_ids() does not find an id that the config computes as a property. replaced_ids() does.
+        ids += replaced_ids(config, modality)
     return ids
 
 
-def token_ids(config: Any, modality: str) -> tuple[int, ...]:
+def replaced_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns the ids of the placeholders that the model replaces with the embeddings of a modality.
 
     If the config has an id of the usual name, such as ``image_token_id``, it is the only one. Otherwise the config does
@@ -107,9 +111,7 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """All items have one shape, so the model gives each item the same number of tokens."""
-    if num_items == 0:
-        return []
-    if num_tokens % num_items:
+    if num_items == 0 or num_tokens % num_items:
         return []
     return [num_tokens // num_items] * num_items
 
@@ -169,8 +171,8 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
 
 def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame, and the same number of frames in all clips."""
-    queries_per_frame = queries(batch, config, num_items, num_tokens)
-    return [batch['pixel_values'].shape[1] * count for count in queries_per_frame]
+    frames_per_item = batch['pixel_values'].shape[1]
+    return [frames_per_item * config.num_query_tokens] * num_items
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:

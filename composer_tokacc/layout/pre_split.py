@@ -31,7 +31,7 @@ from composer_tokacc.plan_agreement import PlanRecord
 ALIGNMENT = 64
 """In shared memory each tensor begins at a multiple of this many bytes, which suits tensors of any type."""
 KEYS_OF_ROWS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
-"""Keys by which :class:`.BatchLayout` tells the rows, their width and their padding, to join any tensor."""
+"""Keys by which :class:`.BatchLayout` tells the rows of a batch, their width and their padding."""
 
 
 class PreSplitBatch(Mapping[str, Any]):
@@ -120,15 +120,15 @@ class PreSplitBatch(Mapping[str, Any]):
         return value
 
     def _joined_tensor(self, key: str, with_key: Batch) -> torch.Tensor:
-        """Returns the tensor for all rows, without joining the tensors of other keys.
+        """Returns the tensor for all rows. Joins only the tensors of this key and of keys that are needed for it.
 
-        ``with_key`` is a microbatch that has the key. A microbatch without images would not tell the model family.
+        The other keys of ``with_key``, a microbatch that has the key, tell the model family. They may also tell the
+        ``Entry`` of the tensor: sizes of images show whether images lie side by side.
         """
         layout = BatchLayout.infer(with_key)
         entry = layout.entry_of(with_key, key)
         if entry.is_media:
-            # Another tensor, of image sizes, may have told the dimension of the images. It is not joined below, so the
-            # entry is registered.
+            # Without the other keys, which are left out below, the `Entry` could be inferred wrongly.
             layout = layout.with_entries(**{key: entry})
         # If the tensor holds numbers of patches, the pixels tell how many patches each microbatch has.
         needed_keys = KEYS_OF_ROWS | {key, entry.points_into}
@@ -183,9 +183,9 @@ def widened(
 ) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
-    The new padding is on ``side``; by default on the side of the old one. The batch stays as it is if it has a tensor
-    that no family registers and that may have one entry per token. Only the model's config tells whether it has, and
-    the loader does not know the model.
+    The new padding is on ``side``; by default on the side of the old one. The batch stays as it is if it has an
+    unregistered tensor that may lie along the text. It would have to be padded, too, if it does. Only the model's
+    config tells that, and the loader, which calls this function, does not know the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -195,15 +195,17 @@ def widened(
     new_width = min(num_multiples * width_multiple, limit)
     if new_width <= old_width:
         return batch
-    if any(Reading.TEXT in possible for possible in layout.readings_of(batch).values()):
-        return batch
+    for possible in layout.readings_of(batch).values():
+        if Reading.TEXT in possible or Reading.SHARED_TEXT in possible:
+            return batch
     side = side or padding_side(batch)
     # A batch without mask and positions gets a mask, because the new columns must be hidden.
     (batch,) = with_masks([batch])
     wider: dict[str, Any] = dict(batch)
-    registered = TEXT_ENTRIES.keys() | layout.family.entries.keys()
-    for key, value in batch.items():
-        if key not in registered or not isinstance(value, torch.Tensor):
+    # Unregistered tensors do not lie along the text, see above.
+    for key in TEXT_ENTRIES.keys() | layout.family.entries.keys():
+        value = batch.get(key)
+        if not isinstance(value, torch.Tensor):
             continue
         entry = layout.entry_of(batch, key)
         if key == 'input_ids':
@@ -216,11 +218,14 @@ def widened(
 def id_for_padding(layout: BatchLayout, batches: Iterable[Batch]) -> int:
     """Returns an id to pad with: the outermost id that a mask hides, or if none is hidden, an id of the text.
 
-    A hidden id is nearly always the id of padding, which few models read (RoBERTa numbers all other ids). For the rest,
-    the new padding is masked, so any id would do, except a placeholder of media, because placeholders are counted. A
-    layout without a config does not know placeholders. But where rows have padding, the outermost hidden id is none:
-    LLaMA-Factory's collator hides those of a dummy image between text and padding. Without ``input_ids`` it returns 0,
-    which is not used.
+    The outermost hidden id is nearly always that of padding. Some models read it (RoBERTa does not number it). If
+    nothing is hidden, most ids would do, because the new padding is masked. A placeholder would not, because
+    placeholders are counted.
+
+    Hidden ids farther in may be placeholders: LLaMA-Factory's collator hides those of a dummy image between text and
+    padding. A layout without a config does not recognise them, so the outermost id is taken.
+
+    Without ``input_ids`` it returns 0, which is not used.
     """
     id_of_text = 0
     for batch in batches:
@@ -268,9 +273,9 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in with_places:
         for key, value in microbatch.items():
-            # Subclasses, sparse tensors and tensors on a GPU stay in the microbatch, and torch sends them.
-            is_plain = type(value) is torch.Tensor and value.layout == torch.strided
-            if is_plain and value.device.type == 'cpu':
+            # Other tensors, such as subclasses and those on a GPU, stay in the microbatch, and torch sends them.
+            is_dense = type(value) is torch.Tensor and value.layout == torch.strided
+            if is_dense and value.device.type == 'cpu' and not (value.is_nested or value.is_quantized):
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))

@@ -3,8 +3,16 @@
 
 """Selects the entries of some rows from a tensor, and joins tensors of several batches.
 
-An :class:`Entry` says how a tensor belongs to the rows of its batch. The functions copy no more than they must, because
-the tensors of images are large, and keep page-locked tensors page-locked.
+An :class:`Entry` says how a tensor belongs to the rows of its batch: what each of its entries, the slices along one
+dimension, stands for. For example, in a batch of two rows, of which the first has two images:
+
+- ``input_ids``, ``(2, 9)``, has the ``Entry(seq_dims=(1,))``. Each of its 2 entries is a row.
+- ``pixel_values``, ``(2, 3, 64, 64)``, has the ``Entry(unit='image')``. Each of its 2 entries is an image.
+
+To select the second row is to take entry 1 of ``input_ids`` and no entry of ``pixel_values``.
+
+The functions copy no more than they must, because the tensors of images are large, and keep page-locked tensors
+page-locked.
 """
 
 from __future__ import annotations
@@ -41,13 +49,13 @@ class Entry:
     """How one tensor of a batch belongs to its rows.
 
     Args:
-        unit: The tensor has one entry along ``row_dim`` for each of these. ``'row'``: a row. ``'image'``, ``'patch'``,
-            ``'video'``, ``'video_patch'``, ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any
-            number of them. ``'shared'``: all rows use the whole tensor. Any other name is allowed if the batch carries
-            ``num_<name>s``, one number per row. Such entries go with their rows, but this package makes no dummy rows
-            with them. For tensors that are not registered, ``found.py`` writes units such as ``'image/12'``: 12 entries
-            of images. How many of them each row has is inferred.
-        row_dim: The dimension of the entries.
+        unit: What an entry stands for. ``'row'``: a row. ``'image'``, ``'patch'``, ``'video'``, ``'video_patch'``,
+            ``'audio'``: an image, a patch, ..., in the order of the rows; a row has any number of them. ``'shared'``:
+            all rows use the whole tensor. Any other name is allowed if the batch carries ``num_<name>s``, one number
+            per row. Such entries go with their rows, but this package makes no dummy rows with them. For tensors that
+            are not registered, ``found.py`` writes inferred units, such as ``'image/12'``: the tensor has 12 entries of
+            images, be they whole images, tiles or patches.
+        row_dim: The dimension along which the entries lie.
         seq_dims: Dimensions along the text of a row. They are padded and trimmed together with it.
         slot_dim: The dimension of the images of a row (Idefics3). All rows have equally many slots, as many as the
             largest number of images in a row.

@@ -194,17 +194,17 @@ def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> tor
     logits = logits_of(outputs)
     if logits is None:
         return None
-    counted_rule = rule_of(batch)
-    rule = counted_rule or rule
+    rule_of_counts = rule_of(batch)
+    rule = rule_of_counts or rule
     at_logits = batch_at_logits(batch, logits, rule, num_tokens)
     if at_logits is None:
         return None
     labelled, _ = at_logits  # has labels in the shape of the logits
-    if counted_rule is None:
+    if rule_of_counts is None:
         is_counted = counted_tokens(labelled, rule)
     else:
-        # When the tokens were counted, the first labels of documents were masked. To look for documents here again
-        # would wait for the device.
+        # counted_tokens() would look for documents, and wait for the device. That is not needed, because whoever
+        # counted the tokens has also masked the first label of each document.
         is_counted = loss_mask(labelled, rule)
     labels = labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX)
     targets = at_predictions(labels, rule).flatten()

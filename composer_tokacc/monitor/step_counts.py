@@ -61,8 +61,11 @@ def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
 
 
 def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
-    """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
-    rows = row_counts_of(batch)
+    """Counts a microbatch without waiting for the device.
+
+    If nobody has counted its tokens, only the loss tokens are counted, by ``rule``, on the device.
+    """
+    rows = row_counts_of(batch)  # their tokens are 0 if nobody has counted them
     dummy_positions = 0
     for row, row_positions in _unpacked(batch, rows):
         if row.samples == 0:  # a dummy row or a repeated sample
@@ -116,10 +119,10 @@ def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
     else:
         return []
     counts = _unpacked(batch, rows)
-    for row, _ in counts:
-        if row.source is not None:
-            return counts
-    return []
+    has_source = any(row.source is not None for row, _ in counts)
+    if not has_source:
+        return []
+    return counts
 
 
 def rows_by_width(batch: Batch) -> Counter[int]:
@@ -141,10 +144,9 @@ def _unpacked(
         if not row.documents:
             counts.append((row, width))
             continue
-        samples = [document for document in row.documents if document.samples > 0]
-        # A packed row has no padding, so the positions of a sample are its real tokens. All other positions belong to
-        # dummy rows, whose tokens do not count as real. Each of these is taken to have equally many.
-        num_dummies = len(row.documents) - len(samples)
+        # A packed row has no padding, so the positions of a sample are its real tokens. The other positions belong to
+        # dummy rows, which have no real tokens. They are divided equally among the dummy rows.
+        num_dummies = sum(document.samples == 0 for document in row.documents)
         dummy_tokens = (width - row.real_tokens) // max(num_dummies, 1)
         for document in row.documents:
             num_tokens = document.real_tokens

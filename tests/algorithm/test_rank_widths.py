@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from composer_tokacc.algorithm import rank_widths
 from composer_tokacc.algorithm.rank_widths import RankWidth, check_widths
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import BatchLayout, describe, describe_all
 from tests.support.launch import launch_json
+from tests.support.small_batches import text_batch
 from tests.support.text import column_counter, gpt2, one_layer_model, positions_of, ragged_batch
 from tests.support.training import fit
 
@@ -23,6 +28,8 @@ EXACT_CASES = [
     'positions, equally wide',
     'positions, on the right',
     'no position_ids, equally wide',
+    'rotary, equally wide',
+    'rotary, both beyond',
 ]
 
 
@@ -35,6 +42,8 @@ def test_widths_of_ranks_matter_only_on_the_left():
     assert 'the pad before it would predict' in outcomes['labelled']
     for case in ('positions', 'positions, padded later', 'no position_ids'):
         assert 'count positions' in outcomes[case]
+    if not transformers.__version__.startswith('4.'):  # which names the parameters otherwise
+        assert '1 ranks beyond it and 1 within' in outcomes['rotary']
 
 
 def may_matter(batch, rules):
@@ -43,6 +52,7 @@ def may_matter(batch, rules):
     return bool(RankWidth.of([facts], rules, 'unshifted').reason)
 
 
+LONG_ROPE = {'rope_type': 'longrope', 'original_max_position_embeddings': 10}
 # The check has looked at rows of 14 tokens, the widest of `ragged_batch`, and can trim padding on the left or not.
 TRIMMED = CutRules(left='trim', left_width=14)
 SHIFTED = CutRules(left='shift', left_width=14)
@@ -89,6 +99,32 @@ def test_padding_matters_if_it_cannot_be_trimmed(make_model, has_positions, depe
     width = RankWidth.of(facts, run.split.rules, run.check.rule)
     assert width.is_left
     assert bool(width.reason) == depends
+
+
+@pytest.mark.parametrize(
+    ('lengths', 'has_positions', 'expected'),
+    [([4, 8], False, False), ([4, 12], False, True), ([12, 12], True, False)],
+    ids=['within', 'wide', 'packed'],
+)
+def test_rotary_limit_of_a_rank(lengths, has_positions, expected):
+    """Positions that begin again with each document are within the limit, although the row is wide."""
+    config = SimpleNamespace(model_type='phi3', rope_parameters=LONG_ROPE)
+    batch = text_batch(lengths)
+    if has_positions:
+        batch['position_ids'] = torch.arange(6).repeat(2, 2)
+    facts = describe(BatchLayout.for_model(config), batch)
+    assert RankWidth.of([facts], None, 'causal').is_beyond_rotary_limit is expected
+    batch['labels'] = torch.full_like(batch['labels'], -100)  # a copy of a sample, which weighs nothing
+    facts = describe(BatchLayout.for_model(config), batch)
+    assert RankWidth.of([facts], None, 'causal').is_beyond_rotary_limit is None
+
+
+def test_ranks_on_both_sides_of_a_rotary_limit():
+    within = RankWidth(8, is_left=False, reason='', is_beyond_rotary_limit=False)
+    beyond = RankWidth(12, is_left=False, reason='', is_beyond_rotary_limit=True)
+    sums = np.sum([within.numbers(), beyond.numbers()], axis=0)
+    with pytest.raises(RuntimeError, match=r'rotary.* 1 ranks beyond it and 1 within'):
+        check_widths(sums, lambda: within, was_checked=False, is_trimmed=True)
 
 
 def check_two_ranks(monkeypatch, reason_after_check='', **options):

@@ -14,6 +14,7 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
+from composer_tokacc.layout.facts import largest_positions
 from composer_tokacc.layout.found import lengths_of_runs
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_batch
 
@@ -95,6 +96,23 @@ def test_facts_hold_until_an_entry_changes():
     assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
     batch['labels'] = batch['labels'].clone()
     assert not facts.describes(LAYOUT, batch)
+
+
+@pytest.mark.parametrize(
+    ('positions', 'expected'),
+    [
+        (None, [4, 3]),
+        ([[0, 1, 2, 3], [0, 1, 0, 1]], [4, 2]),
+        ([[0, 1, 2, 3]], [4, 4]),
+        ([[[0, 1, 2, 3], [0, 1, 0, 1]], [[0, 0, 0, 0], [0, 5, 0, 0]]], [4, 6]),
+    ],
+    ids=['none', 'of each row', 'shared', 'several axes'],
+)
+def test_largest_positions_of_rows(positions, expected):
+    batch = text_batch([4, 3])
+    if positions is not None:
+        batch['position_ids'] = torch.tensor(positions)
+    assert largest_positions(describe(LAYOUT, batch)) == expected
 
 
 def test_facts_without_rows():

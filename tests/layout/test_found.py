@@ -285,6 +285,13 @@ def test_column_of_rows_divides_no_images(entries, per_row, is_declared):
     assert layout.images_per_row(batch) == per_row
 
 
+@pytest.mark.parametrize('key', ['supervision', 'percentile', 'dispatch_weights'])
+def test_words_that_end_in_a_modality(key):
+    """A number for each token is trimmed with the text, whatever its name."""
+    batch = text_batch([2, 1], width=4, **{key: torch.rand(2, 4)})
+    assert LAYOUT.trim(batch)[key].shape == (2, 2)
+
+
 def test_value_of_each_image():
     """In a batch with images, one value a row is taken for one value an image, until the data shows otherwise."""
     batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_scale=torch.tensor([0.5, 2.0, 3.0]))

@@ -179,6 +179,22 @@ def test_pickled_and_back():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+SPECIAL_TENSORS = {
+    'sparse': lambda: torch.eye(2).to_sparse(),
+    'nested': lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    'quantized': lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings('ignore:The PyTorch API of nested tensors')
+@pytest.mark.parametrize('kind', SPECIAL_TENSORS)
+def test_worker_sends_tensors_to_be_refused(kind):
+    """The main process says which tensor cannot be divided among rows. An error in a worker would not say it."""
+    special = SPECIAL_TENSORS[kind]()
+    state = pre_split({**microbatch([5, 2]), 'special': special}).__getstate__()
+    assert state['microbatches'][0]['special'] is special
+
+
 class BatchesOfManyMicrobatches(Dataset):
     """Six batches of 40 microbatches with 4 tensors each."""
 
@@ -251,8 +267,9 @@ def test_labels_without_ids_keep_their_width():
     assert widened(batch, 8) is batch
 
 
-def test_unknown_entries_keep_the_width():
+@pytest.mark.parametrize('shape', [(2, 5, 4), (1, 5)], ids=['of each row', 'shared by the rows'])
+def test_unknown_entries_keep_the_width(shape):
     """Boxes of the tokens (LayoutLM) would keep their width, so the ids keep it, too."""
     batch = microbatch([5, 2])
-    batch['bbox'] = torch.zeros(2, 5, 4)
+    batch['bbox'] = torch.zeros(shape)
     assert widened(batch, 8) is batch

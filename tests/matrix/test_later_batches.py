@@ -201,6 +201,27 @@ def test_rotary_embedding_by_largest_position(first):
     assert kinds_of_steps(long_rope(), batches) == ['exact', 'refused']
 
 
+def packed_rows(lengths_of_rows):
+    """Returns rows of documents without padding, packed by the user. The first row has the fewest labels."""
+    rows = []
+    for lengths in lengths_of_rows:
+        documents = [torch.arange(length) for length in lengths]
+        rows.append(torch.cat(documents))
+    positions = torch.stack(rows)
+    ids = torch.randint(3, VOCABULARY, positions.shape, generator=torch.Generator().manual_seed(0))
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[0, :9] = -100
+    return {'input_ids': ids, 'labels': labels, 'position_ids': positions}
+
+
+@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
+def test_rotary_embedding_of_packed_rows():
+    """All rows are equally wide. One document beyond the rotary limit changes the rows that share its microbatch."""
+    short = packed_rows([[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]] * 3)
+    long = packed_rows([[10, 10], [5, 5, 10], [8, 7, 5], [10, 10]] * 2 + [[8, 12], [10, 10]])
+    assert kinds_of_steps(long_rope(), [short, long]) == ['exact', 'refused']
+
+
 def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
     """Returns a Llama that scales the embedding in each column by a function of the column's number."""
     model = LLAMA.model('large')

@@ -14,12 +14,15 @@ from typing import Any
 
 from composer.utils import dist
 
+from tests.matrix.test_later_batches import long_rope
 from tests.support.text import collate, column_counter, gpt2, text_model, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 UNPADDED = [(9, 5), (9, 3)]
 LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
+BEYOND_10 = [(8, 3), (9, 5), (12, 4), (30, 8)]  # the second rank is beyond the rotary limit
+ALL_BEYOND_10 = [(8, 3), (19, 5), (12, 4), (30, 8)]
 
 
 def measure(
@@ -63,4 +66,7 @@ def main() -> dict[str, Any]:
         'no position_ids': measure(column_counter(), MASKED),
         'no position_ids, equally wide': measure(column_counter(), MASKED, equal_widths=True),
         'positions, on the right': measure(gpt2(), MASKED, side='right'),
+        'rotary': measure(long_rope().model, BEYOND_10, side='right'),
+        'rotary, equally wide': measure(long_rope().model, BEYOND_10, side='right', equal_widths=True),
+        'rotary, both beyond': measure(long_rope().model, ALL_BEYOND_10, side='right'),
     }
