@@ -27,7 +27,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, sample_name
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
@@ -84,6 +84,7 @@ class CutKind(Enum):
     PACKED = 'packed'
     OTHER_PADDING = 'with media padded as in its microbatch'
     AT_LABELS = 'with logits only at labels'
+    WITH_UNLABELLED = 'together with a row without labels'
 
     def __str__(self) -> str:
         return self.value
@@ -330,6 +331,23 @@ class RowComparison:
         select = partial(self._layout.select, self._rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
+    def check_unlabelled_row(self) -> None:
+        """Raises RuntimeError if a mean over samples leaves out rows without labels.
+
+        A step counts these rows. They come from the data, or fill up a rank. Most samples may have labels, so a copy of
+        a row without its labels stands for them. A loss that is NaN for such a row is not refused here.
+        """
+        if not self._check_loss or 'samples' not in self.reference.gradients:
+            return
+        row = max(self._all_rows, key=lambda row: self._counts[row])
+        batch = self._layout.select(self._rows, [row, row])
+        labels = batch['labels'].clone()
+        labels[1] = IGNORE_INDEX
+        batch['labels'] = labels
+        result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
+        if result.invalid_loss is None:
+            self._check_gradients(batch, result, [row], CutKind.WITH_UNLABELLED)
+
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
 
@@ -486,7 +504,10 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                aligned[unit, index] = row_gradients * self._denominator(unit, rows)
+                denominator = self._denominator(unit, rows)
+                if unit == 'samples' and gradient is not None and packed is None:
+                    denominator = len(gradient)  # rows that were added for the check count, too, as in a step
+                aligned[unit, index] = row_gradients * denominator
         return aligned
 
     def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
@@ -551,7 +572,7 @@ class RowComparison:
         if unit == 'samples':
             return (
                 f'{SAMPLES}a gradient of {name} that {size}. Take means over the tokens of each row, not over its '
-                'columns, or name another unit (docs/errors.md#model-loss).'
+                'columns, and divide their sum by all rows, or name another unit (docs/errors.md#model-loss).'
             )
         # If the change almost vanishes without the factor, the row only has another weight.
         if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:

@@ -309,6 +309,7 @@ class FirstBatchCheck(Generic[RulesT]):
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
+        comparison.check_unlabelled_row()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)

@@ -71,8 +71,14 @@ def of_long_rows(model, outputs, batch):
     return 100 * states.square().mean() if has_term.any() else None
 
 
-@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows])
-def test_term_that_some_microbatches_lack(term_of):
+def of_labelled_rows(model, outputs, batch):
+    """All rows have labels, but the row without labels that fills up a rank would not be counted."""
+    is_labelled = (batch['labels'] != -100).any(dim=1)
+    return outputs['logits'][is_labelled, 0].square().mean()
+
+
+@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows])
+def test_term_of_some_rows_is_refused(term_of):
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
         fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
 
