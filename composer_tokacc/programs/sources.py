@@ -91,8 +91,8 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
-All parts have the same one of them. A part may lack ``epochs``, and is read once then. With ``loss_shares_by: weights``
-a part may have ``epochs`` beside its ``loss_share``.
+Parts have none of them, or all the same one. A part may lack ``epochs``, and is read once then. With
+``loss_shares_by: weights`` a part may have ``epochs`` beside its ``loss_share``.
 """
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
