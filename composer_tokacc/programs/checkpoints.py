@@ -104,7 +104,7 @@ def repair_latest_link(trainer: Section) -> str:
     raise ConfigError(
         'trainer.save_folder',
         f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({damage}), and no other '
-        f'in {latest.parent}. Remove the folder to start from the beginning, or give `trainer.load_path` with '
+        f'in {latest.parent}. Remove {link.parent} to start from the beginning, or give `trainer.load_path` with '
         '`trainer.autoresume=false`',
     )
 

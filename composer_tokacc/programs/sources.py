@@ -91,7 +91,8 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
-All parts have the same one of them, except that a part without ``epochs`` is read once.
+Parts have none of them, or all the same one. A part may lack ``epochs``, and is read once then. With
+``loss_shares_by: weights`` a part may have ``epochs`` beside its ``loss_share``.
 """
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
@@ -384,7 +385,7 @@ class FileSource(Source):
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
-        """Refuses wrong settings of the parts, and more than one of ``SHARE_KEYS``."""
+        """Refuses wrong settings of the parts, and ``SHARE_KEYS`` that do not go together."""
         check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
         check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
         parts = self._parts()

@@ -182,7 +182,7 @@ class SizingReport:
             section['cost'] = _changed_terms(self.measured_cost, num_digits=4)  # times are not more exact
         elif self.cost is not None:
             section['cost'] = _changed_terms(self.cost, num_digits=17)  # so that no float changes
-        plain_section = json.loads(json.dumps(section, default=int))  # YAML takes no integers of numpy
+        plain_section = json.loads(json.dumps(section, default=np.generic.item))  # YAML takes no numbers of numpy
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
@@ -233,7 +233,7 @@ class SizingReport:
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.as_dict(), indent=2, default=int)
+        text = json.dumps(self.as_dict(), indent=2, default=np.generic.item)
         Path(path).write_text(f'{text}\n')
 
     def text(self) -> str:

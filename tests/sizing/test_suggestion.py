@@ -125,11 +125,13 @@ def test_lengths_may_be_a_tensor() -> None:
     assert suggest_for_one_rank(torch.tensor(lengths)) == suggest_for_one_rank(lengths)
 
 
-def test_integers_of_numpy(tmp_path: Any) -> None:
+def test_numbers_of_numpy(tmp_path: Any) -> None:
     counts = {'num_ranks': 4, 'global_batch_size': 128, 'slot_tokens': 300, 'max_image_tokens': 256}
-    report = suggest(**{name: np.int64(count) for name, count in counts.items()})
-    assert report.yaml() == suggest(**counts).yaml()
+    numbers_of_numpy = {name: np.int64(count) for name, count in counts.items()}
+    report = suggest(**numbers_of_numpy, device_memory_gib=np.float32(12.5))
+    assert report.yaml() == suggest(**counts, device_memory_gib=12.5).yaml()
     report.save(tmp_path / 'size.json')
+    assert json.loads((tmp_path / 'size.json').read_text())['device_memory_gib'] == 12.5
 
 
 @pytest.mark.parametrize(('slot_tokens', 'device_memory_gib'), [(None, 7.0), (16, 6.65), (300, 6.65)])
