@@ -78,9 +78,9 @@ LARGEST_ELSEWHERE = 0.1
 round-off, or another loss term, which the comparison of rows refuses later."""
 MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
 """The names of images, videos and audios in batches of processors begin with these words."""
-GRADIENT_SIZES = (1e-4, 1.0, 1e3)
-"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. Larger gradients
-overflow in float16."""
+GRADIENT_SIZES = (1e-4, 1.0, 1e4)
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. In float16,
+which ends at 6.5e4, the sum of two larger gradients could overflow."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -906,7 +906,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
     for size in GRADIENT_SIZES:
-        noise = torch.randn(2, *local.shape, generator=generator)
+        noise = 2 * torch.rand(2, *local.shape, generator=generator) - 1  # no entry exceeds the size
         first, second = noise.to(local) * size
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
