@@ -494,11 +494,13 @@ class RowComparison:
         row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
         documents = documents_of(packed)
         document = 0
+        # `microbatch_transforms` may have made the packed row wider.
+        gradient = gradient[0, : len(documents)]
         for place, row in enumerate(rows):
             is_real = self._facts.real[row]
             if not is_real.any():
                 continue  # a row without tokens makes no document
-            row_gradients[place, is_real] = gradient[0, documents == document]
+            row_gradients[place, is_real] = gradient[documents == document]
             document += 1
         return row_gradients
 

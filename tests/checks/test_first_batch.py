@@ -207,6 +207,20 @@ def with_mixed_rows():
 
 @pytest.mark.parametrize('has_spec', [False, True])
 def test_coupled_rows_are_refused_by_name(has_spec):
+def widen(microbatch):
+    widened = dict(microbatch)
+    for key in ('input_ids', 'attention_mask', 'position_ids', 'labels'):
+        if key in microbatch:
+            value = -100 if key == 'labels' else 0
+            widened[key] = torch.nn.functional.pad(microbatch[key], (0, 3), value=value)
+    return widened
+
+
+@pytest.mark.parametrize('packing', [False, True])
+def test_transform_may_widen_rows(packing):
+    assert_exact(one_layer_model(), ragged_batch(), packing=packing, microbatch_transforms=widen)
+
+
     model = with_mixed_rows()
     data = loader(named_batch())
     if has_spec:
