@@ -41,7 +41,7 @@ from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, Ro
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe, ProbeResult
-from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import attention_of, gradient_hooks, hooks_after_gradients
 from composer_tokacc.counting import LOSS_RULES, document_starts, loss_mask
 from composer_tokacc.labelled import LabelSelector
@@ -87,9 +87,9 @@ LARGEST_ELSEWHERE = 0.1
 round-off, or another loss term, which the comparison of rows refuses later."""
 MEDIA_INPUTS = ('pixel_values', 'input_features', 'input_values')
 """The names of images, videos and audios in batches of processors begin with these words."""
-GRADIENT_SIZES = (1e-4, 1.0, 1e3)
-"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. Larger gradients
-overflow in float16."""
+GRADIENT_SIZES = (1e-4, 1.0, 1e4)
+"""Sizes of the gradients that a hook is tried with. A hook that clamps shows it only above its limit. In float16,
+which ends at 6.5e4, the sum of two larger gradients could overflow."""
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 
@@ -217,11 +217,13 @@ class FirstBatchCheck(Generic[RulesT]):
             rules = self.cutter.rules
         # Each pass checks rows of one rank.
         while True:
-            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows.
-            offers = all_gather_object(self._offer(batch))
-            is_any_missing = any(offer.missing for offer in offers)
+            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows. With
+            # Composer's own flag each step comes here, and most steps end after one number.
+            offer_of_rank = self._offer(batch)
+            (is_any_missing,) = max_over_ranks([bool(offer_of_rank.missing)])
             if not self._is_check_due and not is_any_missing:
                 return rules
+            offers = all_gather_object(offer_of_rank)
             offer = max(offers, key=lambda offer: offer.priority)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
             rows_to_share = None
@@ -229,7 +231,7 @@ class FirstBatchCheck(Generic[RulesT]):
                 rows_to_share = self._rows_to_share(batch, offer.missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
-            are_new = is_any_missing or not self._proven.limits  # in the first check nothing is proven yet
+            are_new = bool(is_any_missing) or not self._proven.limits  # in the first check nothing is proven yet
             with _explained_index_errors(shared.rows):
                 new_rules, checked_ranges = self._check_rows(shared, rules, are_new=are_new)
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
@@ -920,7 +922,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
     for size in GRADIENT_SIZES:
-        noise = torch.randn(2, *local.shape, generator=generator)
+        noise = 2 * torch.rand(2, *local.shape, generator=generator) - 1  # no entry exceeds the size
         first, second = noise.to(local) * size
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)

@@ -60,9 +60,9 @@ class State:
         copies: bool = True,
         is_sampled: bool = False,
     ) -> State:
-        """Returns the state as it is now. Copies all entries of a tensor; only some of them if ``is_sampled``.
+        """Returns the state as it is now. Copies some entries of a tensor if ``is_sampled``, all of them if ``copies``.
 
-        Without ``copies`` it copies nothing, so only the number of writes tells whether a forward has written it.
+        If it copies nothing, only the number of writes tells whether a forward has written the tensor.
         """
         value = container[key]
         content = value

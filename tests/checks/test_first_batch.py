@@ -96,9 +96,24 @@ def test_model_that_asserts_its_width(caplog):
     assert 'AssertionError' in warning
 
 
-def test_model_that_asserts_rounded_widths():
+class PadsRows(ColumnCounter):
+    """Pads its rows to a multiple of 8 columns, and returns logits for all of them."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        width = input_ids.shape[1]
+        columns = (0, -width % 8)
+        outputs = super().forward(
+            torch.nn.functional.pad(input_ids, columns), torch.nn.functional.pad(attention_mask, columns)
+        )
+        logits = outputs.logits[:, : width - 1].flatten(0, 1)
+        outputs.loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return outputs
+
+
+@pytest.mark.parametrize('model_class', [NeedsChunks, PadsRows])
+def test_model_that_needs_rounded_widths(model_class):
     batch = ragged_batch([(9, 7), (16, 11), (3, 2)], width=24)
-    assert rules_after_exact_steps(gpt2(NeedsChunks), batch, width_multiple=8).right == 'trim'
+    assert rules_after_exact_steps(gpt2(model_class), batch, width_multiple=8).right == 'trim'
 
 
 class SeesNextColumns(ColumnCounter):
@@ -190,6 +205,20 @@ def test_check_leaves_the_batch_alone(writer, row_sizes):
     else:
         recorder = fit(gpt2(), batch, microbatch_transforms=write_into)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+def widen(microbatch):
+    widened = dict(microbatch)
+    for key in ('input_ids', 'attention_mask', 'position_ids', 'labels'):
+        if key in microbatch:
+            value = -100 if key == 'labels' else 0
+            widened[key] = torch.nn.functional.pad(microbatch[key], (0, 3), value=value)
+    return widened
+
+
+@pytest.mark.parametrize('packing', [False, True])
+def test_transform_may_widen_rows(packing):
+    assert_exact(one_layer_model(), ragged_batch(), packing=packing, microbatch_transforms=widen)
 
 
 class MixesRows(torch.nn.Module):

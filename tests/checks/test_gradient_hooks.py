@@ -27,7 +27,7 @@ LINEAR = {
 NOT_LINEAR = {
     'clamped': lambda gradient: gradient.clamp(-1e-3, 1e-3),
     'clamped in place': clamp_in_place,
-    'clamped at a high limit': lambda gradient: gradient.clamp(-100.0, 100.0),
+    'clamped at a high limit': lambda gradient: gradient.clamp(-5e3, 5e3),
     'normalised': lambda gradient: gradient / (1e-6 + gradient.norm()),
     'sign': torch.sign,
     'noise': lambda gradient: gradient + torch.randn_like(gradient),

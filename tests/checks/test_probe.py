@@ -289,6 +289,16 @@ def test_half_precision_only_in_unknown_rows():
     assert probe.run(batch).gradient_eps == torch.finfo(torch.bfloat16).eps
 
 
+def test_known_rows_send_no_objects(monkeypatch):
+    """With Composer's own flag every step calls the check."""
+    batch = text_row(12, 6)
+    options = {'cutter': None, 'loss_tokens': 'causal', 'check_loss': True, 'microbatch_size': 2}
+    check = FirstBatchCheck(probe_of(causal), BatchLayout.infer(batch), lambda rows: rows, **options)
+    check.prove(batch)
+    monkeypatch.setattr('composer_tokacc.checks.first_batch.all_gather_object', None)
+    check.prove(batch)
+
+
 def test_out_of_memory_without_varied_weights():
     """The reference with varied weights is in float32 already, so the precision must stay."""
     batch = ragged_batch()
