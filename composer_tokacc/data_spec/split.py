@@ -50,6 +50,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
+from composer_tokacc.layout.found import Reading
 from composer_tokacc.layout.layout import inferred_layout, layout_of_model
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -478,7 +479,8 @@ class MicrobatchSplit:
         may_have_media = True
         if self.layout is not None:
             # Its readings are of tensors that the family does not register. All ranks know them from the check.
-            may_have_media = bool(self.layout.family.media or self.layout.extra or self.layout.readings)
+            may_be_media = any(Reading.MEDIA in possible for possible in self.layout.readings.values())
+            may_have_media = bool(self.layout.family.media or self.layout.extra or may_be_media)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(facts_of_batches)
