@@ -43,6 +43,9 @@ CHECKSUM_BITS = 20
 MOST_SHOWN = 4
 """An error shows at most so many numbers of a table, different values, and ranks with the same value."""
 
+RANDOM = 'random'
+"""The witness of a rank whose dataset draws random numbers of its own."""
+
 STREAMING_OPTIONS = (
     'batch_size',
     'replication',
@@ -73,7 +76,7 @@ class PlanRecord:
     """Number of ranks that the batch was planned for."""
     witness: str = ''
     """Digest of two samples that every rank reads with its first batch, to see that the datasets are the same. Empty if
-    the rank has not read them, or has read them repeatedly with different results. Then no rank is compared."""
+    the rank has not read them, or could not. RANDOM if it has read them repeatedly with different results."""
     facts: Facts = field(default_factory=dict)
     """The arguments of the plan."""
 
@@ -209,10 +212,10 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         values = [str(record.facts.get(name, 'none')) for record in records]
         if len(set(values)) > 1:
             return _unequal(name, values)
-    # Usually a rank has no witness because its dataset draws random numbers of its own. Then the datasets of the other
-    # ranks do so, too, and each of them may have read the same by chance.
-    witnesses = [record.witness for record in records]
-    if '' not in witnesses and len(set(witnesses)) > 1:
+    # If the dataset of one rank is random, those of the others are, too. They may have read the same text by chance.
+    witnesses = [record.witness or 'unknown' for record in records]
+    known = set(witnesses) - {'unknown'}
+    if RANDOM not in known and len(known) > 1:
         return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)

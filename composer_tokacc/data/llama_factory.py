@@ -106,9 +106,9 @@ class DatasetEntry:
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` reads.
 
-        LLaMA-Factory ignores all other keys. This method keeps two kinds of them, so that `formats.py` refuses them:
-        keys that are not supported, and media, if the entry names no column of media. Null in the entry, such as
-        ``"chosen": null``, lets this key be ignored, too.
+        LLaMA-Factory ignores keys that are no column of the entry. Two kinds of them are kept, so that `formats.py`
+        refuses them: keys that are not supported, and media, if the entry names no column of media. Null in the entry,
+        such as ``"chosen": null``, lets this key be ignored, too.
         """
         record = {
             'id': data.get('id'),

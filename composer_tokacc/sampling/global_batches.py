@@ -291,9 +291,10 @@ class GlobalBatches:
         return trained_before_epochs[epoch]
 
     def _check_epoch_fills_a_batch(self) -> None:
-        """Raises ValueError if `drop_last` would drop all samples of the first epoch, or by tokens all of one modality.
+        """Raises ValueError if the first epoch, or by tokens one modality of it, cannot fill the largest global batch.
 
-        By tokens, a later epoch of a mixture may still be too small if it has other samples than the first.
+        `drop_last` would drop all its samples. By tokens, a later epoch of a mixture may still be too small if it has
+        other samples than the first.
         """
         if self._schedule is None:
             option = 'global_batch_tokens'

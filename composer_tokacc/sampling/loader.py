@@ -40,8 +40,8 @@ class RegroupingDataLoader(DataLoader):
     - The seeds of workers only depend on the seed of the sampler, the epoch, the rank and the first batch that is read,
       unless you give a ``generator``. Iterating draws no random numbers of the run.
     - Batches that a resumed run discards are not read, see :meth:`skip_to`.
-    - On several ranks, every rank reads the same two samples together with its first batch. If they differ, because the
-      datasets list the samples in different orders, the first step is refused.
+    - On several ranks, every rank reads the first and the last sample three times, together with its first batch. If
+      they differ between ranks, because the datasets list them in different orders, the first step is refused.
 
     Args:
         dataset: The sampler's map-style dataset.

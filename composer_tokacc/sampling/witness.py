@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from composer_tokacc.plan_agreement import RANDOM
 from composer_tokacc.random_state import same_random_numbers
 
 
@@ -24,7 +25,8 @@ def witness_of(
     paths because they may differ between nodes.
 
     The samples are read three times with the same random numbers. If the digests differ, the dataset has another source
-    of randomness. Then, or if the samples cannot be read, the digest is empty, and the ranks are not compared.
+    of randomness, and RANDOM is returned, so that no rank is compared. If the samples cannot be read, the digest is
+    empty, and only this rank is not compared.
 
     Args:
         read: Function that returns the samples at some indices.
@@ -37,7 +39,7 @@ def witness_of(
                 digests.add(_digest(read(list(indices))))
     except Exception:  # the error is raised again by the rank that trains on the sample
         return ''
-    return digests.pop() if len(digests) == 1 else ''
+    return digests.pop() if len(digests) == 1 else RANDOM
 
 
 def _digest(samples: Sequence[object]) -> str:

@@ -14,6 +14,7 @@ from transformers import BatchEncoding
 
 from composer_tokacc import plan_agreement
 from composer_tokacc.plan_agreement import (
+    RANDOM,
     PlanRecord,
     check_plans,
     find_difference,
@@ -120,17 +121,23 @@ def test_batch_size_of_stream_is_compared():
 
 @pytest.mark.parametrize(
     ('witnesses', 'are_refused'),
-    [(('aa', 'aa'), False), (('aa', 'bb'), True), (('aa', ''), False), (('aa', 'bb', ''), False)],
+    [
+        (('aa', 'aa'), False),
+        (('aa', 'bb'), True),
+        (('aa', ''), False),
+        (('aa', 'bb', ''), True),
+        (('aa', 'bb', RANDOM), False),
+    ],
 )
 def test_random_datasets_are_not_compared(witnesses, are_refused):
-    """A rank without a witness has a dataset with random numbers of its own, so others may have read twice the same."""
+    """If one dataset is random, the others are, too. A rank that cannot read its samples says nothing about others."""
     records = [PlanRecord(1, rank, len(witnesses), witness) for rank, witness in enumerate(witnesses)]
     assert (find_difference(records) is not None) == are_refused
 
 
 def test_text_that_is_twice_the_same_by_chance():
     texts = iter(['one', 'one', 'two'])
-    assert witness_of(lambda indices: [{'text': next(texts)}], [0]) == ''
+    assert witness_of(lambda indices: [{'text': next(texts)}], [0]) == RANDOM
 
 
 def test_time_to_compare_grows_with_ranks():
