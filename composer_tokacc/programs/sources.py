@@ -71,7 +71,8 @@ log = logging.getLogger(__name__)
 class DatasetArguments(TypedDict, total=False):
     """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
 
-    Their annotations have none. The class is only read for ``DATASET_HINTS``, see :class:`.HostArguments`.
+    The annotations of these arguments have no range. The class is never filled: only its annotations are read, for
+    ``DATASET_HINTS``.
     """
 
     image_size: Count
@@ -91,7 +92,8 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
-All parts have the same one of them, except that a part without ``epochs`` is read once.
+All parts must use the same key. Only ``epochs`` may be left out of a part, which is then read once. With
+``loss_shares_by: weights`` it may stand beside ``loss_share``.
 """
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
@@ -359,7 +361,7 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
-            # Other keys than arguments of the class, with their annotations. `parts` may only be null here.
+            # These keys are not for the class. Without parts, `parts` can only be null.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
@@ -465,7 +467,7 @@ class FileSource(Source):
         datasets = []
         for name, part in parts.items():
             dataset = self._open(_path_of_part(name), part, extra_keys, processor)
-            # Whether samples of other datasets have weights shows only in the batches.
+            # Other datasets do not say whether their samples have weights. If one has none, the run fails at its batch.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
@@ -492,7 +494,7 @@ class FileSource(Source):
             )
         if _is_ours(cls):
             if 'video' in part:
-                # The class takes the mapping of the file. The check has made a VideoSampling of it.
+                # The check has made a VideoSampling of this mapping, but the class takes the mapping.
                 arguments['video'] = part['video']
             self._add_settings_of_run(arguments, processor)
         with building(path):
@@ -594,7 +596,8 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares that are left only weigh tokens.
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise. If there are shares, they only set the
+        # weights of tokens (`loss_shares_by: weights`).
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
@@ -754,7 +757,7 @@ class ShardSource(Source):
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
-        # A tokenizer of text has no such tokens.
+        # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
         max_image_tokens = microbatching.max_image_tokens if token_ids else None
         loader = ExchangingDataLoader(
             dataset,
@@ -816,6 +819,7 @@ class ShardSource(Source):
         """
         arguments = self._arguments(is_eval=is_eval)
         shards = []
+        # Without `streams`, the section itself describes the only stream.
         for stream in (arguments.get('streams') or {'': arguments}).values():
             places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
             shards.append((places, stream.get('split') or arguments.get('split') or ''))
