@@ -272,7 +272,7 @@ def mixed_orders(
     for group in groups:
         quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    # In the merged sequence of each group the epoch begins where the last one has ended.
+    # Each epoch begins where the last one ended, in the merged sequence of each group.
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)
