@@ -92,8 +92,8 @@ SHARE_KEYS = {
 }
 """Keys of a dataset in ``dataset.parts`` that say how much of it is trained, with the ranges of :class:`.Mixture`.
 
-All parts must use the same key. Only ``epochs`` may be left out of a part, which is then read once. With
-``loss_shares_by: weights`` it may stand beside ``loss_share``.
+All parts must use the same key. Only ``epochs`` may be left out of a part, which is then read once. A part
+with ``loss_share`` may also have ``epochs`` if ``loss_shares_by`` is ``weights``.
 """
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
@@ -217,8 +217,8 @@ class Source(ABC):
             processor = load()
         if not arguments:
             return processor
-        # Transformers ignores unknown names in silence, so they are refused here. Known are the attributes of the
-        # processor and of its parts, such as the tokenizer, and the arguments of their calls.
+        # Transformers ignores unknown names in silence, so they are refused here. The known names are the attributes
+        # of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
         known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
@@ -780,8 +780,8 @@ class ShardSource(Source):
     def _arguments(self, *, is_eval: bool) -> dict[str, Any]:
         """Returns the section's arguments of the training set, or of the eval set.
 
-        The eval set has those of the training set, with the changes in ``dataset.eval``. If it names a place of shards,
-        it takes neither the places nor the ``split`` of the training set. All places go, because ``local`` and
+        The eval set has the arguments of the training set, changed by ``dataset.eval``. If this names a place of
+        shards, the places and the ``split`` of the training set are left out. All places are, because ``local`` and
         ``streams`` exclude each other.
         """
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
