@@ -43,8 +43,7 @@ from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 Result = TypeVar('Result')
 
 _SEEDS = (-(2**62), 2**62)
-"""Least and greatest seed. The greatest epoch is the same. Torch draws the order of an epoch with the sum of seed and
-epoch, which must fit into 64 bits."""
+"""Least and greatest seed and epoch. Torch draws the order of an epoch with their sum, which must fit into 64 bits."""
 
 
 class RegroupingBatchSampler(DistributedSampler):
@@ -272,7 +271,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, which starts at batch 0 if this is not the present epoch."""
-        _check_integer('epoch', epoch, 0, _SEEDS[1])
+        _check_integer('epoch', epoch, *_SEEDS)
         if epoch != self.epoch:
             self.first_batch = 0
         super().set_epoch(int(epoch))

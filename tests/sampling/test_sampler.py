@@ -192,13 +192,6 @@ def test_sampler_skips_only_within_an_epoch():
         sampler.skip_to(9)
 
 
-def test_negative_epoch_is_refused():
-    """The epochs of a mixture begin at 0, so epoch -1 would have no samples."""
-    sampler = build(96, 12, mixture=Mixture([96]))
-    with pytest.raises(ValueError, match='`epoch` must be an integer from 0'):
-        sampler.set_epoch(-1)
-
-
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
