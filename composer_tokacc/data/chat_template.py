@@ -206,9 +206,9 @@ class ChatTemplate:
             self._media_of_roles[role] = None
             return None
         for modality in MODALITIES:
-            text_of_one = self._text_of_trial(role, [modality])
-            text_of_two = self._text_of_trial(role, [modality] * 2)
-            if len(text) < len(text_of_one) < len(text_of_two):  # it writes something for each medium
+            text_with_one = self._text_of_trial(role, [modality])
+            text_with_two = self._text_of_trial(role, [modality] * 2)
+            if len(text) < len(text_with_one) < len(text_with_two):  # it writes something for each medium
                 modalities.add(modality)
         return modalities
 

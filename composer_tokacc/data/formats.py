@@ -238,6 +238,7 @@ def _parse_data(data: object, record: Record) -> Record:
     check_unread_keys(data, keys_read, media_read)
     if record_format.media_first and not slots:
         turns = _with_media_first(turns, listed, slots)
+    # LLaVA-Video writes `<image>` for a video.
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Medium('image')}:
         turns = [_with_video_placeholders(turn) for turn in turns]
@@ -566,7 +567,7 @@ def _with_media_first(turns: Sequence[Turn], listed: Mapping[str, Sequence[Mediu
 
 
 def _with_video_placeholders(turn: Turn) -> Turn:
-    """Replaces ``<image>`` in a turn with media by ``<video>``. LLaVA-Video writes ``<image>`` for a video."""
+    """Replaces ``<image>`` by ``<video>``, if it stands for media in this turn."""
     if not turn.placeholders:
         return turn
     return turn._replace(text=turn.text.replace('<image>', '<video>'))
@@ -635,7 +636,8 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
 def _file_of_object(modality: str, file_object: JsonObject) -> object:
     """Returns the file in an object of ms-swift or `datasets`, or in OpenAI's ``image_url`` and ``input_audio``.
 
-    `datasets` may give both ``bytes`` and ``path``. Then ``path`` is only the name that the file had.
+    `datasets` may give both ``bytes`` and ``path``. Then ``path`` is only the name that the file had. Returns None if
+    the object holds no file. `_parse_file` refuses that.
     """
     _check_keys(file_object, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
     for key in FILE_OBJECT_KEYS:

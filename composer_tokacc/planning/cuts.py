@@ -265,7 +265,8 @@ class LeastPaddedCuts:
             saving = few.padded_cost - many.padded_cost
             # The splice costs no more than the costlier corner, and no cut costs less than the cheaper one.
             is_close_enough = saving <= self._tolerance * many.padded_cost
-            # At this price both corners cost the same, so only a corner between them can cost less.
+            # At this price both corners cost the same, so only a corner between them can cost less. It is only searched
+            # if the splice is not close enough.
             price = saving / (above - below)
             if is_close_enough or not below < self._add_corner(price) < above:
                 return _splice(few.bounds, many.bounds, count)
@@ -280,10 +281,12 @@ def _splice(
 ) -> np.ndarray:
     """Returns a cut into ``count`` microbatches that follows the cut ``few`` up to some row, and then the cut ``many``.
 
-    ``few`` has fewer than ``count`` microbatches, and ``many`` has more. If both are best at the same price, so is the
-    result. There is a second splice, the cut ``many`` at first and then ``few``. Because the cost is Monge, the two
-    splices together cost no more than the two cuts. Neither costs less than the best, so both are best. The microbatch
-    in which the cuts change lies inside one of ``few``, so it keeps the caps.
+    ``few`` has fewer than ``count`` microbatches, and ``many`` has more. The microbatch in which the result changes
+    from one cut to the other lies inside a microbatch of ``few``, so it keeps the caps.
+
+    If ``few`` and ``many`` are best at the same price, so is the result. Proof: what the result leaves out, the start
+    of ``many`` and the end of ``few``, is a second splice. Because the cost is Monge, the two splices together cost no
+    more than ``few`` and ``many`` together. None of them costs less than the best cut, so both splices are best.
     """
     # How many more microbatches `many` has than the result. Where the result follows `many`, its bound k is
     # many[k + shift].

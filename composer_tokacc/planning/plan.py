@@ -29,8 +29,8 @@ from composer_tokacc.planning.rows import OrderedRows, Rows
 # length, 2 to 64 ranks, budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is, in the
 # mean over these plans, with other values.
 STEPS = 8
-"""In about how many growing jumps the search goes from the fewest microbatches to one a sample. With 4 jumps the
-training step takes 0.05 % longer (3.6 % at worst), with 12 it is as short, to 0.1 %."""
+"""In about how many growing jumps the search goes from the fewest microbatches to one for each sample. With 4 jumps
+the training step takes 0.05 % longer (3.6 % at worst), with 12 it is as short, to 0.1 %."""
 NEAR = 4
 """With step slots: how many further numbers of microbatches are tried on each side of the best one. With 2 a step takes
 up to 0.6 % longer, with none up to 1.7 %."""
@@ -241,8 +241,8 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, for a caller that has checked rows."""
     options = rows.options
     in_slots = options.objective == 'fsdp'
-    # Each group of samples is planned by itself. It is one group, unless samples with and without images could share a
-    # step slot, which they must not.
+    # Each group of samples is planned by itself. In step slots, samples with and without images are two groups, because
+    # they must not share a slot: a rank that leaves the vision encoder unused hangs the others.
     groups = [np.arange(len(rows.lengths))]
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
@@ -332,7 +332,7 @@ class _CutSearch:
         """For each cut of equal cost: the two parts of this cost, which :func:`.equal_cost_cut` adds up."""
         total_vision = rows.vision[-1]
         if in_slots and total_vision > 0.0:
-            # One part is zero in each cut.
+            # Each of these two cuts counts one part only.
             without_vision = (rows.row_costs, np.zeros_like(rows.vision))
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]

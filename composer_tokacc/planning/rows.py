@@ -185,6 +185,7 @@ def checked_table(
         )
     if num_samples == 0:
         raise InvalidInputError(f'`{name}` must hold at least one sample, got: none.')
+    # Kinds of numpy: signed and unsigned integers, floats.
     if dtype is np.int64:
         kinds = 'iu'
         expected = 'integers'
@@ -193,7 +194,6 @@ def checked_table(
         kinds = 'iuf'
         expected = 'numbers'
         end = np.inf
-    # Kinds of numpy: signed and unsigned integers, floats.
     if table.dtype.kind not in kinds:
         raise InvalidInputError(f'`{name}` must be {expected}, got: {table.dtype}.')
     is_good = (table >= least) & (table < end)  # False for NaN

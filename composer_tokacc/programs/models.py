@@ -126,7 +126,7 @@ def build_transformers_model(
     model_config = read_config(pretrained, config, processor)
     model_class = auto_class(model_config)
 
-    # A causal class never has an encoder. Of BART, which has one, it builds only the decoder.
+    # Of a model with an encoder, such as BART, the causal class builds only the decoder.
     if model_class is not auto.AutoModelForCausalLM and model_config.get_text_config().is_encoder_decoder:
         # An encoder would read the answers, which stand in the same row as the question.
         raise ConfigError('model', f'must have only a decoder, got: {model_config.model_type} with an encoder')
@@ -378,8 +378,8 @@ def auto_class(config: PretrainedConfig) -> Any:
         return auto.AutoModelForImageTextToText
     if is_encoder(config):
         return auto.AutoModelForMaskedLM
-    # The causal class comes first: for BART, which is in both lists, it is the decoder alone. The other class is for
-    # models that are only in the sequence-to-sequence list. Qwen2-Audio is one of them, although it has no encoder.
+    # BART is in both lists, and gets the causal class, which builds only its decoder. The other class is for models
+    # that are only in the sequence-to-sequence list. Qwen2-Audio is one of them, although it has no encoder.
     is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM

@@ -210,7 +210,8 @@ def rehearse(
         labels_per_sample=labels_per_sample,
     )
     started = time.monotonic()
-    size = state.device_train_microbatch_size or 1  # without a size, no smaller one is tried
+    # Without a size no smaller one can be tried. 1 cannot be halved.
+    size = state.device_train_microbatch_size or 1
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     with _leaving_no_trace(state), _room_for_optimizers(state):
         first_failure = _run_until_all_fit(run, report)
@@ -483,7 +484,7 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
                 num_bytes = _state_bytes(optimizer)
                 reserved.append(torch.empty(num_bytes, dtype=torch.uint8, device='cuda'))
     yield
-    del reserved
+    del reserved  # until here the list keeps the memory
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

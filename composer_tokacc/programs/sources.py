@@ -71,7 +71,8 @@ log = logging.getLogger(__name__)
 class DatasetArguments(TypedDict, total=False):
     """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
 
-    Their annotations have none. The class is only read for ``DATASET_HINTS``, see :class:`.HostArguments`.
+    The annotations of these arguments have no range. The class is never filled: only its annotations are read, for
+    ``DATASET_HINTS``.
     """
 
     image_size: Count
@@ -216,8 +217,8 @@ class Source(ABC):
             processor = load()
         if not arguments:
             return processor
-        # Transformers ignores unknown names in silence, so they are refused here. Known are the attributes of the
-        # processor and of its parts, such as the tokenizer, and the arguments of their calls.
+        # Transformers ignores unknown names in silence, so they are refused here. The known names are the attributes
+        # of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
         known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
@@ -360,7 +361,7 @@ class FileSource(Source):
         if self.has_parts:
             self._check_parts()
         else:
-            # Other keys than arguments of the class, with their annotations. `parts` may only be null here.
+            # These keys are not for the class. Without parts, `parts` can only be null.
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
@@ -466,7 +467,7 @@ class FileSource(Source):
         datasets = []
         for name, part in parts.items():
             dataset = self._open(_path_of_part(name), part, extra_keys, processor)
-            # Whether samples of other datasets have weights shows only in the batches.
+            # Other datasets do not say whether their samples have weights. If one has none, the run fails at its batch.
             if needs_weights and isinstance(dataset, LlavaDataset):
                 _check_loss_weights(dataset)
             datasets.append(dataset)
@@ -493,7 +494,7 @@ class FileSource(Source):
             )
         if _is_ours(cls):
             if 'video' in part:
-                # The class takes the mapping of the file. The check has made a VideoSampling of it.
+                # The check has made a VideoSampling of this mapping, but the class takes the mapping.
                 arguments['video'] = part['video']
             self._add_settings_of_run(arguments, processor)
         with building(path):
@@ -595,7 +596,8 @@ class FileSource(Source):
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        # Each sample is drawn once an epoch, unless `epochs` says otherwise. Shares that are left only weigh tokens.
+        # Each sample is drawn once an epoch, unless `epochs` says otherwise. If there are shares, they only set the
+        # weights of tokens (`loss_shares_by: weights`).
         epochs = [part.get('epochs', 1) for part in parts]
         loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
         return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
@@ -755,7 +757,7 @@ class ShardSource(Source):
         if not isinstance(size, int):
             size = options['batch_size']  # a whole device batch
         token_ids = image_token_ids(processor)
-        # A tokenizer of text has no such tokens.
+        # A tokenizer of text has no image tokens, and the loader would refuse a cap on them.
         max_image_tokens = microbatching.max_image_tokens if token_ids else None
         loader = ExchangingDataLoader(
             dataset,
@@ -778,8 +780,8 @@ class ShardSource(Source):
     def _arguments(self, *, is_eval: bool) -> dict[str, Any]:
         """Returns the section's arguments of the training set, or of the eval set.
 
-        The eval set has those of the training set, with the changes in ``dataset.eval``. If it names a place of shards,
-        it takes neither the places nor the ``split`` of the training set. All places go, because ``local`` and
+        The eval set has the arguments of the training set, changed by ``dataset.eval``. If this names a place of
+        shards, the places and the ``split`` of the training set are left out. All places are, because ``local`` and
         ``streams`` exclude each other.
         """
         arguments = without(self.section, 'name', 'processor', 'eval', 'parts')
@@ -817,6 +819,7 @@ class ShardSource(Source):
         """
         arguments = self._arguments(is_eval=is_eval)
         shards = []
+        # Without `streams`, the section itself describes the only stream.
         for stream in (arguments.get('streams') or {'': arguments}).values():
             places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
             shards.append((places, stream.get('split') or arguments.get('split') or ''))

@@ -184,7 +184,7 @@ class ExchangingDataLoader(DataLoader):
 
         It only depends on the sizes and the arguments, so every rank computes the same assignments.
         """
-        # One array for each field of SampleSize, with a number for each sample. Only patches may be floats.
+        # One array for each field of SampleSize, with one number for each sample.
         lengths, image_tokens, patches, loss_tokens = map(np.array, zip(*sizes, strict=True))
         rows = Rows(
             lengths,
@@ -212,8 +212,8 @@ class ExchangingDataLoader(DataLoader):
         samples: list[DatasetSample] = []
         sizes: list[SampleSize] = []
         failure: Exception | None = None
+        # What the other ranks raise. Not the error itself, because its class may not survive pickling.
         reported: Exception | None = None
-        """What the other ranks raise. Not the error itself, because its class may not survive pickling."""
         try:
             samples = self._read_own(reading, batch_index)
             sizes = [self._size(sample) for sample in samples]
@@ -318,7 +318,7 @@ class SampleExchange:
                 sample_by_number.update(from_bytes(received))
         return [sample_by_number[number] for number in assigned_numbers[this_rank]]
 
-    def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _all_to_all(self, sending: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sends each rank its parcel, uint8 (number of bytes,). Returns the parcels from all ranks for this one.
 
         The lengths of the parcels are sent first, because a receiver must know how many bytes to expect.
@@ -329,7 +329,7 @@ class SampleExchange:
         num_received = torch.empty_like(num_sent)
         torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
-        all_sent = torch.cat(list(sending))
+        all_sent = torch.cat(sending)
         torch.distributed.all_to_all_single(
             received, all_sent, num_received.tolist(), num_sent.tolist(), group=self._gloo
         )

@@ -26,7 +26,7 @@ from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_order
 Stages = Sequence[tuple[int | str, int]]
 """Start and size of each stage of a schedule. A start is a step, or a text: ``'1000ba'`` or ``'5000000tok'``."""
 
-_START = re.compile(r'(\d[\d_]*)(ba|tok)?')
+_START = re.compile(r'(\d+(?:_\d+)*)(ba|tok)?')
 """A start as text: its number and its unit. Without a unit it is a step."""
 
 
@@ -234,7 +234,8 @@ class GlobalBatches:
                 stages.append([f'{start}{schedule.unit}', size])
             identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
-            # The lengths decide where a global batch, or a stage, ends.
+            # The lengths decide where a global batch, or a stage, ends. Not `extended_checksum`, which is shorter:
+            # saved states have this one.
             identity['checksum_of_lengths'] = zlib.crc32(self._lengths.tobytes())
         return identity
 

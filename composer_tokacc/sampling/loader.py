@@ -78,9 +78,9 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)  # a generator of the user is used as it is, and never seeded
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # The dataset returns collated batches, so nothing is left to collate. Batches that torch pins are wrapped (see
-        # _BatchToPin), and `_batches` unwraps them. Others are not, so that accelerate can skip them: it makes a plain
-        # DataLoader with the attributes of this one, which unwraps nothing.
+        # The dataset returns collated batches, so nothing is left to collate. Batches are only wrapped if torch pins
+        # them (see _BatchToPin), and `_batches` unwraps them. To skip batches, accelerate makes a plain DataLoader with
+        # the attributes of this one. That one unwraps nothing, so without pinning nothing is wrapped.
         wrap: Any = _BatchToPin if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=wrap, **kwargs)
         keep_from_accelerate(self)
@@ -144,8 +144,8 @@ class RegroupingDataLoader(DataLoader):
                 batch = batch.batch
             plan = batch.plan
             assert plan is not None, 'each batch is read with its plan'
-            # Only the first batch that is read brings the witness. Later ones get it, too, because Composer may discard
-            # that one before it is checked: a resumed run without `skip_to` reads batches in vain.
+            # Only the first batch that is read brings the witness. Later ones get it, too: in a resumed run without
+            # `skip_to` Composer reads earlier batches and discards them, perhaps the one with the witness.
             self._witness = plan.witness or self._witness
             # The facts are added here, so that workers need not send them.
             batch.plan = replace(plan, facts=sampler.plan_facts(epoch, index), witness=self._witness)
@@ -207,8 +207,9 @@ class _PlannedDataset(Dataset):
     Torch passes each item of the batch sampler, here an assignment, to ``__getitems__``. For code that looks at
     ``loader.dataset``, length and single items are those of the wrapped dataset.
 
-    It has no ``state_dict``, even if the wrapped dataset has one. For a dataset with a state Composer would discard no
-    batches when it resumes, and so not restore the random numbers, which it does at the last batch that it discards.
+    It has no ``state_dict``, even if the wrapped dataset has one. A resumed Composer run discards the batches that it
+    has trained on, and restores the random numbers at the last of them. If the dataset had a state, Composer would
+    discard no batches, and so not restore the random numbers.
     """
 
     def __init__(

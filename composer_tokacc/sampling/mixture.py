@@ -84,12 +84,12 @@ class Mixture:
         checked_shares = _checked_rates('shares', shares, len(sizes))
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
-        means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
-        if min(means) == 0:
+        means = np.array([tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets])
+        if means.min() == 0:
             raise InvalidInputError(
-                f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out the datasets without any.'
+                f'Every dataset must have `loss_tokens`, got: means of {means.tolist()}. Leave out those without any.'
             )
-        weights = checked_shares / np.array(means)
+        weights = checked_shares / means
         return cls(sizes, weights=weights.tolist())
 
     @property
@@ -164,10 +164,9 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        sum_of_shares = self.shares.sum()
-        if self.shares.min() == 0 or abs(sum_of_shares - 1) > 1e-6:
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise InvalidInputError(
-                f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.'
+                f'`shares` must be positive, one for each dataset, and add up to 1, got: {self.shares.tolist()}.'
             )
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
@@ -264,8 +263,8 @@ def mixed_orders(
             the next epoch.
 
     Raises:
-        ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. All epochs have equal
-            numbers of each modality, so its samples would never be trained.
+        ValueError: Without `full_batch_size`, if an epoch would have no sample of some modality. Then no epoch would,
+            because all have equal numbers of each modality, and these samples would never be trained.
     """
     groups = _groups_of_sequences(mixture, media)
     # Exact fractions, because rounding errors would add up over the epochs and move samples.
@@ -273,7 +272,7 @@ def mixed_orders(
     for group in groups:
         quotas = [sequence.quota for sequence in group]
         quotas_of_groups.append(sum(quotas, Fraction(0)))
-    # In the merged sequence of each group the epoch begins where the last one has ended.
+    # Each epoch begins where the last one ended, in the merged sequence of each group.
     if full_batch_size is None:
         # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas_of_groups)

@@ -197,7 +197,7 @@ class RegroupingBatchSampler(DistributedSampler):
             media=media,
         )
         if global_batch_tokens is None:
-            # So the mean number of samples of a rank is an integer. It is the `batch_size` of the loader.
+            # Each size must be a multiple of the ranks, because the samples of one rank are the loader's `batch_size`.
             for size in self._global_batches.sizes:
                 check_global_batch(size, num_replicas)
         self.global_batch_size = max(self._global_batches.sizes)
@@ -262,8 +262,9 @@ class RegroupingBatchSampler(DistributedSampler):
         needs_witnesses = self.num_replicas > 1 and epoch == self._epoch_of_witnesses
         for assignment in prefetch(self._assign, windows[first:]):
             if needs_witnesses:
-                # Not two samples of this window: one rank may have looked at a batch of another epoch before the run,
-                # and so has read its witnesses with that batch. They must be those of the other ranks.
+                # The first and the last sample of the dataset, in every epoch. If one rank has looked at a batch of
+                # another epoch before the run, it has read its witnesses then, and the other ranks read theirs now.
+                # Samples of the window would differ between the two epochs.
                 assignment = replace(assignment, witnesses=(0, len(self.lengths) - 1))
                 needs_witnesses = False
             yield assignment

@@ -341,8 +341,8 @@ def _unit_of_time(report: SizingReport) -> str:
 
 def _time(report: SizingReport, cost: float) -> str:
     """Returns the time of a step with this cost as text, in the unit of ``_unit_of_time``."""
-    num_digits = 2 if report.seconds_per_unit is None else 3
-    return f'{report.time_of(cost):.{num_digits}f}'
+    num_decimals = 2 if report.seconds_per_unit is None else 3
+    return f'{report.time_of(cost):.{num_decimals}f}'
 
 
 def _size_table(report: SizingReport) -> str:

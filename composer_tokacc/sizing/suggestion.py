@@ -416,7 +416,7 @@ class _RunBySize:
             padding={method: step.padding_ratio for method, step in figures.items()},
             cost={method: step.cost for method, step in figures.items()},
             peak_gib=peak / GIB,
-            # 'model' is the rest of the peak, so it has also what the optimizer's step takes beyond the microbatch.
+            # 'model' is the rest of the peak, so it includes what the optimizer's step takes beyond the microbatch.
             parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
             fits=peak <= capacity.limit,
         )

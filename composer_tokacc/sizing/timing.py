@@ -186,8 +186,8 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     seconds = np.array([microbatch.seconds for microbatch in microbatches])
     vision_seconds = np.array([microbatch.vision_seconds for microbatch in microbatches])
     # For each microbatch the sizes that cost time. In the vision encoder these are sums over the rows: of patches^2, of
-    # patches, and of rows with images. Else: text in the unit of CostModel (a token in the dense layers), image tokens,
-    # and the launch of the microbatch.
+    # patches, and of rows with images. Outside of it: text in the unit of CostModel (a token in the dense layers),
+    # image tokens, and 1 for the launch of the microbatch.
     vision_rows = []
     text_rows = []
     for microbatch in microbatches:

@@ -179,7 +179,8 @@ class StepTracer:
         """Adds hooks to the model that call `end_phase` with the name of each phase except the last (``PHASES``)."""
 
         def end_at_gradient(name: str, values: object) -> None:
-            # No backward hook of a module, because the model could not write into the values then.
+            # A hook on the tensor. With a backward hook on the module, torch would forbid the model to change the
+            # tensor in place.
             for value in tree_iter(values):
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
@@ -240,7 +241,7 @@ class StepTracer:
                 with self._mode:
                     last_logits = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
             if self._selector is not None:
-                self._selector.arm('causal', num_labels=num_logits - 1)
+                self._selector.arm('causal', num_labels=num_logits - 1)  # without the position that is added
             # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 outputs = self.model(**inputs)

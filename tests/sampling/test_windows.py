@@ -315,6 +315,7 @@ def test_saved_schedule_of_one_stage():
         ({'global_batch_size': [(0, 8), (4, 16), (4, 24)]}, r'list of \(start, size\)'),
         ({'global_batch_size': [(0, 8), ('4ba', 16), ('90tok', 24)]}, r'list of \(start, size\)'),
         ({'global_batch_size': [(0, 8), ('4ep', 16)]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(0, 8), ('10_ba', 16)]}, r'list of \(start, size\)'),
         ({'global_batch_size': [0, 8]}, r'list of \(start, size\)'),
         ({'global_batch_size': [(0, 8), (4, 0)]}, '`global_batch_size` must be a positive integer'),
         ({'global_batch_size': [(0, 8), (4, 9)], 'ranks': 2}, 'multiple of the number of ranks, got: 9 on 2 ranks'),
