@@ -507,8 +507,10 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            if not has_samples:  # a term over the rows with labels may be a mean over no rows, and would be NaN
-                return term.value.nan_to_num()
+            # A mean over rows with labels is NaN if there are no such rows. Its gradient may be NaN, too, and the factor
+            # 0 of a microbatch without samples does not remove that.
+            if not has_samples and term.value.isnan().any():
+                return zero
             return term.value
 
         state.loss = terms.changed(state.loss, without_tokens)
