@@ -143,8 +143,9 @@ class ReductionWatch:
         states_before = self._states_before
         self._states_before = []
         if self._ddp is None:
-            is_reached = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
-            self._reached_checksum = zlib.crc32(is_reached, self._reached_checksum)
+            # One byte for each parameter.
+            reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
+            self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
             return
         # Empty if this backward did not reduce, or if DDP itself finds these parameters.
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]
