@@ -508,8 +508,8 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            # A mean over rows with labels is NaN if there are no such rows. Its gradient may be NaN, too, and the factor
-            # 0 of a microbatch without samples does not remove that.
+            # A mean over rows with labels is NaN if there are no such rows. Its gradient may be NaN, too, and the
+            # factor 0 of a microbatch without samples does not remove that.
             if not has_samples and term.value.isnan().any():
                 return zero
             return term.value
@@ -682,8 +682,8 @@ class TokenAccumulation(Algorithm):
         num_tokens = record.counts.loss_tokens
         # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
         # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
-        relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
-        weights = at_predictions(relative, rule)
+        weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+        weights = at_predictions(weights_of_labels, rule)
         # weigh_tokens() will change only the gradient. The value of the loss gets the same change here, by a number
         # without a gradient.
         targets = targets_of(selected, rule).flatten()
@@ -704,8 +704,8 @@ class TokenAccumulation(Algorithm):
             return None
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
-        # Composer's own split makes microbatches of a fixed number of rows. The quotient is rounded up, because the last
-        # microbatch may have fewer.
+        # Composer's own split makes microbatches of a fixed number of rows. The quotient is rounded up, because the
+        # last microbatch may have fewer.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _after_backward(self, state: State) -> None:
