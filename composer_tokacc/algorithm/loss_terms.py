@@ -210,8 +210,8 @@ class LossTerms:
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
         if node is node_of_loss:
-            # In a compiled forward one node of the graph computes both losses, and there is no gradient between them. So
-            # the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
+            # In a compiled forward one node of the graph computes both losses, and there is no gradient between them.
+            # So the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             measured = math.nan if coefficient is None else coefficient
         else:
             # By the edge and not by the tensor, because DDP may return a copy of the router's loss. `loss` was made of
