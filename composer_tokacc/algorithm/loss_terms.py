@@ -210,11 +210,12 @@ class LossTerms:
         node_of_loss, _ = edge_of(loss)
         dtypes = [router.dtype]
         if node is node_of_loss:
-            # In a compiled forward one node of the graph computes both losses, and a gradient between them cannot be
-            # asked for. The coefficient of the config is trusted. Without one the check fails: NaN equals nothing.
+            # In a compiled forward one node of the graph computes both losses, and there is no gradient between them.
+            # So the coefficient of the config is trusted. Without one the check fails, because NaN equals nothing.
             measured = math.nan if coefficient is None else coefficient
         else:
-            # DDP may return copies of all outputs, but `loss` was made of the router's loss before the copy.
+            # By the edge and not by the tensor, because DDP may return a copy of the router's loss. `loss` was made of
+            # the router's loss before the copy.
             edge = GradientEdge(node, index)
             (gradient,) = torch.autograd.grad(loss.mean(), edge, retain_graph=True, allow_unused=True)
             measured = 0.0

@@ -76,7 +76,9 @@ class ReductionWatch:
         self._reduces: list[bool] = []  # under DDP, for each microbatch so far: whether its backward reduces gradients
         # The parameters to watch in the next backward, each with the state of its gradient before that backward.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
-        self._reached_checksum = 0  # of the parameters of FSDP2 that each backward of the step has reached
+        # Tells which parameters of FSDP2 each backward of the step has reached. A checksum, because ranks compare it by
+        # one number.
+        self._reached_checksum = 0
 
     def begin_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
         """Notes the states of the gradients that the next backward should write.
@@ -141,8 +143,9 @@ class ReductionWatch:
         states_before = self._states_before
         self._states_before = []
         if self._ddp is None:
-            is_reached = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
-            self._reached_checksum = zlib.crc32(is_reached, self._reached_checksum)
+            # One byte for each parameter.
+            reached_flags = bytes(state_of_gradient(parameter) != before for parameter, before in states_before)
+            self._reached_checksum = zlib.crc32(reached_flags, self._reached_checksum)
             return
         # Empty if this backward did not reduce, or if DDP itself finds these parameters.
         unreached = [parameter for parameter, before in states_before if state_of_gradient(parameter) == before]

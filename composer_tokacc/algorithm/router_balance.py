@@ -188,7 +188,7 @@ class StepBalance:
         losses = _balance_losses(choices, probabilities, num_positions)
         if is_first:
             if not bool(attended.any()):
-                return  # Without positions both losses are NaN. The next microbatch is the first comparison.
+                return  # both losses are NaN, so the next microbatch is the first comparison
             self._top_k = int((losses - models_loss).abs().argmin()) + 1
         # The model computes its loss in the type of the logits, with a few rounded operations.
         tolerance = max(LOSS_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
@@ -220,7 +220,7 @@ class StepBalance:
         with self._precision():
             logits = _router_logits(outputs)
             choices, probabilities = _sums_over_positions(logits, counted.positions, self._top_k)
-        # Another choice changes the counts of two experts.
+        # Each choice that has changed moves the counts of two experts by 1.
         change = choices.sum(dim=0) - counted.choices
         num_changed = change.abs().sum() / 2
         num_choices = choices.sum()
@@ -261,9 +261,12 @@ class StepBalance:
             )
 
 
-def _refusal(what: str) -> NotExactError:
-    """Returns the error of a run that cannot have ``router_balance='step'``."""
-    return NotExactError(f"`router_balance='step'` {what} {OR_LEAVE_MICROBATCH}")
+def _refusal(condition: str) -> NotExactError:
+    """Returns the error of a run that cannot have ``router_balance='step'``.
+
+    ``condition`` goes on with the sentence that begins with the option: 'must ...' or 'needs ...'.
+    """
+    return NotExactError(f"`router_balance='step'` {condition} {OR_LEAVE_MICROBATCH}")
 
 
 def counted_positions(microbatch: Batch) -> Tensor:
@@ -336,8 +339,8 @@ def _sums_over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Sums choices and probabilities over layers and counted positions.
 
-    Softmax and ``topk`` are computed as in the models' own loss, so that experts with equal probabilities are chosen
-    alike.
+    Softmax and ``topk`` are computed as in the models' own loss, so that of experts with equal probabilities the same
+    ones are chosen.
 
     Returns:
         How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and the sum of the

@@ -150,15 +150,15 @@ class RunContext:
         self._parameters = list(model.parameters())
         self._hook_numbers: list[int] | None = None  # of the hooks that were checked
         self.check_gradient_hooks()
-        # Listed once, because a mixture of experts may have thousands of modules. With `check_loss=False` the user
-        # accepts that rows depend on each other, so BatchNorm may train, even if token weights need the first-batch
-        # check.
+        # Listed once, because a mixture of experts may have thousands of modules.
         self._batch_norms: dict[str, torch.nn.Module] = {}
+        # With `check_loss=False` the user accepts that rows depend on each other, so BatchNorm may train. This holds
+        # with token weights, too, although they need the first-batch check.
         if options.check_loss:
             for name, module in model.named_modules():
                 if isinstance(module, BatchNorm):
                     self._batch_norms[name] = module
-        # Before anything is added to the model, so that a refused model stays as it was.
+        # Before the selector adds hooks to the model, so that a refused model stays as it was.
         self.check_batch_norms()
         self.world_size = get_world_size()
         self.excess_of_reduction = excess_of_reduction(state.model)
@@ -279,7 +279,10 @@ class RunContext:
         log.info('Logits are computed at all positions: %s.', why)
 
     def check_gradient_hooks(self) -> None:
-        """Raises RuntimeError if a hook on a parameter is not linear. Checks them again if there are others now."""
+        """Raises RuntimeError if a hook on a parameter is not linear.
+
+        Called in every step. It tries the hooks only if some were added or removed since the last call.
+        """
         numbers = hook_numbers(self._parameters)
         if numbers != self._hook_numbers:
             check_gradient_hooks(self._model)
@@ -370,7 +373,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
             output embedding of a Hugging Face model.
     """
     model = inner_model(model)
-    # Whether each id must have a label. That is known only of Hugging Face models without an encoder.
+    # Whether labels must have the shape of the ids. That is known only of Hugging Face models without an encoder.
     labels_are_at_ids = False
     embedding = None
     if isinstance(model, HuggingFaceModel):
@@ -378,7 +381,7 @@ def check_labels_and_ids(model: torch.nn.Module, microbatches: Sequence[Batch], 
         embedding = input_embedding(model.model)
         if vocabulary is None:
             head = output_embedding(model.model)
-            # Only of a Linear itself. A wrapper of PEFT may show another number.
+            # Only if it is a Linear itself. A wrapper of PEFT may have another number.
             if isinstance(head, torch.nn.Linear):
                 vocabulary = head.out_features
     for microbatch in microbatches:

@@ -158,7 +158,7 @@ class TokenAccumulation(Algorithm):
             check_loss=check_loss,
         )
         self.num_empty_steps = 0
-        self._num_batches_read = 0  # of the loader's epoch, also those before the place where it was resumed
+        self._num_batches_read = 0  # from the start of the loader's epoch, even if the run was resumed within it
         # Whether DDP has reduced gradients only in the last microbatch of earlier steps. Then the split may give ranks
         # unequal numbers of microbatches.
         self._reduces_once = False
@@ -237,8 +237,8 @@ class TokenAccumulation(Algorithm):
         selector = self._selector_for(state)
         if selector is not None:
             num_positions = labels_of(batch).numel()
-            # If no label counts, CurrentMicrobatch adds one. It may add none with `loss_units`, but then there is no
-            # selector.
+            # At least 1, because CurrentMicrobatch adds a label if none counts. With `loss_units` it may add none, but
+            # then there is no selector.
             num_labels = max(num_labels, 1)
             selector.begin_forward(self._known_rule, num_labels, num_positions)
 
@@ -304,7 +304,7 @@ class TokenAccumulation(Algorithm):
         self._num_batches_read += 1
 
     def _iteration_end(self, state: State) -> None:
-        """Counts from 0 again, because Composer restarts the loader.
+        """Counts from 0 again, as at the end of an epoch, because Composer restarts the loader.
 
         An iteration whose length is in tokens may end within an epoch.
         """
@@ -368,14 +368,14 @@ class TokenAccumulation(Algorithm):
         width = run.width_of(step)
         # One all-reduce for everything that ranks must know of each other before the batch is cut.
         counts = [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight]
-        has_new_rows = [run.check.has_new_rows(step.facts)]
-        sums = self._sums_over_ranks(state, [counts, has_new_rows, width.numbers(), numbers_to_sum(plan)])
+        has_new_rows = run.check.has_new_rows(step.facts)
+        sums = self._sums_over_ranks(state, [counts, [has_new_rows], width.numbers(), numbers_to_sum(plan)])
         totals, (num_ranks_with_new_rows,), sums_of_widths, sums_of_plans = sums
         step.totals = StepTotals(*totals)
         check_plans(sums_of_plans, plan)
         _check_has_weight(step, state.batch)
-        # In the first step no rows are new, because prove() has just checked them. In steps 16, 32, 64 and so on it is
-        # due even without new rows, because a model may begin to treat known rows in another way.
+        # Not due in the first step, because prove() has just checked its rows. Due in steps 16, 32, 64 and so on even
+        # without new rows, because a model may begin to treat known rows in another way.
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
@@ -405,7 +405,8 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            copies_microbatches=lambda: bool(state.train_metrics),  # metrics read the copies, and may be added later
+            # Only metrics of training read the copies. A function, because they may be added later in the step.
+            copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
             has_bypass=run.has_bypass,  # check_step() refuses a bypass that earlier steps did not have
@@ -426,11 +427,11 @@ class TokenAccumulation(Algorithm):
         return attach_row_counts(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, lists: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Returns lists with the sums over the ranks of the numbers in these lists. It takes one all-reduce."""
+        """Sums each number in the lists over the ranks, and returns lists of the same lengths. One all-reduce."""
         if self._run.world_size == 1:
             return lists
         in_one_list = list(chain.from_iterable(lists))
-        # Without token weights all numbers are whole: the weights of tokens sum to their number.
+        # Without token weights all numbers are integers, because each token weighs 1.
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(sum_over_ranks(on_device))
@@ -507,8 +508,10 @@ class TokenAccumulation(Algorithm):
         def without_tokens(term: Term) -> torch.Tensor:
             if term.unit in empty_units:
                 return zero
-            if not has_samples:  # a term over the rows with labels may be a mean over no rows, and would be NaN
-                return term.value.nan_to_num()
+            # A mean over rows with labels is NaN if there are no such rows. Its gradient may be NaN, too, and the
+            # factor 0 of a microbatch without samples does not remove that.
+            if not has_samples and term.value.isnan().any():
+                return zero
             return term.value
 
         state.loss = terms.changed(state.loss, without_tokens)
@@ -521,7 +524,8 @@ class TokenAccumulation(Algorithm):
         step_number = self._step_number
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_check_due = (step_number & (step_number - 1)) == 0
-        # Without a coefficient nothing is split. Then the loss is checked only if the user wants it.
+        # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
+        # coefficient nothing is split, and the check only makes sure that the loss has no such term.
         needs_check = self.options.check_loss or run.terms.router_coefficient is not None
         if is_check_due and needs_check:
             run.terms.check_coefficient(state.loss, state.outputs)
@@ -634,6 +638,8 @@ class TokenAccumulation(Algorithm):
         weights = None
         if step.is_weighted:
             weights = self._weigh_mean(state, record, logits, selected)
+        # No parameter before the logits is trained, for example if only an encoder of media is, and there are no media.
+        # The value of the loss was weighted nevertheless, because it is logged.
         if logits.grad_fn is None:
             return
         if weights is not None:
@@ -676,8 +682,8 @@ class TokenAccumulation(Algorithm):
         num_tokens = record.counts.loss_tokens
         # The plain mean is sum(loss) / num_tokens, the weighted mean is sum(weight * loss) / loss_weight. So a token
         # weighs weight * num_tokens / loss_weight times as much as in the plain mean.
-        relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
-        weights = at_predictions(relative, rule)
+        weights_of_labels = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
+        weights = at_predictions(weights_of_labels, rule)
         # weigh_tokens() will change only the gradient. The value of the loss gets the same change here, by a number
         # without a gradient.
         targets = targets_of(selected, rule).flatten()
@@ -698,7 +704,8 @@ class TokenAccumulation(Algorithm):
             return None
         if step.planned:
             return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
-        # Composer's own split makes microbatches of a fixed number of rows.
+        # Composer's own split makes microbatches of a fixed number of rows. The quotient is rounded up, because the
+        # last microbatch may have fewer.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _after_backward(self, state: State) -> None:
@@ -713,7 +720,8 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            # A microbatch of only repeated samples may still follow. Then gradients are completed again.
+            # A microbatch of only repeated samples may still follow. Then this is True again, and gradients are
+            # completed again.
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
@@ -907,7 +915,8 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and so to its total, if it has one.
 
-    With ``loss_units`` ``changed`` sums the terms again. Without them it asks for the new total as for a term.
+    The total is named here, because :meth:`.LossTerms.changed` sums it again only with ``loss_units``. Without them it
+    changes the total like a term.
     """
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
     changed_names = {'total', *means_over_tokens[:1]}

@@ -41,8 +41,8 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""Stands for a gradient of :class:`.ProbeResult`: the unit of its loss terms, which are means over ``'tokens'`` or over
-``'samples'``, and the number of the layer, of the last two, by whose output it is taken."""
+"""Names a gradient in a :class:`.ProbeResult`: the unit of the loss terms, ``'tokens'`` or ``'samples'``, and its index
+among the gradients of this unit. There is one for the output of each of the last two layers."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -251,7 +251,8 @@ class RowComparison:
         if worst > PLAIN_TOLERANCE + eps:
             return None
         scale = mean_weight * sum(self._counts)
-        # The logits of a fresh model are nearly equal. In half precision label smoothing then looks like a factor.
+        # The logits of a fresh model are nearly equal. In half precision label smoothing then looks like a factor, so
+        # only a factor of 1 is believed.
         may_hide_terms = eps > PLAIN_TOLERANCE and abs(scale - 1) > eps
         return None if may_hide_terms else scale
 
@@ -340,7 +341,7 @@ class RowComparison:
         """
         if not self._check_loss or 'samples' not in self.reference.gradients:
             return
-        row = max(self._all_rows, key=lambda row: self._counts[row])
+        row = self._counts.index(max(self._counts))
         batch = self._layout.select(self._rows, [row, row])
         labels = batch['labels'].clone()
         labels[1] = IGNORE_INDEX
@@ -386,7 +387,7 @@ class RowComparison:
             return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
-        # The only unit: a run whose `loss_units` names others computes all logits, and does not come here.
+        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
         gradients = list(result.gradients['tokens'])
         num_expected = len(self.reference.gradients['tokens'])
         # The last gradient is the one by the logits.
@@ -498,6 +499,7 @@ class RowComparison:
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
             for index, gradient in enumerate(unit_gradients):
+                denominator = self._denominator(unit, rows)
                 if gradient is None:
                     # A loss that does not depend on an output has the gradient 0 there.
                     row_gradients = torch.zeros(len(rows), self._width, 1)
@@ -505,9 +507,8 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                denominator = self._denominator(unit, rows)
-                if unit == 'samples' and gradient is not None and packed is None:
-                    denominator = len(gradient)  # rows that were added for the check count, too, as in a step
+                    if unit == 'samples':
+                        denominator = len(gradient)  # dummy rows, and the row without labels, count as in a step
                 aligned[unit, index] = row_gradients * denominator
         return aligned
 
@@ -633,7 +634,7 @@ class RowComparison:
                     weighted_sum += part.losses.get(unit, 0.0) * denominator
             if total == 0:
                 continue
-            # The formula by which a step weights its microbatches.
+            # A step weights its microbatches by the same formula.
             mean = weighted_sum / total
             if not self._is_same_loss(unit, mean):
                 raise CutFailure(self._explained_loss(unit, mean))
@@ -696,14 +697,14 @@ class RowComparison:
 def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
-    ``failures`` has one entry for each way to pack, attention by document first. If the model cannot compute the first
-    way, and computes a later one with a wrong result, the message names both failures. Otherwise it names the first.
+    ``failures`` has one entry for each packing that was tried, attention by document first. If the model raised an
+    error there, and another packing has a wrong result, the message names both failures. Otherwise it names the first.
     """
     first = failures[0]
-    first_computed = next((failure for failure in failures if failure.reason is None), first)
-    if first_computed is first:
+    wrong_result = next((failure for failure in failures if failure.reason is None), first)
+    if wrong_result is first:
         return str(first)
-    return f'{first_computed} Attention document by document was not possible: {first.reason}.'
+    return f'{wrong_result} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:

@@ -396,7 +396,8 @@ class FirstBatchCheck(Generic[RulesT]):
     def _warn_of_leaks(self, rows: BatchDict) -> None:
         """Warns if rows come packed, but Transformers does not keep their documents apart.
 
-        For SDPA and eager attention it looks for positions that restart only if there is no mask and no cache.
+        Transformers finds the documents by positions that restart. With SDPA and eager attention it does so only if the
+        batch has no mask and the model has no cache.
         """
         model = transformers_model(self.probe.model)
         config = getattr(model, 'config', None)
@@ -447,7 +448,7 @@ class FirstBatchCheck(Generic[RulesT]):
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, 0)
-        # A row of a probe takes about half of its memory in training, so there is room for twice as many rows.
+        # A row in a probe takes about half the memory that it takes in training, so twice as many rows fit.
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
@@ -586,6 +587,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
         positions = _without_placeholders(layout, rows, positions)
+    # Without any such position (a row of one token) the last column gets a label.
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
@@ -690,9 +692,9 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # truncated and has no label. It is chosen nevertheless, because the other rows may depend on its length.
     criteria = [Criterion(longest_first, needs_label=False), Criterion(sizes)]
     for modality in _new_modalities(missing):
-        sizes = facts.media_sizes(modality)
-        has_modality = [size is not None for size in sizes]
-        smallest_first = [size or 0 for size in sizes]
+        media_sizes = facts.media_sizes(modality)
+        has_modality = [size is not None for size in media_sizes]
+        smallest_first = [size or 0 for size in media_sizes]
         largest_first = [-size for size in smallest_first]
         criteria.append(Criterion(smallest_first, has_modality))
         # Two rows have the modality, even if their items have equal sizes, because a model may mix the items of rows.
@@ -764,7 +766,7 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
 
 
 def _can_show_rule(batch: Batch) -> bool:
-    """Returns whether a row can show the loss rule: it has a label behind its first token, or another token for one."""
+    """Returns whether a row can show the loss rule: it has a label behind its first token, or a second token."""
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
         has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
@@ -877,9 +879,9 @@ def with_unequal_row(
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif _ids_at_labels(extended) is not None:
-        # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
-        # ids may be placeholders. Only the last tokens get it, because without a config nothing tells the placeholders,
-        # which most rows have before their text.
+        # The first token gets no label, because it may be predicted from padding. The others get the label that the row
+        # has, because ids may be placeholders. Without a config it is not known which tokens are placeholders, but most
+        # rows have them before their text. So only the last tokens get the label.
         is_real = real_positions(extended)[-1]
         columns = is_real.nonzero().flatten()[1:]
         columns = _without_placeholders(layout, extended, columns)
@@ -928,6 +930,7 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = (changed_sum - sum_of_changed).float()
         expected_norm = float(sum_of_changed.float().norm())
+        # For float32 the first number is the larger one. Half precision rounds more than that.
         tolerance = max(1e-4, 8 * torch.finfo(first.dtype).eps)
         if float(difference.norm()) > tolerance * expected_norm:
             return False

@@ -122,7 +122,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     flat_targets = targets.flatten()
     for part, (part_gradient,) in _float_parts(gradient):
         part_targets = flat_targets[part]
-        # Positions without a target look up entry 0, which is not counted.
+        # Positions without a target (-100) look up entry 0. `has_gradient` leaves them out.
         columns = part_targets.clamp(min=0)[:, None]
         label_entries = part_gradient.gather(1, columns)[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)

@@ -325,7 +325,7 @@ class Probe:
         self._was_examined = True  # before the forwards below, because run() would call this method again
         self._layers = []
         first = self._find_last_layers(batch)
-        # With seed 0. The first forward had seed 1, so the loss changes if it depends on random numbers.
+        # The first forward had seed 1, and this one has seed 0. So the loss changes if it depends on random numbers.
         second = self.run(batch)
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
@@ -352,6 +352,7 @@ class Probe:
                 layer_output = _LayerOutput(module, output.shape[-1], output.data_ptr())
                 outputs.append(layer_output)
 
+        # Seed 1, because examine() compares the result with one of seed 0.
         with _hooked(_without_children(self._modules), note):
             result = self.run(batch, seed=1, decides_precision=True)
         # The last layer is the one whose output is the logits. If no output has their address, the model changes the

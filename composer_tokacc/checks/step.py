@@ -57,8 +57,8 @@ class TokenChoice:
 
     In the first step all tokens are measured. In each later step microbatches are chosen: those with a label that
     counts for the first time, and one whose turn it is. The turns go around: if steps have 8 microbatches, it is the
-    first one in step 16, the second one in step 17, and the first one again in step 24. A step that has fewer
-    microbatches than the step before may end before it is the turn of one. In a chosen microbatch some tokens are
+    first one in step 16, the second one in step 17, and the first one again in step 24. If a step has fewer
+    microbatches than the step before, the turn may fall on none of them. In a chosen microbatch some tokens are
     measured; in one of 64, drawn at random, all tokens.
 
     A loss may treat some labels in another way. If it then also divides by another number, the weight of every token
@@ -223,7 +223,7 @@ class MicrobatchRecord:
 
         The host knows how many tokens there are, so it can choose their numbers without waiting for the device.
         """
-        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
+        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)  # rounded up, so at most NUM_SAMPLED are measured
         first_number = 1 + GENERATOR.randrange(stride)
         return range(first_number, self.counts.loss_tokens + 1, stride)
 

@@ -149,6 +149,8 @@ class TokenWeightsReport:
 
         The median is over the tokens of all forwards of this rank.
         """
+        if not self._backwards:
+            return ''
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).nanmedian().cpu()
         lines = []

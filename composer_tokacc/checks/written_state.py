@@ -80,7 +80,7 @@ class State:
         """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
         is_replaced = current is not self.value
-        # A number, or no tensor any more. A NaN that was not replaced is not equal to itself.
+        # It is or was a number. A NaN is not equal to itself, so a number that was not replaced is not compared.
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             is_equal = type(current) is type(self.value) and bool(current == self.value)
             return is_replaced and not is_equal
@@ -178,7 +178,7 @@ def perturb(states: Iterable[State]) -> None:
             if 0 in current.stride():
                 current = current.clone()
                 state.container[state.key] = current
-            # The mean and the constant make entries of 0 move, too.
+            # With the mean and the constant, entries of 0 move, too.
             sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
             noise = torch.randn(current.shape, generator=generator).to(current)
             with torch.inference_mode():

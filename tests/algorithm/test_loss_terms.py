@@ -285,15 +285,17 @@ class TermOfLabels(HuggingFaceModel):
 
 
 def test_nan_of_a_dummy_row_is_zero(model):
-    """The last microbatch holds only a repeated sample, so it must add nothing to the loss that is logged."""
-    model = TermOfLabels(model, shift_labels=True, use_logits=True)
+    """The last microbatch holds only a repeated sample, so it must add nothing to the loss and to the gradient."""
+    composer_model = TermOfLabels(model, shift_labels=True, use_logits=True)
     batch = ragged_batch([(4, 2), (5, 3), (6, 1)])
     samples = {key: value[:2] for key, value in batch.items()}
-    expected = sum(model.loss(model(samples), samples).values())
+    expected = sum(composer_model.loss(composer_model(samples), samples).values())
+    expected_gradients = gradients_of(model, expected)
     batch = attach_row_counts(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
     options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'microbatch_size': 1, 'regroup': False}
-    recorder = fit(model, batch, **options)
+    recorder = fit(composer_model, batch, **options)
     assert recorder.logged('loss/train/total') == pytest.approx([expected.item()], rel=1e-6)
+    assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
 @pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])

@@ -376,6 +376,7 @@ def test_report_without_tokens():
     with measure_token_weights(model) as report:
         assert 'backward' in str(report)
         assert math.isnan(report.spread)
+        assert report.unequal_tokens() == ''
         (model(**BATCH).loss * 0).backward()
     assert report.residual == 0
     assert [len(weights) for weights in report.weights] == [0]
