@@ -21,7 +21,7 @@ from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.layout import inferred_layout
 from composer_tokacc.planning import CostModel
-from composer_tokacc.row_counts import num_samples
+from composer_tokacc.row_counts import RowCounts, attach_row_counts, num_samples
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
@@ -249,6 +249,15 @@ def test_users_transforms_see_plain_mappings():
     assert 'names' not in changed
     assert spec.get_num_samples_in_batch(changed) == 7
     assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, LENGTHS))
+
+
+def test_repeated_microbatch_adds_no_tokens():
+    """Composer counts a run in samples and in tokens. Other ranks count those of a repeated microbatch."""
+    repeated = attach_row_counts(text_batch([9]), [RowCounts(samples=0)])
+    batch = PreSplitBatch([text_batch([4, 3]), repeated], max_tokens=CAP)
+    spec = token_data_spec([])
+    assert spec.get_num_samples_in_batch(batch) == 2
+    assert spec.get_num_tokens_in_batch(batch) == 7
 
 
 # In training.
