@@ -8,8 +8,9 @@ Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. Take t
 1. :class:`.RowFacts`, here called facts, describe the batch: its rows have 20, 90 and 30 tokens, with padding on the
    left. ``facts_of_batches`` is a list. A device batch has one entry. A pre-split batch, whose microbatches the loader
    has planned and collated itself, has one entry for each of these microbatches.
-2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps decide
-   which rows share a piece. :class:`.CutRules`, here called rules, say how much padding each row loses.
+2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps, such
+   as the most tokens of a microbatch, decide which rows share a piece. :class:`.CutRules`, here called rules, say how
+   much padding each row loses.
 3. A microbatch is made of each piece: 2 rows of 30 tokens.
 
 On several ranks dummy rows and empty microbatches are added, so that no rank waits forever for another.
@@ -157,6 +158,8 @@ class MicrobatchSplit:
         lengths = np.array(_lengths_of(facts_of_batches))
         longest = int(lengths.max())
         budget = self._budget(facts_of_batches, microbatch_size)
+        # The caps would need the image tokens and loss tokens of each row. Loss tokens are not counted before the
+        # first-batch check, which finds the loss rule. Only the token budget stays.
         without_caps = self.options.without_caps()
         options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
         cost = options.cost
@@ -211,8 +214,8 @@ class MicrobatchSplit:
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
         """Notes the token budget of a loader that plans microbatches.
 
-        It belongs to the first microbatch size of this split. If memory runs out, Composer halves the size, and so
-        halves this budget.
+        The budget belongs to the microbatch size of the first batch. If memory runs out, Composer halves the size, and
+        :meth:`_budget` halves the budget with it.
         """
         if isinstance(batch, PreSplitBatch) and not self._planned_tokens and microbatch_size > 0:
             self._planned_tokens = batch.max_tokens
@@ -394,11 +397,12 @@ class MicrobatchSplit:
         if len(padded_sides) == 2:
             return True  # the sides have no common policy
         if 'left' not in padded_sides:
+            # Also if no microbatch has padding, because in one batch the narrower ones would be padded on the right.
             return self.rules.right != 'trim'
         if any(any(facts.has_label_behind_padding) for facts in facts_of_batches):
             return True  # a pad predicts a label
-        # A policy holds up to a width, so the policy of the widest microbatch holds for all. If that one has no
-        # padding, its side is 'right'. It is replaced, because the policy for padding on the left is needed.
+        # Rows are padded on the left. A policy holds up to a width, so the policy of the widest microbatch holds for
+        # all. The widest one may have no padding. Then its side is 'right', which would be the wrong policy.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) != 'trim'
@@ -453,8 +457,8 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out. If no
-                # row is left, the rank makes an empty microbatch.
+                # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
+                # they are left out. If no row remains, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if counts[row].samples]
                 piece = piece.take(samples)
@@ -513,7 +517,7 @@ class MicrobatchSplit:
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""
         for piece in pieces:
-            if piece.dummies and not piece.fits:
+            if piece.dummies and not piece.fits:  # it has one row, see with_dummies()
                 dummy_widths = [row.width for row in piece.dummies]
                 self._log_once(
                     log.warning,
