@@ -184,7 +184,7 @@ class CountingDataSpec(DataSpec):
         assert rules is not None  # a split always has rules
         split.adopt(rules)
         if split.fixed_layout is not None:
-            split.layout = check.layout
+            split.layout = check.layout  # the fixed layout with the readings
         self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:
