@@ -862,12 +862,12 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
 def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
     """Raises ValueError if tensors of one key cannot be joined.
 
-    They must have equally many dimensions, and the same padding value. A mask in which 0 means "attend" has another
-    padding value than one in which 0 means "hide".
+    They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
+    means "attend" in one of them, and "hide" in the other.
     """
-    nums_dims = {value.dim() for value in values}
+    numbers_of_dims = {value.dim() for value in values}
     fills = {entry.fill for entry in entries}
-    if len(nums_dims) > 1 or len(fills) > 1:
+    if len(numbers_of_dims) > 1 or len(fills) > 1:
         forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
         raise InvalidInputError(
             f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
