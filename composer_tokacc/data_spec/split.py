@@ -481,7 +481,8 @@ class MicrobatchSplit:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         may_have_media = True
         if self.layout is not None:
-            # Its readings are of tensors that the family does not register. All ranks know them from the check.
+            # All ranks decide alike, because a collective follows: the first-batch check has exchanged the readings,
+            # which are those of unregistered tensors.
             may_have_media = bool(self.layout.family.media or self.layout.extra or self.layout.readings)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
@@ -641,7 +642,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
 
     A row with media is not cut, because it needs its placeholders. Nor is a row without ``input_ids`` (Whisper).
     """
-    if dummies:  # these rows have no weight already
+    if dummies:  # their weight is 0
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
@@ -679,8 +680,8 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and a layout of
-    the arguments this is asked in every step, because each step infers its layout again.
+    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and without an
+    argument ``layout`` this is called in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))
