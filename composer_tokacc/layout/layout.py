@@ -82,7 +82,8 @@ class BatchLayout:
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
     """The ways in which unregistered tensors may belong to rows, by key, without those that earlier batches of the fit
-    have ruled out: see ``found.py``. They are no argument, because a run learns them from its batches."""
+    have ruled out: see ``found.py``. Not an argument, because no user knows them: a run learns them from its
+    batches."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
