@@ -238,7 +238,7 @@ class BatchLayout:
             )
         # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
         lies_along_text = batch.get('input_ids') is not None
-        if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
+        if key in ('labels', 'loss_weights') and batch.get('decoder_input_ids') is not None:
             lies_along_text = False
         for dim in entry.seq_dims:
             # A tensor may lack the dimension: `loss_weights` may have one weight per row.
