@@ -48,7 +48,7 @@ def labels_at_text(batch: Batch) -> Tensor | None:
     keep columns from being trimmed.
     """
     labels = batch.get('labels')
-    if not isinstance(labels, Tensor) or 'decoder_input_ids' in batch:
+    if not isinstance(labels, Tensor) or batch.get('decoder_input_ids') is not None:
         return None
     return labels if labels.shape == text_of(batch).shape else None
 

@@ -71,7 +71,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if positions is None:
         return None
     labels = labels_of(batch)
-    if positions.dim() != 2 or positions.shape != labels.shape:
+    if positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input

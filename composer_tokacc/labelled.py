@@ -64,8 +64,9 @@ class LabelledPositions:
         if rule == 'unshifted':
             of_labels = places_of(running_count, range(1, num_labels + 1))
             return cls(of_labels, of_labels, shifts_labels=False)
-        # Also the place of a label behind the last one. There is none, so its place is the length of the batch. The
-        # position before it is the last one of the batch. It becomes the added position, which predicts no label.
+        # One place more than there are labels. The running count never reaches its ordinal, so this place is the length
+        # of the batch, and the position before it is the last one of the batch. That is the added position, which
+        # predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
         # The position before a label is in the same row, because these rules count no label in column 0.
@@ -129,7 +130,7 @@ def batch_at_logits(
     positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
     weights = batch.get(LOSS_WEIGHTS)
-    # A column of the user that is not used may have another shape, such as one number for each row.
+    # If tokens have no weights, the dataset may still have a column of this name, perhaps of one number for each row.
     if isinstance(weights, torch.Tensor) and weights.shape == labels.shape:
         selected[LOSS_WEIGHTS] = positions.select_labels(weights, 0.0)
     return selected, positions

@@ -6,7 +6,7 @@
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 
 Tokens that carry loss stand between >> and <<. A long run of one token, such as a placeholder, is written once, with
-the number of repetitions. The program's own keys, besides those of the config:
+the number of repetitions. The program has these keys in addition to the keys of the config:
 
     samples=12              number of samples, 12 by default: one of each combination of modalities, the ones with the
                             most and the fewest tokens, and others spread over the dataset

@@ -133,8 +133,9 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     world_size = get_world_size()
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # A process may have the sampler of a wrong rank. Then usually two have that of one rank, none has that of another,
-    # and the sum changes. Two ranks that are exchanged do no harm, because each part of the plan is still computed.
+    # A process may have the sampler of a wrong rank. Usually one part of the plan is then computed twice and another
+    # part never, and the sum changes. If two processes have swapped their samplers, the sum stays. That does no harm,
+    # because each part is computed once.
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
     # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
     # because they cover the number of ranks.

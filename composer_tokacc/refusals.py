@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class RefusalError(Exception):
-    """Base class of all refusals. The message says what is wrong, the value, and what to do."""
+    """Base class of all refusals. The message says what is wrong, shows the value, and says what to do."""
 
 
 class InvalidInputError(RefusalError, ValueError):

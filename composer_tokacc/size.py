@@ -7,7 +7,7 @@
 
 Measures every sample once with the run's own processor (the lengths are kept for the next time), and traces the run's
 own model without allocating its memory. Prints a table, YAML lines to paste, and the paths of `size.json` and
-`size.png`. The program's own keys, besides those of the config:
+`size.png`. The program has these keys in addition to the keys of the config:
 
     lengths=table.csv       instead of the data: a line for each sample, with a column `tokens` and perhaps
                             `image_tokens`, `loss_tokens` and `vision_patches`

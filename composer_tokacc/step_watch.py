@@ -130,43 +130,43 @@ class StepWatch:
         self._in_backward = True
         self._num_backwards += 1
         when_backward_ends(self._on_backward_end)
-        now = Checksums(
+        current = Checksums(
             weights=_checksums(self._parameters),
             gradients=self._gradient_checksums(),
             frozen={name for name, parameter in self._parameters.items() if not parameter.requires_grad},
         )
         if self._num_backwards == 1:
-            names = [name for name, checksum in now.gradients.items() if checksum != ZERO]
+            names = [name for name, checksum in current.gradients.items() if checksum != ZERO]
             if names:
                 self.faults.append(
                     f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
                 )
         else:
-            self._list_changes(now)
+            self._list_changes(current)
         # From here on this is the last backward.
-        self._at_start = now
+        self._at_start = current
         self._states_at_start = self._gradient_states()
-        self._gradients_at_end = now.gradients
+        self._gradients_at_end = current.gradients
         self._has_failed = False
         self._has_stepped = False
 
-    def _list_changes(self, now: Checksums) -> None:
+    def _list_changes(self, current: Checksums) -> None:
         """Lists what has changed since the last backward, at the start of the next one."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
-        names = _changed_names(self._at_start.weights, now.weights)
+        names = _changed_names(self._at_start.weights, current.weights)
         if names:
             self.faults.append(f'Parameters changed {between}: {listed(names)}.')
-        names = sorted(now.frozen ^ self._at_start.frozen)
+        names = sorted(current.frozen ^ self._at_start.frozen)
         if names:
             self.faults.append(f'Parameters were frozen or unfrozen {between}: {listed(names)}.')
-        names = _changed_names(self._gradients_at_end, now.gradients)
+        names = _changed_names(self._gradients_at_end, current.gradients)
         if self._has_failed:
             # The loop may have set the gradients to 0 to compute the step again.
-            names = [name for name in names if now.gradients[name] != ZERO]
+            names = [name for name in names if current.gradients[name] != ZERO]
             if names:
                 self.faults.append(
                     f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and '
@@ -376,7 +376,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
         sizes = [float.fromhex(gradients[name][1]) for gradients in gradients_by_rank]
-        if max(sizes) == 0:
+        if max(sizes) == 0:  # equal on all ranks, but also without averaging
             continue
         # A loop may add up the gradients in another order on each rank.
         if math.isclose(min(sizes), max(sizes), rel_tol=SAME_GRADIENT):

@@ -65,7 +65,7 @@ from composer_tokacc.row_counts import without_row_counts
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
-"""The sides on which rows are padded in turn."""
+"""Rows are padded on one side, then on the other."""
 _TOLERANCE_OF_CPUS = 1e-6
 _TOLERANCE_OF_GPUS = 1e-5
 """Higher, because GPU kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""

@@ -18,8 +18,8 @@ from composer_tokacc.refusals import InvalidInputError
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator writes a float per row or per position. If tokens may have
-different weights, :func:`.with_counts` replaces them at BATCH_START by float32 weights of the labels' shape, which are
-0 where no loss is generated."""
+different weights, :func:`.with_counts` replaces these at BATCH_START by float32 weights of the labels' shape. They are
+0 at labels without loss."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """The power p of each scheme: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the
 batch holds the weights."""
@@ -39,7 +39,8 @@ def with_weights_of_positions(batch: Batch) -> Batch:
 def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:
     """Returns the weights of the tokens, float32 ``(rows, width)``.
 
-    Weights are 0 where no loss is generated, which includes the starts of documents, see :func:`.counted_tokens`.
+    They are 0 at labels that do not count, also at the first label of each further document, see
+    :func:`.counted_tokens`.
 
     Args:
         batch: A batch with ``labels``, and with ``loss_weights`` for ``'column'``.

@@ -85,9 +85,9 @@ class CountingDataSpec(DataSpec):
         """
         counts = self._counts_of(batch)
         has_counts = all(row.rule for row in counts)  # rows that were not counted have an empty rule
-        if token_type == 'total' and has_counts:
-            return sum(row.real_tokens for row in counts)
         if token_type == 'total':
+            if has_counts:
+                return sum(row.real_tokens for row in counts)
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
             num_real = 0
             for microbatch in microbatches_of(batch):
@@ -159,8 +159,8 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind.
 
-        A run without a layout infers one from each batch, here and in the split. Only the readings stay: they say how
-        tensors that no model family knows belong to rows, and each batch may rule some of them out.
+        A run without a layout infers one from each batch, here and in the split. Only the readings stay from batch to
+        batch, because each batch may rule some of them out. They say how unregistered tensors belong to rows.
         """
         split = self._split
         layout = split.fixed_layout
@@ -184,7 +184,7 @@ class CountingDataSpec(DataSpec):
         assert rules is not None  # a split always has rules
         split.adopt(rules)
         if split.fixed_layout is not None:
-            split.layout = check.layout
+            split.layout = check.layout  # the fixed layout with the readings
         self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:

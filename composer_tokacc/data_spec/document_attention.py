@@ -174,7 +174,7 @@ class DocumentAttention:
             return None
         names = inspect.signature(self._rope_index).parameters
         arguments = {key: value for key, value in batch.items() if key in names}
-        return self._rope_index(**arguments)[0]
+        return self._rope_index(**arguments)[0]  # the other result is only needed to generate text
 
     def _register(self) -> None:
         """Registers our mask and attention functions with Transformers, and makes the text models use them."""
@@ -189,6 +189,7 @@ class DocumentAttention:
 
     def _set_attention(self, name: str) -> None:
         for text_model in self._text_models:
+            # The key '' stands for the model itself. With a plain name, models inside of it would change too.
             text_model.set_attn_implementation({'': name})
             # Transformers only logs a warning if it cannot set the attention.
             if attention_of(text_model.config) != name:

@@ -142,6 +142,7 @@ def _pack_tensor(
         return value.flatten(0, 1)[None]
     if entry.unit != 'row' or entry.is_media:
         # All rows share the tensor, or it has one entry per image or the like, which are in the order of the rows.
+        # Mllama's `cross_attention_mask` never comes here: rows of Mllama are not packed, see `Family.coupling`.
         return value
     if value.shape == real.shape and entry.seq_dims:
         # The real tokens, row after row.

@@ -122,10 +122,10 @@ class CutRules:
         return with_widths_of_other == other
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules, with the ``earlier`` policy for ``'trim'`` or ``'shift'`` of rows padded on ``side``.
+        """Returns these rules, but for rows padded on ``side`` with the ``earlier`` policy in place of trim or shift.
 
-        The check calls it if the rules were exact, but no row had padding to trim, so it has not tried these policies.
-        ``'keep'`` stays: either trimming has failed, or it was the earlier policy.
+        The check calls it if these rules were exact, but no row had padding to trim. Then nothing shows that trimming
+        is exact. ``'keep'`` stays: either trimming has failed, or it was the earlier policy.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
@@ -332,7 +332,8 @@ class Piece:
 
     def _padded_widths(self) -> np.ndarray:
         """Returns the widths of the rows, each rounded up, but not past the width of the batch, nor past the cap."""
-        widest_under_cap = self.options.max_tokens - self.facts.decoder_width  # of a row by itself
+        # A row that fits by itself must not be rounded up over the cap.
+        widest_under_cap = self.options.max_tokens - self.facts.decoder_width
         limit = min(self.facts.width, widest_under_cap)
         return padded_widths(np.array(self.widths), self.options.width_multiple, limit)
 

@@ -8,8 +8,9 @@ Each step :class:`MicrobatchSplit` goes from tensors to numbers and back. Take t
 1. :class:`.RowFacts`, here called facts, describe the batch: its rows have 20, 90 and 30 tokens, with padding on the
    left. ``facts_of_batches`` is a list. A device batch has one entry. A pre-split batch, whose microbatches the loader
    has planned and collated itself, has one entry for each of these microbatches.
-2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps decide
-   which rows share a piece. :class:`.CutRules`, here called rules, say how much padding each row loses.
+2. A :class:`.Piece` names the rows of a microbatch and their widths: rows 0 and 2, of 20 and 30 tokens. The caps, such
+   as the most tokens of a microbatch, decide which rows share a piece. :class:`.CutRules`, here called rules, say how
+   much padding each row loses.
 3. A microbatch is made of each piece: 2 rows of 30 tokens.
 
 On several ranks dummy rows and empty microbatches are added, so that no rank waits forever for another.
@@ -158,6 +159,8 @@ class MicrobatchSplit:
         lengths = np.array(_lengths_of(facts_of_batches))
         longest = int(lengths.max())
         budget = self._budget(facts_of_batches, microbatch_size)
+        # The caps would need the image tokens and loss tokens of each row. Loss tokens are not counted before the
+        # first-batch check, which finds the loss rule. Only the token budget stays.
         without_caps = self.options.without_caps()
         options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
         cost = options.cost
@@ -212,8 +215,8 @@ class MicrobatchSplit:
     def _note_plan(self, batch: Batch, microbatch_size: float) -> None:
         """Notes the token budget of a loader that plans microbatches.
 
-        It belongs to the first microbatch size of this split. If memory runs out, Composer halves the size, and so
-        halves this budget.
+        The budget belongs to the microbatch size of the first batch. If memory runs out, Composer halves the size, and
+        :meth:`_budget` halves the budget with it.
         """
         if isinstance(batch, PreSplitBatch) and not self._planned_tokens and microbatch_size > 0:
             self._planned_tokens = batch.max_tokens
@@ -395,11 +398,12 @@ class MicrobatchSplit:
         if len(padded_sides) == 2:
             return True  # the sides have no common policy
         if 'left' not in padded_sides:
+            # Also if no microbatch has padding, because in one batch the narrower ones would be padded on the right.
             return self.rules.right != 'trim'
         if any(any(facts.has_label_behind_padding) for facts in facts_of_batches):
             return True  # a pad predicts a label
-        # A policy holds up to a width, so the policy of the widest microbatch holds for all. If that one has no
-        # padding, its side is 'right'. It is replaced, because the policy for padding on the left is needed.
+        # Rows are padded on the left. A policy holds up to a width, so the policy of the widest microbatch holds for
+        # all. The widest one may have no padding. Then its side is 'right', which would be the wrong policy.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
         as_padded_left = replace(widest, side='left')
         return self.rules.policy(as_padded_left) != 'trim'
@@ -454,8 +458,8 @@ class MicrobatchSplit:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
             if has_ranks:
-                # Samples are repeated to give all ranks equally many. They have no weight, so they are left out. If no
-                # row is left, the rank makes an empty microbatch.
+                # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
+                # they are left out. If no row remains, the rank makes an empty microbatch.
                 counts = row_counts_of(facts.batch)
                 samples = [row for row in piece.rows if counts[row].samples]
                 piece = piece.take(samples)
@@ -478,7 +482,8 @@ class MicrobatchSplit:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
         may_have_media = True
         if self.layout is not None:
-            # Its readings are of tensors that the family does not register. All ranks know them from the check.
+            # All ranks decide alike, because a collective follows: the first-batch check has exchanged the readings,
+            # which are those of unregistered tensors.
             may_be_media = any(Reading.MEDIA in possible for possible in self.layout.readings.values())
             may_have_media = bool(self.layout.family.media or self.layout.extra or may_be_media)
         # If DDP reduces only once, it does not wait for an unused encoder.
@@ -515,7 +520,7 @@ class MicrobatchSplit:
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""
         for piece in pieces:
-            if piece.dummies and not piece.fits:
+            if piece.dummies and not piece.fits:  # it has one row, see with_dummies()
                 dummy_widths = [row.width for row in piece.dummies]
                 self._log_once(
                     log.warning,
@@ -639,7 +644,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
 
     A row with media is not cut, because it needs its placeholders. Nor is a row without ``input_ids`` (Whisper).
     """
-    if dummies:  # these rows have no weight already
+    if dummies:  # their weight is 0
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
     facts = min(facts_of_batches, key=lambda candidate: min(candidate.lengths))
@@ -677,8 +682,8 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and a layout of
-    the arguments this is asked in every step, because each step infers its layout again.
+    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and without an
+    argument ``layout`` this is called in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))

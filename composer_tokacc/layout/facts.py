@@ -171,7 +171,8 @@ class RowFacts:
 
     @cached_property
     def has_unattended_label(self) -> list[bool]:
-        """Which rows have a label at a position without attention. In DeBERTa it attends to all padding."""
+        """Which rows have a label at a position without attention. In DeBERTa this position attends to all padding."""
+        # Without attention, a position is only real by its label.
         is_unattended = self.real & ~self.attended
         return is_unattended.any(dim=1).tolist()
 
@@ -183,6 +184,7 @@ class RowFacts:
         """
         if self.side == 'left':
             return [False] * len(self.real)
+        # The columns from the first real position to the end. There are 0 in a row without real positions.
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
@@ -271,7 +273,8 @@ def _check_zero_on_padding(
     """Raises ValueError, naming the row, if a tensor of the text's shape is not 0 on padding.
 
     Then the tensor is probably padded on another side than the ids. Trimming would hide that. A placeholder on padding
-    may have any value: LLaMA-Factory hides the placeholders of a dummy image in this way, if a batch has no image.
+    may have any value: if a batch has no image, LLaMA-Factory adds the placeholders of a dummy image, and hides them by
+    the mask.
     """
     # A hole between real positions is not padding. There the collator may write any value.
     is_before_row = real.cumsum(dim=1) == 0

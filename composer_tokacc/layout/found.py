@@ -103,10 +103,10 @@ def possible_readings(
         return _readings_by_shape(shape, num_rows, width)
     # The name of the tensor is that of media.
     if shape == (num_rows,):
-        # But the dataset may have a column with such a name, as `image_id`. A batch without items shows it. If earlier
-        # batches tell which it is, the text is not searched, because for a batch on a GPU the host would wait.
-        # Media that had another shape are known as media. Media of this shape are not, because later batches may show
-        # that they are a column.
+        # But a column of the dataset may have such a name, too, such as `image_id`. A batch that has the tensor, but no
+        # items, shows that it is a column. To look for items is to search the text for placeholders, and if the batch
+        # is on a GPU, the host waits for it. So this is not done if an earlier batch has decided: for rows, if it had
+        # no items, and for media, if the tensor had another shape there, so that rows were ruled out.
         is_known_column = earlier[:1] == (Reading.ROWS,)
         is_known_media = earlier == (Reading.MEDIA,)
         if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
@@ -359,7 +359,8 @@ def entries_per_row(
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
     # If there are as many runs of placeholders as entries, each entry probably has one run. This is tried even if sizes
-    # have told the entries, because a tensor with fitting numbers need not hold sizes. Then the answers differ.
+    # have told the entries: a tensor whose numbers fit may still hold no sizes. Then the answers differ, and the batch
+    # is refused.
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}

@@ -3,9 +3,9 @@
 
 """Knows which tensors of a multimodal batch belong to which row. Selects, trims and joins rows.
 
-An :class:`.Entry` says how one tensor belongs to rows. Its entries are slices along one dimension, and each stands for
-a unit, such as a row, an image or a patch: see the example in ``tensors.py``. What the layout adds is how many units
-each row has (:meth:`BatchLayout.units_per_row`).
+The entries of a tensor are its slices along one dimension. Each stands for a unit, such as a row, an image or a patch.
+An :class:`.Entry` says which unit and which dimension that is: see the example in ``tensors.py``. The layout adds how
+many units each row has (:meth:`BatchLayout.units_per_row`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class BatchLayout:
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
     """The ways in which unregistered tensors may belong to rows, by key, without those that earlier batches of the fit
-    have ruled out: see ``found.py``. They are no argument, because a run learns them from its batches."""
+    have ruled out: see ``found.py``. Not an argument, because no user knows them: a run learns them from its
+    batches."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -183,7 +184,8 @@ class BatchLayout:
     def _registered(self) -> Mapping[str, Entry]:
         """The ``Entry`` of each registered key. One of the user replaces one of the family."""
         registered = {**TEXT_ENTRIES, **self.family.entries, **self.extra}
-        # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media.
+        # A collator may write `num_images` as a tensor, one number per row. By its name alone it would be media. A user
+        # may have registered further units, such as 'page', which the batch counts by `num_pages`.
         counted_units: list[str] = list(MODALITIES)
         for entry in registered.values():
             if entry.is_media:
@@ -236,7 +238,7 @@ class BatchLayout:
             )
         # Without `input_ids` (Whisper) the text is the decoder's, which is not trimmed.
         lies_along_text = batch.get('input_ids') is not None
-        if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
+        if key in ('labels', 'loss_weights') and batch.get('decoder_input_ids') is not None:
             lies_along_text = False
         for dim in entry.seq_dims:
             # A tensor may lack the dimension: `loss_weights` may have one weight per row.
@@ -306,7 +308,7 @@ class BatchLayout:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
-        3. If the family has queries (InstructBLIP), and the config names the placeholders, the placeholders: see 6.
+        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders, as in 6.
         4. If there is one row, it has all items.
         5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
         6. The placeholders. A row has whole items, in order, so it has as many as its placeholders fill. If the
@@ -352,8 +354,10 @@ class BatchLayout:
         num_rows = self.num_rows(batch)
         entries = media_entries(self, batch)
         item_unit = _unit_of_items(entries, unit)
-        # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items().
-        modality, _, num_inferred_entries = item_unit.partition('/')
+        # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items(). The
+        # argument `unit` may be such a unit as well, so `modality` is not always `unit`.
+        modality = item_unit.partition('/')[0]
+        is_inferred = '/' in item_unit
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
@@ -361,7 +365,7 @@ class BatchLayout:
         num_items = _num_items(batch, entries, item_unit)
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
-            return [0] * num_rows if carried is None else carried
+            return carried or [0] * num_rows
         # Models with queries do not notice if there are too few placeholders, so these are counted even if there is a
         # shorter way. An inferred unit has no ids.
         if self.family.has_queries and replaced_ids(self.config, item_unit):
@@ -371,8 +375,9 @@ class BatchLayout:
         # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
         if carried is not None and sum(carried) == num_items:
             return carried
-        if num_inferred_entries:
-            # A column of the rows tells nothing about items, whatever its name.
+        if is_inferred:
+            # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items,
+            # whatever its name.
             of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
             return entries_per_row(of_media, self.config, modality, num_items)
         return self._items_by_placeholders(batch, item_unit, num_items)
@@ -626,14 +631,16 @@ class BatchLayout:
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
         if _are_only_some_shared(values, entries):
-            batches_of_own_rows = [self._with_entry_for_each_row(batch, key) for batch in batches]
-            return self._joined_tensor(key, batches_of_own_rows, side, pad_token_id)
+            expanded_batches = [self._with_entry_for_each_row(batch, key) for batch in batches]
+            return self._joined_tensor(key, expanded_batches, side, pad_token_id)
         _check_same_form(key, values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
             return _widest_shared(key, values, entry, side)
-        if entry.unit == 'video' and present[0][key].dim() == 5:
+        if entry.unit == 'video' and present[0][key].dim() == 5:  # clips: (videos, frames, channels, height, width)
             _check_equal_clips(self.family.name, key, present)
+        # A batch without media adds no entry to a tensor of media. To a tensor with an entry for each row it must add
+        # its rows, also if the entries of such a tensor are slots of images.
         if not entry.is_media or entry.slot_dim is not None:
             values = self._tensors_of_all(key, present, batches, entry)
         if entry.points_into is not None:
@@ -856,12 +863,12 @@ def _check_are_tensors(key: str, values: Sequence[object]) -> None:
 def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence[Entry]) -> None:
     """Raises ValueError if tensors of one key cannot be joined.
 
-    They must have equally many dimensions, and the same padding value. A mask in which 0 means "attend" has another
-    padding value than one in which 0 means "hide".
+    They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
+    means "attend" in one of them, and "hide" in the other.
     """
-    nums_dims = {value.dim() for value in values}
+    numbers_of_dims = {value.dim() for value in values}
     fills = {entry.fill for entry in entries}
-    if len(nums_dims) > 1 or len(fills) > 1:
+    if len(numbers_of_dims) > 1 or len(fills) > 1:
         forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
         raise InvalidInputError(
             f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '

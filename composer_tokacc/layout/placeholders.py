@@ -106,7 +106,7 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 
 # Placeholders of each item. These functions are the `sizes` of `families.Media`. They return the number of placeholders
 # of each item, or an empty list if the batch does not tell it. The batch has `num_items` items of the modality, and
-# `num_tokens` placeholders in all. The config is only None if `mm_token_type_ids` tell the placeholders.
+# `num_tokens` placeholders in all. The config is None only if the batch marks its placeholders by `mm_token_type_ids`.
 
 
 def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -158,9 +158,9 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     sizes = batch.get('image_sizes')
     if sizes is None:
         return equal(batch, config, num_items, num_tokens)
-    # Side of a merged patch, and height and width of each image, in pixels.
-    side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
-    grids = torch.as_tensor(sizes) // side
+    # In pixels, as are the height and width of each image in `image_sizes`.
+    merged_patch_side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
+    grids = torch.as_tensor(sizes) // merged_patch_side
     return grids.prod(dim=-1).tolist()
 
 

@@ -154,7 +154,7 @@ class PreSplitBatch(Mapping[str, Any]):
             **vars(self),
             'microbatches': with_places,
             'memory': memory,
-            '_joined': {},
+            '_joined': {},  # not sent: the receiver joins entries again if they are read
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,8 +184,8 @@ def widened(
     """Returns the batch with its text padded to a multiple of ``width_multiple``, but to no more than ``limit``.
 
     The new padding is on ``side``; by default on the side of the old one. The batch stays as it is if it has an
-    unregistered tensor that may lie along the text. It would have to be padded, too, if it does. Only the model's
-    config tells that, and the loader, which calls this function, does not know the model.
+    unregistered tensor that may lie along the text. If the tensor does, it must be padded together with the text. Only
+    the model's config tells that, and the loader, which calls this function, does not know the model.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
@@ -279,7 +279,7 @@ def _copied_to_shared_memory(microbatches: Sequence[Mapping[str, Any]]) -> tuple
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))
-                num_blocks = -(-value.nbytes // ALIGNMENT)
+                num_blocks = -(-value.nbytes // ALIGNMENT)  # rounded up
                 size += num_blocks * ALIGNMENT
     # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
     storage = new_shared_storage(size)

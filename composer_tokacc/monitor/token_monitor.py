@@ -183,7 +183,8 @@ class TokenMonitor(Callback):
         if self.flops is not None:
             for width, rows in rows_by_width(state.batch).items():
                 self._text_flops += self.flops.text(rows, width)
-            # Only some classes predict the operations of the output embedding, see `FlopModel`.
+            # `text` includes the logits of all positions. Only some classes predict these operations by themselves, as
+            # `FlopModel` does.
             flops_of_logits: Callable[[int], float] | None = getattr(self.flops, 'logits', None)
             if flops_of_logits is not None:
                 self._text_flops -= flops_of_logits(_positions_without_logits(state))
@@ -209,7 +210,8 @@ class TokenMonitor(Callback):
             self._seconds.append(seconds)
             metrics |= _speed_metrics(total, seconds)
             metrics |= self._time_metrics(state)
-        # It needs the sums over the ranks, so it is gathered with the counts of the next step.
+        # The distance of a step needs the sums over the ranks. So it is computed after they are gathered, and gathered
+        # itself with the counts of the next step.
         if self._weighting_distance is not None:
             metrics['sample_weighting_error'] = total.weighting_distance
         self._weighting_distance = _distance_of_weights(self._microbatches, total)

@@ -121,6 +121,17 @@ def test_empty_rows_keep_one_position(side):
     assert TEXT_LAYOUT.trim(batch)['input_ids'].shape == (2, 1)
 
 
+@for_each_side
+def test_empty_decoder_key_changes_nothing(side):
+    """Labels lie along the text if the key of the decoder's ids is there, but without a value."""
+    rows = [text_batch([3], side=side, width=4, decoder_input_ids=None), text_batch([5], decoder_input_ids=None)]
+    joined = TEXT_LAYOUT.concat(rows, padding_side=side)
+    trimmed = TEXT_LAYOUT.trim(rows[0])
+    padded = text_batch([3, 5], side=side)
+    torch.testing.assert_close(joined['labels'], padded['labels'])
+    assert trimmed['labels'].tolist() == [[1, 2, 3]]
+
+
 def test_batch_without_mask_is_never_trimmed():
     batch = text_batch([3, 5], width=7)
     del batch['attention_mask']
