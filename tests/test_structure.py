@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rules that a reader can rely on: a name is defined in one place, and paths in the Makefile exist."""
+"""Rules that a reader can rely on: a name is defined in one place, and docs and the Makefile name what exists."""
 
 from __future__ import annotations
 
@@ -44,3 +44,28 @@ def test_paths_of_the_makefile_exist():
     assert paths
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+def words_of_files(file_name, page):
+    """Returns the words of the files that a page may mean by a name such as ``step.py`` or ``checks/step.py``."""
+    words = set()
+    for folder in (ROOT, PACKAGE, page.parent):
+        path = folder / file_name
+        if path.is_file():
+            words.update(re.findall(r'\w+', path.read_text()))
+    return words
+
+
+def test_names_are_in_the_files_of_the_docs():
+    """Pages write "`Piece.fits` and `Piece.cut` of `data_spec/pieces.py`"."""
+    names_in_a_file = re.compile(r'(`[\w.]+`(?:(?:,| and|, and) `[\w.]+`)*) of `([\w/]+\.py)`')
+    pages = [ROOT / 'CONTRIBUTING.md', *ROOT.glob('docs/**/*.md'), *PACKAGE.glob('*/README.md')]
+    num_found = 0
+    for page in pages:
+        text = ' '.join(page.read_text().split())
+        for match in names_in_a_file.finditer(text):
+            names, file_name = match.groups()
+            missing = set(re.findall(r'\w+', names)) - words_of_files(file_name, page)
+            assert not missing, f'{page}: {match.group()}'
+            num_found += 1
+    assert num_found
