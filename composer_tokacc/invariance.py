@@ -262,8 +262,9 @@ def verify_invariance(
             them, as a step of one microbatch, the same on every rank. This shows whether the cut matters, but not
             whether the gradient of one microbatch is right.
         microbatch_sizes: Rows of a microbatch in the compared cuts; by default 1, 2, 3 and all.
-        padding_sides: The sides on which rows are padded in turn. Leave out ``'left'`` for a model that counts
-            positions from the first column, because padding on the left changes its result.
+        padding_sides: The sides on which rows are padded in turn. On several ranks leave out ``'left'`` for a model
+            that counts positions from the first column. The reference is as wide as the longest row of all ranks, so
+            its padding on the left moves tokens to other columns than the cuts of a rank do.
         tolerance: Largest relative error that is taken for round-off.
 
     Returns:
@@ -471,8 +472,8 @@ def _cuts(
         groups_by_length = [longest_first[start : start + size] for start in starts]
         yield 'in order', size, layout.split(batch, groups_in_order)
         by_length = layout.split(batch, groups_by_length)
-        # Padding on the left stays. Its last position may predict the first label of a row, and without it the
-        # positions of the tokens would change.
+        # Padding on the left stays. Its last position may predict a label at the first token of a row. And trimming
+        # would move tokens to earlier columns, which changes the result of some models.
         if padding == 'right':
             by_length = [layout.trim(microbatch) for microbatch in by_length]
         yield 'by length', size, by_length

@@ -129,6 +129,8 @@ class StepBalance:
         self._loss_deviation = torch.zeros(())
         self._choice_deviation = torch.zeros(())
         num_positions = torch.tensor(0)
+        # Puts random numbers and buffers back, so that the forwards in training find the same state. Nobody needs a
+        # report of written parameters here.
         with torch.no_grad(), undisturbed(self._model, watches_parameters=False):
             for microbatch in microbatches:
                 batch = without_row_counts(microbatch)
@@ -272,8 +274,9 @@ def _refusal(condition: str) -> NotExactError:
 def counted_positions(microbatch: Batch) -> Tensor:
     """Returns which positions are attended and belong to a sample, ``(rows, width)`` bool.
 
-    The model's own loss also counts attended positions of dummy rows and of repeated samples. The loss of the step must
-    not, because there are none in one forward over the global batch.
+    The model's own loss also counts attended positions of dummy rows (copies of rows with media, in microbatches
+    without media) and of repeated samples (which fill up ranks). The loss of the step must not, because there are none
+    in one forward over the global batch.
     """
     attended = _attended(microbatch)
     rows = row_counts_of(microbatch)

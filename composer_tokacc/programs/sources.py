@@ -108,7 +108,10 @@ None: the width of each device batch."""
 
 
 class NamedParts(ConcatDataset):
-    """Several datasets one after the other. A sample has the name of its dataset as ``source``, a list of one entry."""
+    """Several datasets one after the other. A sample has the name of its dataset as ``source``.
+
+    It is a list of one entry, because a sample is a batch of one row.
+    """
 
     def __init__(self, datasets: Sequence[Dataset], names: Sequence[str]) -> None:
         super().__init__(datasets)
@@ -346,7 +349,7 @@ class FileSource(Source):
             settings['loader.global_batch_tokens'] = loader.global_batch_tokens
         if not self.has_parts:
             return settings
-        # RegroupingBatchSampler mixes the parts evenly, so it makes other batches than torch's sampler.
+        # Without parts both samplers make the same global batches. But RegroupingBatchSampler mixes parts evenly.
         settings['loader.regroup_ranks'] = self.config.regroups_ranks
         # By weights, a share sets the weights of tokens and draws no other samples.
         keys = ('epochs',) if self.shares_by_weights else tuple(SHARE_KEYS)
@@ -382,6 +385,7 @@ class FileSource(Source):
                 if part.keys() & SHARE_KEYS.keys():
                     key_needing_plan = f'dataset.parts.{name}'
         if key_needing_plan is not None:
+            # The error begins with the key, so the message goes on with a second one.
             message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
@@ -503,11 +507,12 @@ class FileSource(Source):
     def _add_settings_of_run(self, arguments: dict[str, Any], processor: Processor) -> None:
         """Adds settings of other sections to the arguments of a LlavaDataset that measures its samples.
 
-        It measures all of them to make large ones smaller (``fit``), and to skip bad ones (``on_error: skip``).
+        Only with ``fit`` (makes large samples smaller) or ``on_error: skip`` (leaves out bad ones) does it measure
+        samples when it is opened.
         """
         fits = arguments.get('fit')
         if fits or arguments.get('on_error') == 'skip':
-            # The sampler takes over this length table if it has the patch size of the loader.
+            # `measure` then returns the table of the dataset instead of a new one, if the patch sizes are equal.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
         if not fits:
@@ -626,6 +631,10 @@ def _dataset_class(path: str, name: object) -> Any:
     name = str(name)
     if name == 'llava':
         return LlavaDataset
+    if name == 'llava_streaming':
+        raise ConfigError(
+            f'{path}.name', 'must be read by index, got: llava_streaming. Only `dataset` itself can be it'
+        )
     if '.' in name:
         return import_by_name(f'{path}.name', name)
     message = unknown_name('dataset', name, ['llava', 'llava_streaming'])
@@ -676,9 +685,9 @@ class ShardSource(Source):
     def _check_other_split(self) -> None:
         """Refuses an eval set if any of its shards are those of the training set.
 
-        Called if ``dataset.eval`` names no place of shards. Then both sets read the same streams, and only another
-        ``dataset.eval.split`` makes them differ. A stream that has a ``split`` itself ignores it, so such a stream is
-        always refused.
+        Called if ``dataset.eval`` names no place of shards; places that it names are not compared. Then both sets read
+        the same streams, and only another ``dataset.eval.split`` makes them differ. A stream that has a ``split``
+        itself ignores it, so such a stream is always refused.
         """
         training_shards = self._shards(is_eval=False)
         for places, split in self._shards(is_eval=True):
@@ -747,8 +756,9 @@ class ShardSource(Source):
         config = self.config
         microbatching = config.microbatching
         if is_eval or not config.loader.exchange_ranks:
-            # A DataLoader draws a seed for its workers. A separate generator keeps that from changing the random
-            # numbers of the run.
+            # A DataLoader draws a seed for its workers. A resumed StreamingDataset would draw it after the random
+            # numbers of the run are restored, and change them. Other loaders draw it before, when Composer skips
+            # batches.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             return StreamingDataLoader(dataset, generator=generator, **options), microbatching.slot_tokens
         # Reads as a plain loader, and then exchanges samples between the ranks by length.
@@ -804,7 +814,10 @@ class ShardSource(Source):
         return slot_tokens
 
     def texts(self) -> Iterator[str]:
-        """Yields the text of every turn. Reads ``local`` if it has all shards, otherwise ``remote``."""
+        """Yields the text of every turn. Reads ``local`` if it has all shards, otherwise ``remote``.
+
+        ``remote`` must be a folder then, because nothing is downloaded.
+        """
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         for places, split in self._shards(is_eval=False):

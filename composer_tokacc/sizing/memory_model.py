@@ -58,8 +58,8 @@ class StaticBytes:
         optimizer: States of the optimizer.
         optimizer_step: Temporary tensors of the optimizer's step. Activations are free by then.
         block: Number of weights in the largest transformer block. FSDP gathers blocks one after the other.
-        outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the
-            step.
+        outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them until
+            the end of the backward pass.
         trained_block: Number of trained weights in the block that has most of them.
         trained_outside: Number of trained weights outside of all blocks.
         compute_bytes: Bytes of one weight in the precision of the forward pass.
@@ -215,7 +215,7 @@ def fit_activations(
         measured: Bytes by part of each microbatch, in this phase.
         area: See :class:`ActivationFit`.
         peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
-            them.
+            them, because only the highest phase of a microbatch counts.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
@@ -279,7 +279,7 @@ class MemoryModel:
         logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
             ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).
         pixel_bytes_per_image_token: Bytes of pixels for one image token: the largest value among the traced
-            microbatches.
+            microbatches. Callers multiply it by image tokens, to get the ``pixel_bytes`` of a planned shape.
     """
 
     static: StaticBytes

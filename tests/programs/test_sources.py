@@ -374,6 +374,7 @@ MISTAKES = [
     (['dataset.loss_shares_by=weights'], '`dataset` has no key loss_shares_by'),
     (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be greater than 0, got: 0'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` has no key epoch. Did you mean epochs'),
+    (['dataset.parts={a: {name: llava_streaming}}'], '`dataset.parts.a.name` must be read by index'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
     ([PARTS, 'loader.regroup_ranks=false'], 'must be on for `dataset.parts.more` as it is set, got: off'),
