@@ -286,6 +286,7 @@ class TokenAccumulation(Algorithm):
         self._fit_end(state)  # because FIT_END does not come after an error
         self._context = None
         self._token_choice = TokenChoice()
+        # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
         warn_of_large_units(state.model)
@@ -363,6 +364,7 @@ class TokenAccumulation(Algorithm):
         if run.split is not None:
             run.split.reduces_once = self._reduces_once
         batch_index = self._num_batches_read - 1
+        # How the loader has assigned the samples of the global batch to the ranks. All must have planned the same.
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
         width = run.width_of(step)
@@ -379,6 +381,8 @@ class TokenAccumulation(Algorithm):
         is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
+        # Each rank pads to its own longest row. On the left more padding may change a row, and beyond a rotary limit
+        # the width itself does.
         check_widths(
             sums_of_widths,
             lambda: run.width_of(step),  # not `width`, because prove() may have changed the rules
@@ -398,9 +402,10 @@ class TokenAccumulation(Algorithm):
         batch: Batch = state.batch
         if num_repeated(state.dataloader, batch_index, num_rows(batch)):
             # At most one row is a copy of another rank's sample, and it is the last one.
-            *rows, repeated_row = row_counts_of(batch)
+            *rows, repeated_row = row_counts_of(batch)  # each row is one sample, and has no other counts yet
             batch = attach_row_counts(batch, [*rows, replace(repeated_row, samples=0)])
-        # The counts are in the batch, so that the split also cuts them into microbatches.
+        # The counts are in the batch, so that the split also cuts them into microbatches. Rows of 0 samples lose their
+        # labels.
         counted_batch = with_counts(batch, self._known_rule, self.options.token_weights)
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
@@ -409,7 +414,8 @@ class TokenAccumulation(Algorithm):
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
-            has_bypass=run.has_bypass,  # check_step() refuses a bypass that earlier steps did not have
+            # check_step() refuses a bypass that earlier steps did not have.
+            has_bypass=run.has_bypass if self.options.checks_loss else None,
         )
 
     def _with_new_labels_marked(self, batch: Batch) -> Batch:
@@ -643,7 +649,7 @@ class TokenAccumulation(Algorithm):
         if logits.grad_fn is None:
             return
         if weights is not None:
-            weigh_tokens(logits, weights)
+            weigh_tokens(logits, weights)  # before watch(), whose hook must see the weighted gradient
         # A bypass is a part of the mean over tokens that comes neither from the logits nor from the router.
         edges = _edges_of([logits, router_loss_of(microbatch.outputs)])
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), edges)
@@ -659,10 +665,11 @@ class TokenAccumulation(Algorithm):
         """
         run = self._run
         units_of_terms = list(run.terms.units.values())
-        scale = run.check.token_scale  # measured by the first-batch check: 1 for a mean of cross-entropies
+        # Measured by the first-batch check: 1 for a mean of cross-entropies. None also with `check_loss=False`.
+        scale = run.check.token_scale
         if scale is None or units_of_terms not in ([], ['tokens']):
             return None
-        # LossTerms.scaled() divides the gradient of the loss by `excess_of_reduction`.
+        # FSDP2 on CPUs makes the reduced gradient too large by `excess_of_reduction`. LossTerms.scaled() divides by it.
         return scale * weight_of_mean * run.step.gradient_scale / num_tokens / run.excess_of_reduction
 
     def _weigh_mean(
@@ -688,7 +695,7 @@ class TokenAccumulation(Algorithm):
         # without a gradient.
         targets = targets_of(selected, rule).flatten()
         positions = torch.arange(len(targets), device=logits.device)
-        losses = token_losses_at(logits, positions, targets)
+        losses = token_losses_at(logits, positions, targets)  # 0 at positions without a target
         changes = losses.view_as(weights) * (weights - 1)
         change_of_mean = changes.sum() / num_tokens
         state.loss = _with_added(state.loss, self._run.terms, change_of_mean)

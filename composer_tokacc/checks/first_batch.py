@@ -218,7 +218,8 @@ class FirstBatchCheck(Generic[RulesT]):
         # Each pass checks rows of one rank.
         while True:
             # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check, and on which rows. With
-            # Composer's own flag each step comes here, and most steps end after one number.
+            # Composer's own flag, `accumulate_train_batch_on_tokens`, each step comes here, and most steps end after
+            # one number.
             offer_of_rank = self._offer(batch)
             (is_any_missing,) = max_over_ranks([bool(offer_of_rank.missing)])
             if not self._is_check_due and not is_any_missing:
@@ -336,6 +337,7 @@ class FirstBatchCheck(Generic[RulesT]):
         )
         if self.check_loss:
             row = self._on_device(rule_batch(None, rows))
+            # If it raises an error in float32, all later forwards have the trainer's precision.
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits
             self._check_written_state(row)
@@ -706,8 +708,8 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
         criteria.append(Criterion(lengths, facts.has_unattended_label))
     if PADDING_ON_BOTH_SIDES in missing:
         criteria.append(Criterion(lengths, facts.begins_with_padding))
-    # The padding before it predicts this label, so trimming changes it most easily. Without such a row this criterion
-    # chooses the shortest row again.
+    # The padding before it predicts this label, so the row is not trimmed. But packing drops the padding, and the check
+    # must see that. Without such a row this criterion chooses the shortest row again.
     criteria.append(Criterion(lengths, facts.has_label_behind_padding))
     # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
     # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.

@@ -126,7 +126,7 @@ class MicrobatchSplit:
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout`` is the layout of the model; None: the one of the arguments, if there is one.
+        ``layout`` comes from :func:`layout_of`, which prefers the layout of the arguments; None: that one, if given.
         """
         self.stop()
         self._model = model
@@ -229,6 +229,7 @@ class MicrobatchSplit:
         if self.options.slot_tokens is None and self._planned_tokens:
             # Without round-off. At the first size the share is 1, and planned microbatches just fit.
             share = Fraction(microbatch_size) / Fraction(self._planned_size)
+            # The loader's budget does not count the text of a decoder, but a microbatch does.
             budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
             # A single row always fits. The loader's budget may be the largest integer, to which nothing can be added.
             return min(max(budget, widest + decoder_width), sys.maxsize)
@@ -265,7 +266,10 @@ class MicrobatchSplit:
         *,
         is_rounded: bool = True,
     ) -> BatchDict:
-        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
+        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient.
+
+        ``is_rounded``: whether the width is rounded up, as in training. If not, the cut is the narrowest one.
+        """
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
@@ -388,7 +392,8 @@ class MicrobatchSplit:
     def _must_join(self, facts_of_batches: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader are joined and cut again.
 
-        If not, each of them is used as it is, or cut by itself. The loader has padded each microbatch to its own widest
+        If not, each of them is used as it is, or cut by itself. Without ``regroup`` they are joined, because the loader
+        has grouped rows by length. The loader has padded each microbatch to its own widest
         row, and in one batch all rows would be as wide as the widest of them. So microbatches that are used as they are
         have lost padding, and that is exact only if the rules trim it.
         """

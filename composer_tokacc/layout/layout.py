@@ -645,6 +645,7 @@ class BatchLayout:
             values = self._tensors_of_all(key, present, batches, entry)
         if entry.points_into is not None:
             # Each batch counts its patches from 0. In the joined batch the patches of the batches before it come first.
+            # Only media without slots point into pixels, so `values` are still those of `present`.
             first_patch = 0
             for number, batch in enumerate(present):
                 values[number] = renumbered(values[number], first_patch)

@@ -145,6 +145,13 @@ def doubled(outputs):
     return factor * outputs.next_token_loss()
 
 
+def penalty(outputs):
+    loss = outputs.next_token_loss()
+    if outputs.has_changed:
+        loss = loss + 1e-2 * outputs.heads['next'].weight.square().sum()
+    return loss
+
+
 def value_head(outputs):
     loss = outputs.next_token_loss()
     if outputs.has_changed:
@@ -403,11 +410,12 @@ def test_rows_coupled_later_are_refused(units):
     assert len(steps) == 16
 
 
-def test_unchecked_loss_may_change():
+@pytest.mark.parametrize('loss', [doubled, penalty])
+def test_unchecked_loss_may_change(loss):
     data = batches()[:16]
-    checked_steps = gradients_of_steps(ChangingModel(doubled), data)
+    checked_steps = gradients_of_steps(ChangingModel(loss), data)
     assert len(checked_steps) == FIRST_CHANGED
-    unchecked_steps = gradients_of_steps(ChangingModel(doubled), data, check_loss=False, loss_tokens='causal')
+    unchecked_steps = gradients_of_steps(ChangingModel(loss), data, check_loss=False, loss_tokens='causal')
     assert len(unchecked_steps) == 16
 
 
