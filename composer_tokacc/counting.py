@@ -71,7 +71,7 @@ def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if positions is None:
         return None
     labels = labels_of(batch)
-    if positions.shape != labels.shape:
+    if positions.shape != labels.shape:  # (3, rows, width), as of Qwen-VL. They are not read
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input
@@ -193,7 +193,7 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     labels = labels_of(batch)
     mask = batch.get('attention_mask')
     is_attended = torch.ones_like(labels, dtype=torch.bool)
-    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:  # loss_mask() reads no other
         is_attended = mask != 0
     follows_attended = torch.zeros_like(is_attended)
     follows_attended[:, 1:] = is_attended[:, :-1]

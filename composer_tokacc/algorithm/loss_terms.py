@@ -5,7 +5,7 @@
 
 A model's loss is a tensor, a sequence or a dict of terms. The unit says what a term is a mean over, and so how its
 value in a microbatch counts in the step. ``loss_units`` names the unit of each term of a dict. Without it every term is
-a mean over tokens.
+a mean over tokens, and :meth:`LossTerms.probed` refuses a dict of several terms.
 
 A dict may also have a ``'total'``, which is not a term. If it has one, Composer takes only the gradient of the total:
 
@@ -238,7 +238,8 @@ class LossTerms:
 
         ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
         samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If
-        nothing remains, ``'tokens'`` is the sum of all terms, or the total of a dict without terms.
+        nothing remains, ``'tokens'`` is the sum of all terms, or the total of a dict without terms, because the check
+        needs a loss.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -303,7 +304,8 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
     the graph of the loss may be NaN: the mean divides by 0.
 
     Other outputs, such as a pooled image, would reach parameters that no other microbatch reaches. Under FSDP this rank
-    would then reduce more gradients than the others, and all would wait forever.
+    would then reduce more gradients than the others, and all would wait forever. So other outputs are used only if the
+    loss is made of none of the outputs.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     nodes = set(nodes_of(losses))

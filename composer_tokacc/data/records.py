@@ -232,6 +232,8 @@ def check_message(message: object) -> Message:
             content = [{'type': 'text', 'text': content}]
         is_weight_valid = message.get('weight', 1) in (0, 1)
         role = message.get('role')
+        # ROLES_WITH_MEDIA is about tags in the texts of records. Here the user names each medium as a part, so any turn
+        # but an answer may hold media.
         modalities = () if role == 'assistant' else MODALITIES
         if isinstance(role, str) and is_weight_valid and _is_list_of_parts(content, modalities):
             return {**message, 'content': content}

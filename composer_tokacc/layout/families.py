@@ -206,7 +206,7 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
 # to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
 # format, and no config names the placeholders. The first family that matches is taken, so a special format stands
-# before the more general ones.
+# before the more general ones. If the model is known, such a family counts what `found.py` would find without it.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -329,7 +329,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Only needed if the model is not known. If it is, `found.py` counts runs of placeholders.
+    # Only needed if the model is not known. Without it `found.py` would count runs of placeholders for a known model.
     Family(
         name='LLaVA-NeXT',
         model_types=(
@@ -360,7 +360,8 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_Format({'pixel_values_images': None}),
     ),
-    # Without it batches with several images in a row are refused.
+    # Without it batches with several images in a row are refused: `batch_num_images` would be read as a tensor with an
+    # entry for each image.
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
