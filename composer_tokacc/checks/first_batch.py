@@ -160,6 +160,8 @@ class FirstBatchCheck(Generic[RulesT]):
     """Number of ids that a label may have, from the model's logits."""
     selection_failure: str | None = field(default=None, init=False)
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
+    trains_unlabelled_rows: bool = field(default=False, init=False)
+    """Whether terms over samples have a gradient in rows without labels."""
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
@@ -309,7 +311,7 @@ class FirstBatchCheck(Generic[RulesT]):
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
-        comparison.check_unlabelled_row()
+        self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)

@@ -296,9 +296,20 @@ def test_nan_of_a_dummy_row_is_zero(model):
     assert recorder.logged('loss/train/total') == pytest.approx([expected.item()], rel=1e-6)
 
 
-@pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
-def test_term_of_a_dummy_row_is_refused(unit, model, batch):
-    model = NormTerm(model, shift_labels=True, use_logits=True)
+class StatesTerm(HuggingFaceModel):
+    """Its second term is a mean over all rows of their last hidden states, as the loss of a value head."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': outputs['hidden_states'][-1][:, 0].square().mean()}
+
+
+@pytest.mark.parametrize(
+    ('term_model', 'unit'),
+    [(NormTerm, 'samples'), (NormTerm, 'coupled_samples'), (NormTerm, 'microbatches'), (StatesTerm, 'samples')],
+)
+def test_term_of_a_dummy_row_is_refused(term_model, unit, model, batch):
+    model.config.output_hidden_states = True
+    model = term_model(model, shift_labels=True, use_logits=True)
     options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
     fit(model, batch, **options)
     batch_with_dummy = attach_row_counts(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])

@@ -77,7 +77,14 @@ def of_labelled_rows(model, outputs, batch):
     return outputs['logits'][is_labelled, 0].square().mean()
 
 
-@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows])
+def of_states_of_labelled_rows(model, outputs, batch):
+    """It is not made of the last layers, so only its value shows that it leaves out rows without labels."""
+    is_labelled = (batch['labels'] != -100).any(dim=1)
+    states = model.model.get_input_embeddings()(batch['input_ids'][is_labelled, :1])
+    return 100 * states.square().mean()
+
+
+@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows, of_states_of_labelled_rows])
 def test_term_of_some_rows_is_refused(term_of):
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
         fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
