@@ -594,14 +594,16 @@ class TokenAccumulation(Algorithm):
         """Raises RuntimeError if a term that is no mean over tokens would have a wrong gradient.
 
         Its gradient is wrong in added rows, which are dummy rows and repeated samples. They have no labels, so means
-        over tokens leave them out.
+        over tokens leave them out. With token weights it is wrong at the logits, because the weights apply to all of
+        their gradient.
         """
         run = self._run
         rows = microbatch.record.rows
         added_rows = [number for number, row in enumerate(rows) if row.samples == 0]
         # If all rows are added ones, _scales_of() multiplies all terms by 0.
         has_added_rows = 0 < len(added_rows) < len(rows)
-        if not has_added_rows:
+        is_weighted = run.step.is_weighted
+        if not (has_added_rows or is_weighted):
             return
         other_terms = []
         for term in run.terms.terms_of(state.loss):
@@ -615,9 +617,15 @@ class TokenAccumulation(Algorithm):
         if logits is not None and logits.requires_grad:
             (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
         if gradient is not None:
+            if is_weighted and gradient.any():
+                raise NotExactError(
+                    '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
+                    'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
+                    "or set `token_weights='token'` (docs/errors.md#model-loss)."
+                )
             if len(gradient) == len(rows):
                 sees_added_rows |= bool(gradient[added_rows].any())
-        if sees_added_rows:
+        if has_added_rows and sees_added_rows:
             raise NotExactError(
                 'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
                 f'gradient in such rows ({len(added_rows)} of {len(rows)} rows fill up). Multiply what a row adds to a '

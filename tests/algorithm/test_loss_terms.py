@@ -317,6 +317,23 @@ def test_term_of_a_dummy_row_is_refused(term_model, unit, model, batch):
         fit(model, batch_with_dummy, **options)
 
 
+def test_token_weights_and_another_term(model, batch):
+    """The weights would also change the gradient of another term that is made of the logits."""
+    model.config.output_hidden_states = True
+    batch['loss_weights'] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'token_weights': 'column', 'microbatch_size': 1}
+    with pytest.raises(RuntimeError, match=r'another term .* made of the logits'):
+        fit(NormTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    outputs = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
+    losses = summed_by_row(outputs.logits, batch['labels'])
+    counts = (batch['labels'][:, 1:] != -100).sum(dim=1)
+    weights = batch['loss_weights']
+    weighted_mean = (weights * losses).sum() / (weights * counts).sum()
+    expected = gradients_of(model, weighted_mean + outputs.hidden_states[-1][:, 0].square().mean())
+    recorder = fit(StatesTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
 def test_warning_of_noise_scaled_by_width(model, batch, caplog):
     model.model.embed_tokens.neftune_noise_alpha = 5.0
     with caplog.at_level(logging.WARNING):
