@@ -55,6 +55,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.facts import (
     BEYOND_ROTARY_LIMIT,
+    LOWEST_VALUE,
     PADDED_ROWS,
     PADDING_ON_BOTH_SIDES,
     UNATTENDED_LABELS,
@@ -716,6 +717,9 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # They come earlier if the check runs for a new width.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
+    for key, values in facts.lowest_values.items():
+        if LOWEST_VALUE + key in missing:
+            criteria.append(Criterion(values, needs_label=False))
     # The shortest row of text only, and the row with the most media.
     is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]
