@@ -248,7 +248,7 @@ class LossTerms:
         if has_several_terms and not has_units:
             raise NotExactError(
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
-                '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
+                '`loss_units` (docs/errors.md#model-loss).'
             )
         if self.units and values and 'total' in loss:
             _check_total(loss['total'], values)

@@ -585,7 +585,7 @@ class TokenAccumulation(Algorithm):
             totals.loss_weight,
             world_size=run.world_size,
         )
-        _check_added_rows(state.loss, microbatch.outputs, record, run.terms)
+        self._check_other_terms(state, microbatch)
         self._weigh_and_measure_tokens(state, microbatch, weight_of_mean)
         microbatch.raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):  # callbacks get one number again, as the model returned it
@@ -599,6 +599,49 @@ class TokenAccumulation(Algorithm):
         # The backward tells the record which weight Composer has applied.
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe, excess=run.excess_of_reduction)
         microbatch.edges_of_loss = _edges_of(state.loss)
+
+    def _check_other_terms(self, state: State, microbatch: CurrentMicrobatch) -> None:
+        """Raises RuntimeError if a term that is no mean over tokens would have a wrong gradient.
+
+        Its gradient is wrong in added rows, which are dummy rows and repeated samples. They have no labels, so means
+        over tokens leave them out. With token weights it is wrong at the logits, because the weights apply to all of
+        their gradient.
+        """
+        run = self._run
+        rows = microbatch.record.rows
+        added_rows = [number for number, row in enumerate(rows) if row.samples == 0]
+        # If all rows are added ones, _scales_of() multiplies all terms by 0.
+        has_added_rows = 0 < len(added_rows) < len(rows)
+        is_weighted = run.step.is_weighted
+        if not (has_added_rows or is_weighted):
+            return
+        other_terms = []
+        for term in run.terms.terms_of(state.loss):
+            if term.unit != 'tokens' and term.value.requires_grad:
+                other_terms.append(term.value)
+        if not other_terms:
+            return
+        sees_added_rows = run.check.trains_unlabelled_rows and bool(run.terms.of_unit(state.loss, 'samples'))
+        logits = logits_of(microbatch.outputs)
+        gradient = None
+        if logits is not None and logits.requires_grad:
+            (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
+        if gradient is not None:
+            if is_weighted and gradient.any():
+                raise NotExactError(
+                    '`token_weights` must apply to means over tokens only, got: another term of `loss_units` that is '
+                    'made of the logits, so that the weights would change its gradient. Make it of the hidden states, '
+                    "or set `token_weights='token'` (docs/errors.md#model-loss)."
+                )
+            if len(gradient) == len(rows):
+                sees_added_rows |= bool(gradient[added_rows].any())
+        if has_added_rows and sees_added_rows:
+            raise NotExactError(
+                'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
+                f'gradient in such rows ({len(added_rows)} of {len(rows)} rows fill up). Multiply what a row adds to a '
+                'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, '
+                'or give every rank equally many samples (`drop_last=True`).'
+            )
 
     def _check_no_added_term(self, state: State) -> None:
         """Raises RuntimeError if a term was added since the edges of the loss were noted. Its weight would be wrong.
@@ -861,35 +904,6 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
         raise NotExactError(
             f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got only: {sorted(batch)}. A '
             'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
-        )
-
-
-def _check_added_rows(loss: Any, outputs: Any, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if an added row has a gradient in a term that is no mean over tokens.
-
-    Added rows are dummy rows and repeated samples. They have no labels, so means over tokens leave them out.
-    """
-    added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
-    row_count = len(record.rows)
-    # If all rows are added ones, _scales_of() multiplies all terms by 0.
-    if not 0 < len(added_rows) < row_count:
-        return
-    logits = logits_of(outputs)
-    other_terms = []
-    for term in terms.terms_of(loss):
-        if term.unit != 'tokens' and term.value.requires_grad:
-            other_terms.append(term.value)
-    if not other_terms or logits is None or not logits.requires_grad:
-        return
-    (gradient,) = torch.autograd.grad(sum_of_means(other_terms), logits, retain_graph=True, allow_unused=True)
-    if gradient is None or len(gradient) != row_count:
-        return
-    if gradient[added_rows].any():
-        raise NotExactError(
-            'Only means over tokens may see the rows without labels that fill up a rank, but another term has a '
-            f'gradient in such rows ({len(added_rows)} of {row_count} rows fill up). Multiply what a row adds to a '
-            'mean over samples by `(labels != -100).any(dim=1)`, take only these rows in a term that couples rows, or '
-            'give every rank equally many samples (`drop_last=True`).'
         )
 
 

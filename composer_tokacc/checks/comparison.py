@@ -333,22 +333,32 @@ class RowComparison:
         select = partial(self._layout.select, self._rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
-    def check_unlabelled_row(self) -> None:
-        """Raises RuntimeError if a mean over samples leaves out rows without labels.
+    def check_unlabelled_row(self) -> bool:
+        """Returns whether terms over samples have a gradient in rows without labels.
 
         A step counts these rows. They come from the data, or fill up a rank. Most samples may have labels, so a copy of
         a row without its labels stands for them. A loss that is NaN for such a row is not refused here.
+
+        Raises:
+            RuntimeError: If a mean over samples leaves out rows without labels.
         """
-        if not self._check_loss or 'samples' not in self.reference.gradients:
-            return
-        row = self._counts.index(max(self._counts))
-        batch = self._layout.select(self._rows, [row, row])
+        labelled = [row for row in self._all_rows if self._counts[row]]
+        if 'samples' not in self.reference.losses or not labelled:
+            return False
+        first, second, *_ = labelled * 2
+        batch = self._layout.select(self._rows, [first, second, first])
         labels = batch['labels'].clone()
-        labels[1] = IGNORE_INDEX
+        labels[2] = IGNORE_INDEX
         batch['labels'] = labels
-        result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
-        if result.invalid_loss is None:
-            self._check_gradients(batch, result, [row], CutKind.WITH_UNLABELLED)
+        comparison = RowComparison(self._probe, self._layout, self._on_device, self._rule, batch, self._check_loss)
+        result = comparison.reference
+        if result.invalid_loss is not None:
+            return False
+        select = partial(self._layout.select, batch)
+        # The row without labels is not computed by itself, because a loss may need labels.
+        comparison._check_microbatches(select, [[0, 2], [1]], CutKind.WITH_UNLABELLED)
+        gradients = result.gradients['samples']
+        return any(gradient is not None and bool(gradient[2].any()) for gradient in gradients)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -499,7 +509,6 @@ class RowComparison:
         aligned: RowGradients = {}
         for unit, unit_gradients in result.gradients.items():
             for index, gradient in enumerate(unit_gradients):
-                denominator = self._denominator(unit, rows)
                 if gradient is None:
                     # A loss that does not depend on an output has the gradient 0 there.
                     row_gradients = torch.zeros(len(rows), self._width, 1)
@@ -507,9 +516,7 @@ class RowComparison:
                     row_gradients = self._unpacked(packed, gradient, rows)
                 else:
                     row_gradients = self._in_uncut_columns(gradient, len(rows))
-                    if unit == 'samples':
-                        denominator = len(gradient)  # dummy rows, and the row without labels, count as in a step
-                aligned[unit, index] = row_gradients * denominator
+                aligned[unit, index] = row_gradients * self._denominator(unit, rows)
         return aligned
 
     def _unpacked(self, packed: Batch, gradient: Tensor, rows: Sequence[int]) -> Tensor:
@@ -647,8 +654,8 @@ class RowComparison:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
         if unit == 'samples':
             return (
-                f"{SAMPLES}{difference}. Name another unit for them, such as 'coupled_samples' "
-                '(docs/errors.md#model-loss).'
+                f'{SAMPLES}{difference}. Divide by all rows, also by those without labels, or name another unit, such '
+                "as 'coupled_samples' (docs/errors.md#model-loss)."
             )
         return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
 

@@ -55,6 +55,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.facts import (
     BEYOND_ROTARY_LIMIT,
+    LOWEST_VALUE,
     PADDED_ROWS,
     PADDING_ON_BOTH_SIDES,
     UNATTENDED_LABELS,
@@ -160,6 +161,8 @@ class FirstBatchCheck(Generic[RulesT]):
     """Number of ids that a label may have, from the model's logits."""
     selection_failure: str | None = field(default=None, init=False)
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
+    trains_unlabelled_rows: bool = field(default=False, init=False)
+    """Whether terms over samples have a gradient in rows without labels."""
     has_logits: bool = field(default=True, init=False)
     """False if the model returns hidden states, because its loss contains the output embedding."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
@@ -312,7 +315,7 @@ class FirstBatchCheck(Generic[RulesT]):
             comparison.check_single_rows()
         else:
             rules = comparison.first_exact(self.cutter, rules, shared.largest_packed_row, are_new=are_new)
-        comparison.check_unlabelled_row()
+        self.trains_unlabelled_rows |= comparison.check_unlabelled_row()
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
@@ -720,6 +723,9 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Criterion]:
     # They come earlier if the check runs for a new width.
     if any(name.startswith(PADDED_ROWS) for name in missing):
         criteria += criteria_of_widths
+    for key, values in facts.lowest_values.items():
+        if LOWEST_VALUE + key in missing:
+            criteria.append(Criterion(values, needs_label=False))
     # The shortest row of text only, and the row with the most media.
     is_text_only = [num_media == 0 for num_media in facts.media]
     most_media_first = [-num_media for num_media in facts.media]

@@ -45,6 +45,10 @@ ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
 
 
+KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
+"""Keys whose values leave nothing out, or are described by other facts."""
+
+
 @dataclass(frozen=True)
 class RowFacts:
     """Facts about the rows of one collated batch, as :func:`describe` finds them.
@@ -188,6 +192,24 @@ class RowFacts:
         return [0 < columns < self.width for columns in self._reach.from_last]
 
     @cached_property
+    def lowest_values(self) -> dict[str, list[int]]:
+        """The lowest value in each row of each tensor of integers or bools that has one for each row or token, by key.
+
+        A loss may leave out rows or tokens by them: a flag, a mask, or the label of a second task. Only the values of
+        tokens with labels count.
+        """
+        labels = labels_at_text(self.batch)
+        lowest: dict[str, list[int]] = {}
+        for key, value in self.batch.items():
+            if key in KEYS_OF_TEXT or not isinstance(value, torch.Tensor) or value.is_floating_point():
+                continue
+            if labels is not None and value.shape == labels.shape:
+                value = value.masked_fill(labels == IGNORE_INDEX, 1).amin(dim=1)
+            if value.shape == self.real.shape[:1]:
+                lowest[key] = value.tolist()
+        return lowest
+
+    @cached_property
     def has_first_label(self) -> list[bool]:
         """Which rows have a label on their first token."""
         labels = labels_at_text(self.batch)
@@ -328,11 +350,13 @@ with: up to 3 images in a row, several rows with images, 16 to 64 placeholders. 
 negative, and a bool says whether rows had something. So rows lie within a limit if none of their values is larger. The
 limit of a property without values is ``()``: it is enough to have seen it once."""
 PACKED_ROWS = 'packed rows'
-"""Name of a property, as are the next four."""
+"""Name of a property, as are the next five."""
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
 PADDED_ROWS = 'rows padded'
 """The beginning of the name. It goes on with the side, such as ``' on the left'``."""
+LOWEST_VALUE = 'the lowest value of '
+"""The beginning of the name. It goes on with the key."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
 WITH_POSITIONS = ', with position_ids'
 """The end of the last two names if the batch has ``position_ids``."""
@@ -438,6 +462,12 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['holes'] = ()
     if has_unattended_labels:
         limits[UNATTENDED_LABELS] = ()
+    for facts in facts_of_batches:
+        for key, values in facts.lowest_values.items():
+            name = LOWEST_VALUE + key
+            limit = (-min(values),)
+            if limit >= (0,):  # only a value that may leave something out: 0, False, or a negative one such as -100
+                limits[name] = _larger(limits.get(name, limit), limit)
     if begin_with_padding:
         limits[PADDING_ON_BOTH_SIDES] = ()
     return RowRanges(limits=limits, readings=readings)

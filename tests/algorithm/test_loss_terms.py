@@ -298,14 +298,42 @@ def test_nan_of_a_dummy_row_is_zero(model):
     assert relative_error(recorder.gradients, expected_gradients) < 1e-6
 
 
-@pytest.mark.parametrize('unit', ['samples', 'coupled_samples', 'microbatches'])
-def test_term_of_a_dummy_row_is_refused(unit, model, batch):
-    model = NormTerm(model, shift_labels=True, use_logits=True)
+class StatesTerm(HuggingFaceModel):
+    """Its second term is a mean over all rows of their last hidden states, as the loss of a value head."""
+
+    def loss(self, outputs, batch):
+        return {'lm': outputs['loss'], 'norm': outputs['hidden_states'][-1][:, 0].square().mean()}
+
+
+@pytest.mark.parametrize(
+    ('term_model', 'unit'),
+    [(NormTerm, 'samples'), (NormTerm, 'coupled_samples'), (NormTerm, 'microbatches'), (StatesTerm, 'samples')],
+)
+def test_term_of_a_dummy_row_is_refused(term_model, unit, model, batch):
+    model.config.output_hidden_states = True
+    model = term_model(model, shift_labels=True, use_logits=True)
     options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
     fit(model, batch, **options)
     batch_with_dummy = attach_row_counts(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
         fit(model, batch_with_dummy, **options)
+
+
+def test_token_weights_and_another_term(model, batch):
+    """The weights would also change the gradient of another term that is made of the logits."""
+    model.config.output_hidden_states = True
+    batch['loss_weights'] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    options = {'loss_units': {'lm': 'tokens', 'norm': 'samples'}, 'token_weights': 'column', 'microbatch_size': 1}
+    with pytest.raises(RuntimeError, match=r'another term .* made of the logits'):
+        fit(NormTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    outputs = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'])
+    losses = summed_by_row(outputs.logits, batch['labels'])
+    counts = (batch['labels'][:, 1:] != -100).sum(dim=1)
+    weights = batch['loss_weights']
+    weighted_mean = (weights * losses).sum() / (weights * counts).sum()
+    expected = gradients_of(model, weighted_mean + outputs.hidden_states[-1][:, 0].square().mean())
+    recorder = fit(StatesTerm(model, shift_labels=True, use_logits=True), batch, **options)
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 def test_warning_of_noise_scaled_by_width(model, batch, caplog):

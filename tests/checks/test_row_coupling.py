@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc.checks.comparison import CutFailure, CutKind, RowComparison, _Change
 from tests.support.text import gpt2, next_token_loss, one_layer_model, ragged_batch
-from tests.support.training import fit, hugging_face, num_hooks
+from tests.support.training import GradientRecorder, fit, hugging_face, num_hooks
 
 
 def with_batch_norm():
@@ -77,10 +77,53 @@ def of_labelled_rows(model, outputs, batch):
     return outputs['logits'][is_labelled, 0].square().mean()
 
 
-@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows])
+def of_states_of_labelled_rows(model, outputs, batch):
+    """It is not made of the last layers, so only its value shows that it leaves out rows without labels."""
+    is_labelled = (batch['labels'] != -100).any(dim=1)
+    states = model.model.get_input_embeddings()(batch['input_ids'][is_labelled, :1])
+    return 100 * states.square().mean()
+
+
+@pytest.mark.parametrize('term_of', [of_two_rows, of_long_rows, of_labelled_rows, of_states_of_labelled_rows])
 def test_term_of_some_rows_is_refused(term_of):
     with pytest.raises(RuntimeError, match="'samples' must be means over samples"):
         fit(with_term(term_of), ragged_batch(), loss_units={'lm': 'tokens', 'pairs': 'samples'})
+
+
+def of_flagged_rows(batch, values):
+    has_term = batch['flags'] > 0
+    return (values.mean(dim=1) * has_term).sum() / has_term.sum().clamp(min=1)
+
+
+def of_flagged_tokens(batch, values):
+    has_term = ((batch['flags'] > 0) & (batch['labels'] != -100))[:, 1:]
+    return (values[:, :-1] * has_term).sum() / has_term.sum().clamp(min=1)
+
+
+ROW_FLAGS = torch.ones(6, dtype=torch.long)
+TOKEN_FLAGS = ragged_batch()['attention_mask']
+
+
+@pytest.mark.parametrize(
+    ('term_of', 'unit', 'flags', 'place', 'missing'),
+    [
+        (of_flagged_rows, 'samples', ROW_FLAGS, 3, 0),
+        (of_flagged_rows, 'samples', ROW_FLAGS, 3, -100),
+        (of_flagged_tokens, 'tokens', TOKEN_FLAGS, (3, 13), 0),
+    ],
+)
+def test_flag_that_a_later_batch_lacks(term_of, unit, flags, place, missing):
+    """Only the second batch has something that the term leaves out, and each microbatch has one row."""
+    later_flags = flags.clone()
+    later_flags[place] = missing
+    batches = [{**ragged_batch(), 'flags': flags}, {**ragged_batch(), 'flags': later_flags}]
+    model = with_term(lambda model, outputs, batch: term_of(batch, outputs['logits'].square().mean(dim=-1)))
+    recorder = GradientRecorder()
+    with pytest.raises(
+        RuntimeError, match=r"'samples' must be means|mean over its loss-generating tokens|row's losses"
+    ):
+        fit(model, *batches, loss_units={'lm': 'tokens', 'pairs': unit}, microbatch_size=1, recorder=recorder)
+    assert len(recorder.steps) == 1
 
 
 class CoupledDocuments(LlamaForCausalLM):
