@@ -251,6 +251,11 @@ class MicrobatchSplit:
             if self.must_pack:
                 return
             self._tries_packing = False  # it has failed on these rows
+        # Some models number tokens behind a hole (Qwen2-VL), or labelled padding (Qwen3-VL), in another way if any row
+        # of the batch has media. Rows without media cannot show this, and other ranks may have media.
+        if get_world_size() > 1 and self._may_have_media and not any(facts.media):
+            may_depend = any(facts.has_hole) or any(facts.has_unattended_label)
+            earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
         yield from padded_candidates(facts, earlier)
 
     def assemble(
@@ -475,14 +480,18 @@ class MicrobatchSplit:
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
-        may_have_media = True
-        if self.layout is not None:
-            # Its readings are of tensors that the family does not register. All ranks know them from the check.
-            may_have_media = bool(self.layout.family.media or self.layout.extra or self.layout.readings)
         # If DDP reduces only once, it does not wait for an unused encoder.
-        if may_have_media and (needs_media or not self.reduces_once):
+        if self._may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(facts_of_batches)
         return {}
+
+    @property
+    def _may_have_media(self) -> bool:
+        """Whether rows of some rank may have media."""
+        if self.layout is None:
+            return True
+        # Its readings are of tensors that the family does not register. All ranks know them from the check.
+        return bool(self.layout.family.media or self.layout.extra or self.layout.readings)
 
     def _num_microbatches(self, num_pieces: int) -> int:
         """Returns how many microbatches this rank makes, empty ones included; a collective if counts must be equal."""
