@@ -256,6 +256,11 @@ class MicrobatchSplit:
             if self.must_pack:
                 return
             self._tries_packing = False  # it has failed on these rows
+        # Some models number tokens behind a hole (Qwen2-VL), or labelled padding (Qwen3-VL), in another way if any row
+        # of the batch has media. Rows without media cannot show this, and other ranks may have media.
+        if get_world_size() > 1 and self._may_have_media and not any(facts.media):
+            may_depend = any(facts.has_hole) or any(facts.has_unattended_label)
+            earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
         yield from padded_candidates(facts, earlier)
 
     def assemble(
@@ -485,16 +490,18 @@ class MicrobatchSplit:
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
             return _dummies_of_first_modality(facts_of_batches) if needs_media else {}
-        may_have_media = True
-        if self.layout is not None:
-            # All ranks decide alike, because a collective follows: the first-batch check has exchanged the readings,
-            # which are those of unregistered tensors.
-            may_be_media = any(Reading.MEDIA in possible for possible in self.layout.readings.values())
-            may_have_media = bool(self.layout.family.media or self.layout.extra or may_be_media)
         # If DDP reduces only once, it does not wait for an unused encoder.
-        if may_have_media and (needs_media or not self.reduces_once):
+        if self._may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(facts_of_batches)
         return {}
+
+    @property
+    def _may_have_media(self) -> bool:
+        """Whether rows of some rank may have media. The same on all ranks: the check has exchanged the readings."""
+        if self.layout is None:
+            return True
+        may_be_media = any(Reading.MEDIA in possible for possible in self.layout.readings.values())
+        return bool(self.layout.family.media or self.layout.extra or may_be_media)
 
     def _num_microbatches(self, num_pieces: int) -> int:
         """Returns how many microbatches this rank makes, empty ones included; a collective if counts must be equal."""

@@ -360,6 +360,30 @@ def test_row_that_leaves_no_room(two_ranks, caplog):
     assert f'over the caps of {budget} and None' in caplog.text
 
 
+@pytest.mark.parametrize('gap', ['hole', 'labelled padding', None])
+def test_text_rows_depend_on_media_of_ranks(gap, two_ranks, monkeypatch):
+    """With media in the batch Qwen2-VL does not count a hole. On one rank the check compares such rows with others."""
+    case, layout = case_of('qwen2_vl')
+    text = batch_of(case, TEXT_ROWS)
+    if gap == 'hole':
+        text['attention_mask'][:, 2] = 0
+    if gap == 'labelled padding':
+        text['attention_mask'][:, -3:] = 0
+    image = zero_weight(batch_of(case, [1]))
+    monkeypatch.setattr(split, 'max_over_ranks', lambda values: [1, 0, 0, 1, 1, 1] if len(values) == 6 else values)
+    receive(monkeypatch, image)
+    spec = token_data_spec(loader(text), layout=layout)
+    microbatch_split = split.split_of(spec.dataloader)
+    rules = next(microbatch_split.candidates(describe(layout, text), CutRules()))
+    microbatch_split.adopt(rules)
+    microbatch_split.reduces_once = True
+    microbatches = spec.split_batch(text, 1)
+    assert ['pixel_values' in microbatch for microbatch in microbatches] == [gap is not None] * 2
+    loss = sum(float(case.loss_sum(microbatch)) for microbatch in microbatches)
+    expected = float(case.loss_sum(layout.concat([text, image])))
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
     case, layout = case_of('llava')
     text = layout.concat([batch_of(case, TEXT_ROWS)] * 4)
