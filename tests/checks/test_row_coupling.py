@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc.checks.comparison import CutFailure, CutKind, RowComparison, _Change
+from tests.matrix.native_models import NativeModel
 from tests.support.text import gpt2, next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import GradientRecorder, fit, hugging_face, num_hooks
 
@@ -49,6 +50,23 @@ def with_term(term_of):
 
     model.loss = loss
     return model
+
+
+class CouplesPrompts(NativeModel):
+    """The logits at the third token depend on the other rows."""
+
+    def logits_of(self, batch):
+        logits = super().logits_of(batch).clone()
+        logits[:, 2] += 0.1 * logits[:, 2].mean(dim=0)
+        return logits
+
+
+def test_leak_where_no_token_has_a_label():
+    """Later rows may have labels there, so the check adds some."""
+    batch = ragged_batch([(9, 2), (8, 3), (7, 1), (12, 4)])
+    assert (batch['labels'][:, :4] == -100).all()
+    with pytest.raises(RuntimeError, match='rows beside it'):
+        fit(CouplesPrompts('causal'), batch)
 
 
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])

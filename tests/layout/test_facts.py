@@ -167,3 +167,9 @@ def test_facts_of_random_rows():
 def test_lengths_of_runs():
     rows = [[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]]
     assert lengths_of_runs(torch.tensor(rows).bool()) == [[2, 1], [], [3], [1, 1]]
+
+
+def test_rows_without_ids_are_not_trimmed():
+    """In Whisper the labels are all that is text, and nothing tells which positions are padding."""
+    batch = {'labels': torch.tensor([[3, 4, -100], [3, 4, 5]])}
+    assert not describe(LLAVA, batch).may_be_trimmed
