@@ -172,4 +172,4 @@ def test_lengths_of_runs():
 def test_rows_without_ids_are_not_trimmed():
     """In Whisper the labels are all that is text, and nothing tells which positions are padding."""
     batch = {'labels': torch.tensor([[3, 4, -100], [3, 4, 5]])}
-    assert not describe(LLAVA, batch).may_be_trimmed
+    assert not describe(BatchLayout(family=LLAVA), batch).may_be_trimmed
