@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
@@ -106,8 +107,8 @@ class PadsRows(ColumnCounter):
             torch.nn.functional.pad(input_ids, columns), torch.nn.functional.pad(attention_mask, columns)
         )
         logits = outputs.logits[:, : width - 1].flatten(0, 1)
-        outputs.loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
-        return outputs
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
 @pytest.mark.parametrize('model_class', [NeedsChunks, PadsRows])
