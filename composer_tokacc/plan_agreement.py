@@ -215,8 +215,8 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
             return _unequal(name, values)
     # If the dataset of one rank is random, those of the others are, too. They may have read the same text by chance.
     witnesses = [record.witness or 'unknown' for record in records]
-    known = set(witnesses) - {'unknown'}
-    if RANDOM not in known and len(known) > 1:
+    known_witnesses = set(witnesses) - {'unknown'}
+    if RANDOM not in known_witnesses and len(known_witnesses) > 1:
         return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)

@@ -345,7 +345,7 @@ class RowComparison:
         labelled = [row for row in self._all_rows if self._counts[row]]
         if 'samples' not in self.reference.losses or not labelled:
             return False
-        first, second, *_ = labelled * 2
+        first, second = labelled[0], labelled[-1]
         batch = self._layout.select(self._rows, [first, second, first])
         labels = batch['labels'].clone()
         labels[2] = IGNORE_INDEX

@@ -398,9 +398,11 @@ class MicrobatchSplit:
         """Returns whether the microbatches of a loader are joined and cut again.
 
         If not, each of them is used as it is, or cut by itself. Without ``regroup`` they are joined, because the loader
-        has grouped rows by length. The loader has padded each microbatch to its own widest
-        row, and in one batch all rows would be as wide as the widest of them. So microbatches that are used as they are
-        have lost padding, and that is exact only if the rules trim it.
+        has grouped rows by length.
+
+        The loader has padded each microbatch to its own widest row. In one batch all rows would be as wide as the
+        widest of them. So microbatches that are used as they are have lost padding, and that is exact only if the rules
+        trim it.
         """
         if not self.options.regroup or self.packs_rows or _width_matters(facts_of_batches):
             return True

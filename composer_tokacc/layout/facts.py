@@ -353,10 +353,10 @@ PACKED_ROWS = 'packed rows'
 """Name of a property, as are the next five."""
 UNATTENDED_LABELS = 'labels without attention'
 PADDING_ON_BOTH_SIDES = 'padding on both sides'
-PADDED_ROWS = 'rows padded'
-"""The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 LOWEST_VALUE = 'the lowest value of '
 """The beginning of the name. It goes on with the key."""
+PADDED_ROWS = 'rows padded'
+"""The beginning of the name. It goes on with the side, such as ``' on the left'``."""
 BEYOND_ROTARY_LIMIT = 'rows beyond the rotary limit'
 WITH_POSITIONS = ', with position_ids'
 """The end of the last two names if the batch has ``position_ids``."""
@@ -428,22 +428,29 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
     lengths: list[int] = []
     media_per_row: list[int] = []
     has_holes = False
-    has_unattended_labels = False
-    begin_with_padding = False
+    limits: dict[str, Limit] = {}
     readings: Readings = {}
     for facts in facts_of_batches:
         lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
-        has_unattended_labels = has_unattended_labels or any(facts.has_unattended_label)
-        begin_with_padding = begin_with_padding or any(facts.begins_with_padding)
+        if any(facts.has_unattended_label):
+            limits[UNATTENDED_LABELS] = ()
+        if any(facts.begins_with_padding):
+            limits[PADDING_ON_BOTH_SIDES] = ()
+        for key, values in facts.lowest_values.items():
+            lowest = min(values)
+            if lowest <= 0:  # only a value that may leave something out: 0, False, or a negative one such as -100
+                name = LOWEST_VALUE + key
+                limit = (-lowest,)
+                limits[name] = _larger(limits.get(name, limit), limit)
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
     # Without ids (Whisper) no row is trimmed.
     with_ids = [facts for facts in facts_of_batches if facts.has_ids]
     suffix = ''
     if any(facts.has_positions for facts in with_ids):
         suffix = WITH_POSITIONS
-    limits = _rotary_limits(with_ids, suffix) | _padded_limits(with_ids, suffix)
+    limits |= _rotary_limits(with_ids, suffix) | _padded_limits(with_ids, suffix)
     if largest_packed_row:
         # The longest document, and the largest packed row.
         limits[PACKED_ROWS] = (max(lengths), largest_packed_row)
@@ -460,16 +467,6 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['holes beside media'] = ()
     elif has_holes:
         limits['holes'] = ()
-    if has_unattended_labels:
-        limits[UNATTENDED_LABELS] = ()
-    for facts in facts_of_batches:
-        for key, values in facts.lowest_values.items():
-            name = LOWEST_VALUE + key
-            limit = (-min(values),)
-            if limit >= (0,):  # only a value that may leave something out: 0, False, or a negative one such as -100
-                limits[name] = _larger(limits.get(name, limit), limit)
-    if begin_with_padding:
-        limits[PADDING_ON_BOTH_SIDES] = ()
     return RowRanges(limits=limits, readings=readings)
 
 
