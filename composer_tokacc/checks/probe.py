@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -47,7 +48,7 @@ ROUNDING_FLOOR = 64
 STATE_TOLERANCE = 1e-6
 """If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
-"""The most that :class:`_VariedWeights` adds to an entry of a weight with one column. With more columns it is divided
+"""The most that :class:`_ShownWeights` adds to an entry of a weight with one column. With more columns it is divided
 by the root of their number, so that outputs of wide and narrow layers change by about as much."""
 DROPOUTS = {
     'dropout',
@@ -63,6 +64,7 @@ DROPOUTS = {
     'feature_alpha_dropout_',
 }
 """Names of torch's functions that are only a dropout. A fused kernel, such as `bias_dropout_add`, does more."""
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 WITH_DROPOUT = (
     torch.nn.MultiheadAttention,
     torch.nn.RNNBase,
@@ -172,8 +174,8 @@ class Probe:
     runs as in evaluation. If the forward is random nevertheless, no two forwards can be compared. Then all layers run
     as in evaluation.
 
-    A model with float32 weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in
-    float32, and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
+    A model is probed in float32, without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32,
+    and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.
     """
 
     def __init__(
@@ -211,10 +213,12 @@ class Probe:
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._varied_weights = _VariedWeights(self._modules)
-        # Whether forwards run in float32, without `precision`. The type of the first parameter stands for all.
+        self._weights = _ShownWeights(self._modules, can_convert=_can_convert(model))
+        # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
-        self._uses_float32 = parameter is not None and parameter.dtype == torch.float32
+        has_float32 = parameter is not None and parameter.dtype == torch.float32
+        self._uses_float32 = has_float32 or self._weights.can_convert
+        """Whether forwards run in float32, without `precision`."""
 
     @classmethod
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
@@ -306,7 +310,7 @@ class Probe:
         They also hide faults, so rows are compared without them, too. For example, a bias that begins at 0 becomes
         larger than the states of a fresh model, so a leak between rows is small compared with it.
         """
-        return any(self._varied_weights.names.values())
+        return any(self._weights.equal_names.values())
 
     def _note_written(self, snapshot: StateSnapshot) -> None:
         """Notes state that a forward has written since the snapshot, and that was not judged before."""
@@ -440,9 +444,6 @@ class Probe:
         rounded_layers: list[Module] = []
         if rounded:
             rounded_layers = _without_children(self._modules)
-        varied_weights: AbstractContextManager[object] = nullcontext()
-        if varies_weights:
-            varied_weights = self._varied_weights.shown()
         shapes = [tuple(labels.shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
@@ -450,7 +451,7 @@ class Probe:
             at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
-            varied_weights,
+            self._weights.shown(in_float32=self._uses_float32, varied=varies_weights),
             _hooked(rounded_layers, _rounded),
             _graph_from(self._layers, shapes) as leaves_of_forwards,
         ):
@@ -529,47 +530,78 @@ def _result_of(forward: _Forward, targets: Tensor | None) -> ProbeResult:
     )
 
 
-class _VariedWeights:
-    """Makes weights whose entries are all equal act as if their entries were different.
+class _ShownWeights:
+    """Makes modules compute with other weights than their own: in float32, or varied.
 
-    The weights of a fresh norm are all 1. They may hide a fault: with a norm behind the rotary embedding (HunYuan)
-    attention depends on absolute positions, but loss and logits do not show it as long as the weights of the norm are
-    equal. The gradient is wrong nevertheless. A scale of positions that begins at 0 (Mistral Large 4) also hides it.
-    Without this class such a fault would show only in a later step, after the weights have moved. A cut that is exact
-    is exact with any weights.
+    Half precision hides faults. The logits of a fresh model hardly depend on its states, so a leak between rows changes
+    the gradient by less than the round-off of bfloat16, but the gradient of the attention is wrong nevertheless (MPT).
+
+    So do weights whose entries are all equal, such as those of a fresh norm, which are all 1. With a norm behind the
+    rotary embedding (HunYuan) attention depends on absolute positions, but loss and logits do not show it as long as
+    the weights of the norm are equal. A scale of positions that begins at 0 (Mistral Large 4) also hides it. Without
+    this class such a fault would show only in a later step, after the weights have moved. A cut that is exact is exact
+    with any weights. So these weights act as if their entries were different.
 
     Nothing is written into the weights of the model, because FSDP may hold parts of them. Instead the module gets an
     attribute of the same name, which Python finds before the parameter.
     """
 
-    def __init__(self, modules: Sequence[Module]) -> None:
+    def __init__(self, modules: Sequence[Module], *, can_convert: bool) -> None:
         self._modules = modules
-        self.names: dict[Module, list[str]] = {}
+        self.can_convert = can_convert
+        """Whether weights in half precision may be shown in float32."""
+        self.equal_names: dict[Module, list[str]] = {}
         """Names of the weights whose entries are all equal, by module; only modules that a forward has reached."""
+        self._shown_names: dict[Module, list[str]] = {}
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Makes forwards inside of the context use the varied weights."""
+    def shown(self, *, in_float32: bool, varied: bool) -> Iterator[None]:
+        """Makes forwards inside of the context use the other weights."""
+        in_float32 &= self.can_convert
+
+        def show(
+            module: Module,
+            args: tuple[object, ...],
+            kwargs: dict[str, object],
+        ) -> tuple[tuple[object, ...], dict[str, object]]:
+            self._show(module, in_float32=in_float32, varied=varied)
+            if in_float32:
+                # Some models cast an input to the type of the weights, which they read before this module runs.
+                args = tuple(_in_float32(value) for value in args)
+                kwargs = {name: _in_float32(value) for name, value in kwargs.items()}
+            return args, kwargs
+
         with ExitStack() as hooks:
             for module in self._modules:
-                # A module that no forward has reached yet may have such weights.
-                if module not in self.names or self.names[module]:
-                    hooks.enter_context(module.register_forward_pre_hook(self._show))
+                # A module that no forward has reached yet may have weights with equal entries.
+                may_vary = varied and (module not in self.equal_names or bool(self.equal_names[module]))
+                if may_vary or (in_float32 and _has_half_weights(module)):
+                    hooks.enter_context(module.register_forward_pre_hook(show, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
-    def _show(self, module: Module, args: object) -> None:
-        if module not in self.names:
+    def _show(self, module: Module, *, in_float32: bool, varied: bool) -> None:
+        """Gives a module the attributes that hide its weights."""
+        if varied and module not in self.equal_names:
             # This waits until a forward has reached the module, because FSDP has the whole weight only then.
-            names = []
+            equal_names = []
             for name, weight in module.named_parameters(recurse=False):
                 # A frozen weight will not move, so it hides nothing.
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
-                    names.append(name)
-            self.names[module] = names
-        for name in self.names[module]:
-            if name not in vars(module):  # a module may call itself
-                vars(module)[name] = _varied(getattr(module, name))
+                    equal_names.append(name)
+            self.equal_names[module] = equal_names
+        shown_names = self._shown_names.setdefault(module, [])
+        for name, weight in module.named_parameters(recurse=False):
+            if name in vars(module):  # a module may call itself
+                continue
+            shown: Tensor = weight
+            if in_float32:
+                shown = _in_float32(shown)
+            if varied and name in self.equal_names[module]:
+                shown = _varied(shown)
+            if shown is not weight:
+                vars(module)[name] = shown
+                shown_names.append(name)
 
     def _hide(
         self,
@@ -577,8 +609,36 @@ class _VariedWeights:
         args: object,
         output: object,
     ) -> None:
-        for name in self.names.get(module, ()):
+        """Takes the attributes away again."""
+        for name in self._shown_names.pop(module, ()):
             vars(module).pop(name, None)
+
+
+ValueT = TypeVar('ValueT')
+
+
+def _in_float32(value: ValueT) -> ValueT | Tensor:
+    """Returns a tensor in half precision in float32, and any other value as it is."""
+    if isinstance(value, Tensor) and value.dtype in HALF_PRECISION:
+        return value.float()
+    return value
+
+
+def _has_half_weights(module: Module) -> bool:
+    """Returns whether the module itself, without its children, has a weight in half precision."""
+    return any(weight.dtype in HALF_PRECISION for weight in module.parameters(recurse=False))
+
+
+def _can_convert(model: Module) -> bool:
+    """Returns whether a model computes in float32 if its weights in half precision are shown in float32.
+
+    FSDP itself sets the types of a forward, and modules with quantized weights (integers, float8) may compute in half
+    precision. The result would be in float32, but with the round-off of half precision.
+    """
+    is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    is_sharded |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    types = {parameter.dtype for parameter in model.parameters()}
+    return not is_sharded and bool(types) and types <= {torch.float32, *HALF_PRECISION}
 
 
 def _has_equal_entries(weight: Tensor) -> bool:

@@ -155,13 +155,38 @@ def test_nearest_gradient_decides():
     assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
 
 
-@pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
-def test_round_off_has_the_models_precision(dtype, least, most):
+def with_half_weights(needs_half_precision=False):
+    """Returns a model with weights in bfloat16, which may refuse to compute in another precision, as a kernel does."""
+
+    def check(module, args, output):
+        if output.dtype != torch.bfloat16:
+            raise RuntimeError('the kernel supports only bfloat16')
+
+    model = one_layer_model().bfloat16()
+    if needs_half_precision:
+        model.lm_head.register_forward_hook(check)
+    return model
+
+
+@pytest.mark.parametrize(('needs_half_precision', 'least', 'most'), [(False, 1e-9, 1e-6), (True, 1e-5, 1e-1)])
+def test_round_off_has_the_probes_precision(needs_half_precision, least, most):
     row = text_row(40, 30)
-    probe = probe_of(causal, model=one_layer_model().to(dtype))
+    probe = probe_of(causal, model=with_half_weights(needs_half_precision))
     plain = probe.run(row).gradients['tokens'][-1]
     rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
     assert least < float((rounded - plain).norm() / plain.norm()) < most
+
+
+def test_half_weights_are_probed_in_float32():
+    """The model itself keeps its weights."""
+    row = text_row(40, 30)
+    model = with_half_weights()
+    result = probe_of(causal, model=model).run(row, varies_weights=False)
+    expected = probe_of(causal, model=with_half_weights().float()).run(row, varies_weights=False)
+    assert result.losses == expected.losses
+    assert result.gradient_eps == torch.finfo(torch.float32).eps
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head(torch.zeros(1, model.config.hidden_size).bfloat16()).dtype == torch.bfloat16
 
 
 def test_float32_weights_are_probed_in_float32():

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import MptConfig, MptForCausalLM
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
-from tests.support.text import ONE_UNLABELLED, collate, one_layer_model, ragged_batch, text_attention, text_rows
+from tests.support.text import (
+    ONE_UNLABELLED,
+    VOCABULARY,
+    collate,
+    one_layer_model,
+    ragged_batch,
+    text_attention,
+    text_rows,
+)
 from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
 
@@ -66,6 +75,16 @@ def test_leak_between_documents_is_refused(monkeypatch):
         return forward(self, {'input_ids': batch['input_ids'], 'labels': batch['labels']})
 
     monkeypatch.setattr(type(model), 'forward', forward_without_bounds)
+    with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
+        fit(model, ragged_batch(ONE_UNLABELLED), packing=True)
+
+
+def test_leak_is_refused_in_half_precision():
+    """It changes the gradient by the logits of this fresh model by 5e-3, less than the round-off of bfloat16."""
+    torch.manual_seed(0)
+    sizes = {'vocab_size': VOCABULARY, 'd_model': 32, 'n_layers': 2, 'n_heads': 2, 'max_seq_len': 64}
+    config = MptConfig(initializer_range=0.01, **sizes)
+    model = MptForCausalLM(config).bfloat16()
     with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
         fit(model, ragged_batch(ONE_UNLABELLED), packing=True)
 
