@@ -566,7 +566,7 @@ class _ShownWeights:
         ) -> tuple[tuple[object, ...], dict[str, object]]:
             self._show(module, in_float32=in_float32, varied=varied)
             if in_float32:
-                # Some models cast an input to the type of the weights, which they read before this module runs.
+                # Some models cast an input to the type of their weights, such as the mask of Mllama.
                 args = tuple(_in_float32(value) for value in args)
                 kwargs = {name: _in_float32(value) for name, value in kwargs.items()}
             return args, kwargs
@@ -575,7 +575,7 @@ class _ShownWeights:
             for module in self._modules:
                 # A module that no forward has reached yet may have weights with equal entries.
                 may_vary = varied and (module not in self.equal_names or bool(self.equal_names[module]))
-                if may_vary or (in_float32 and _has_half_weights(module)):
+                if may_vary or in_float32:
                     hooks.enter_context(module.register_forward_pre_hook(show, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
@@ -624,13 +624,8 @@ def _in_float32(value: ValueT) -> ValueT | Tensor:
     return value
 
 
-def _has_half_weights(module: Module) -> bool:
-    """Returns whether the module itself, without its children, has a weight in half precision."""
-    return any(weight.dtype in HALF_PRECISION for weight in module.parameters(recurse=False))
-
-
 def _can_convert(model: Module) -> bool:
-    """Returns whether a model computes in float32 if its weights in half precision are shown in float32.
+    """Returns whether a model has weights in half precision, and computes in float32 if they are shown in float32.
 
     FSDP itself sets the types of a forward, and modules with quantized weights (integers, float8) may compute in half
     precision. The result would be in float32, but with the round-off of half precision.
@@ -638,7 +633,8 @@ def _can_convert(model: Module) -> bool:
     is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     is_sharded |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
     types = {parameter.dtype for parameter in model.parameters()}
-    return not is_sharded and bool(types) and types <= {torch.float32, *HALF_PRECISION}
+    has_half_weights = not types.isdisjoint(HALF_PRECISION)
+    return has_half_weights and types <= {torch.float32, *HALF_PRECISION} and not is_sharded
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
