@@ -566,9 +566,9 @@ class _ShownWeights:
         ) -> tuple[tuple[object, ...], dict[str, object]]:
             self._show(module, in_float32=in_float32, varied=varied)
             if in_float32:
-                # Some models cast an input to the type of their weights, such as the mask of Mllama.
-                args = tuple(_in_float32(value) for value in args)
-                kwargs = {name: _in_float32(value) for name, value in kwargs.items()}
+                # Some models cast pixels or a mask to the type of their weights.
+                args = tuple(_input_in_float32(value) for value in args)
+                kwargs = {name: _input_in_float32(value) for name, value in kwargs.items()}
             return args, kwargs
 
         with ExitStack() as hooks:
@@ -622,6 +622,17 @@ def _in_float32(value: ValueT) -> ValueT | Tensor:
     if isinstance(value, Tensor) and value.dtype in HALF_PRECISION:
         return value.float()
     return value
+
+
+def _input_in_float32(value: ValueT) -> ValueT | Tensor:
+    """Returns an input of a module in float32, see :func:`_in_float32`.
+
+    Raises TypeError for states of text, ``(rows, width, entries)``, in half precision. The model itself has rounded them,
+    as T5 does in each layer. So the result would not be more exact than in half precision.
+    """
+    if isinstance(value, Tensor) and value.dim() == 3 and value.dtype in HALF_PRECISION:
+        raise TypeError('The model casts states to half precision.')
+    return _in_float32(value)
 
 
 def _can_convert(model: Module) -> bool:

@@ -155,23 +155,30 @@ def test_nearest_gradient_decides():
     assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
 
 
-def with_half_weights(needs_half_precision=False):
-    """Returns a model with weights in bfloat16, which may refuse to compute in another precision, as a kernel does."""
+def takes_only_half_precision(module, args):
+    if args[0].dtype != torch.bfloat16:
+        raise RuntimeError('the kernel supports only bfloat16')
 
-    def check(module, args, output):
-        if output.dtype != torch.bfloat16:
-            raise RuntimeError('the kernel supports only bfloat16')
 
+def casts_to_type_of_weights(module, args):
+    return (args[0].to(module.weight.dtype),)
+
+
+def with_half_weights(before_head=None):
+    """Returns a model with weights in bfloat16. ``before_head`` is called before its output embedding."""
     model = one_layer_model().bfloat16()
-    if needs_half_precision:
-        model.lm_head.register_forward_hook(check)
+    if before_head is not None:
+        model.lm_head.register_forward_pre_hook(before_head)
     return model
 
 
-@pytest.mark.parametrize(('needs_half_precision', 'least', 'most'), [(False, 1e-9, 1e-6), (True, 1e-5, 1e-1)])
-def test_round_off_has_the_probes_precision(needs_half_precision, least, most):
+@pytest.mark.parametrize(
+    ('before_head', 'least', 'most'),
+    [(None, 1e-9, 1e-6), (takes_only_half_precision, 1e-5, 1e-1), (casts_to_type_of_weights, 1e-5, 1e-1)],
+)
+def test_round_off_has_the_probes_precision(before_head, least, most):
     row = text_row(40, 30)
-    probe = probe_of(causal, model=with_half_weights(needs_half_precision))
+    probe = probe_of(causal, model=with_half_weights(before_head))
     plain = probe.run(row).gradients['tokens'][-1]
     rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
     assert least < float((rounded - plain).norm() / plain.norm()) < most
