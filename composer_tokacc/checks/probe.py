@@ -627,8 +627,8 @@ def _in_float32(value: ValueT) -> ValueT | Tensor:
 def _input_in_float32(value: ValueT) -> ValueT | Tensor:
     """Returns an input of a module in float32, see :func:`_in_float32`.
 
-    Raises TypeError for states of text, ``(rows, width, entries)``, in half precision. The model itself has rounded them,
-    as T5 does in each layer. So the result would not be more exact than in half precision.
+    Raises TypeError for states of text, ``(rows, width, entries)``, in half precision. The model itself has rounded
+    them, as T5 does in each layer. So the result would not be more exact than in half precision.
     """
     if isinstance(value, Tensor) and value.dim() == 3 and value.dtype in HALF_PRECISION:
         raise TypeError('The model casts states to half precision.')
