@@ -11,7 +11,6 @@ import re
 from io import BytesIO
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from composer.core import Timestamp
@@ -20,11 +19,11 @@ from torch.utils.data import Dataset
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.programs.answers import Answers, _images_from_files, _images_from_pixels, _inputs_before
+from composer_tokacc.programs.answers import Answers, _inputs_before, _thumbnails
 from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import qwen2_vl
-from tests.support.llava_folder import write_llava_folder
+from tests.support.conversations import turns
 from tests.support.training import hugging_face
 
 
@@ -77,7 +76,7 @@ def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path)
         assert line['expected'] == answer.expected
         assert line['generated'] == answer.generated
         for shown_image, image in zip(answer.images, images, strict=True):
-            np.testing.assert_allclose(shown_image * 255, image, rtol=0, atol=0.99)
+            assert shown_image == image
 
 
 class FirstWithoutLabels(Dataset):
@@ -147,7 +146,7 @@ def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
     images = re.findall(r'base64,([^"]+)"', text)
     for image in images:
         content = base64.b64decode(image)
-        assert Image.open(BytesIO(content)).size == (48, 48), 'scans of 8 pixels are enlarged'
+        assert Image.open(BytesIO(content)).size == (8, 8)
     num_images = 0
     for answer in last:
         assert answer.expected in text
@@ -156,25 +155,22 @@ def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
     assert len(images) == num_images > 0
 
 
-def test_images_in_patches_are_shown_whole(tmp_path):
-    """Qwen's processor cuts an image into patches, which show nothing. So the page shows the image of the file."""
-    processor = qwen2_vl()
-    path = write_llava_folder(tmp_path, 8)
-    dataset = LlavaDataset(path, processor, image_dir=tmp_path / 'images')
-    index = next(index for index, record in enumerate(dataset.records) if record.count('image'))
-    sample = dataset[index]
-    assert 'pixel_values' in sample
-    assert _images_from_pixels(sample, processor) == []
-    shown_image, *_ = _images_from_files(dataset, index)
-    image, *_ = dataset.decoded(index)['image']
-    image.thumbnail((224, 224))
-    np.testing.assert_allclose(shown_image * 255, image, rtol=1e-5)
+def test_images_of_files_are_shown_small(tmp_path):
+    path = tmp_path / 'images'
+    path.mkdir()
+    Image.effect_noise((448, 112), 90).convert('RGB').save(path / 'a.png')
+    record = {'image': 'a.png', 'conversations': turns('<image>Which?', 'Noise.')}
+    (tmp_path / 'data.json').write_text(json.dumps([record]))
+    dataset = LlavaDataset(tmp_path / 'data.json', qwen2_vl(), image_dir=path)
+    (image,) = _thumbnails(dataset, 0)
+    assert image.size == (224, 56)
 
 
-@pytest.mark.parametrize('pixels', [torch.rand(9, 3, 14, 14), torch.rand(1, 1, 8, 8), torch.rand(1, 3, 8)])
-def test_pixels_that_are_no_image(pixels, processor):
-    """Nine patches of an image, an image of one channel, and patches that are flat."""
-    assert _images_from_pixels({'pixel_values': pixels, 'num_images': [1]}, processor) == []
+def test_images_of_a_dataset_stay_as_they_are():
+    dataset = SimpleNamespace(decoded=lambda index: {'image': [large]})
+    large = Image.new('RGB', (448, 448))
+    assert _thumbnails(dataset, 0)[0].size == (224, 224)
+    assert large.size == (448, 448)
 
 
 def test_patches_stay_when_text_is_cut():
