@@ -23,7 +23,6 @@ from PIL import Image
 
 from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.planning import CutOptions
 from composer_tokacc.programs.rehearsal import PlannedRun, heaviest_of_run
 from tests.support.families import MEDIA
 
@@ -43,7 +42,7 @@ def rehearsal(path: Path) -> None:
     )  # fmt: skip
     state: Any = SimpleNamespace(dataloader=None, max_duration=Time.from_epoch(3), timestamp=Timestamp())
     run = PlannedRun(state=state, accumulation=None, sampler=sampler, memory=None, labels_per_sample=None)
-    chosen, num_steps = heaviest_of_run(run, CutOptions(max_tokens=BUDGET))
+    chosen, num_steps = heaviest_of_run(run)
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
