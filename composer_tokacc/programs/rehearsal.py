@@ -231,7 +231,7 @@ def rehearse(
 
 
 def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of a run that are the largest in one of their sizes, and its number of global batches."""
+    """Returns the microbatches of a run that are the largest in one of their sizes, and how many batches it has."""
     # By index in `Candidate.sizes`: this size and the total of the largest microbatch so far, and the microbatch.
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
