@@ -195,10 +195,11 @@ def memory_of_run(
     }
 
     def calibrate(_: object) -> MemoryModel:
+        samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
             _on_meta_device(build).config,
-            [dataset[index] for index in traced_samples],
+            samples,
             width=width,
             make_optimizer=partial(build_section, 'optimizer', config.optimizer),
             has_mask=not is_flash,
