@@ -381,5 +381,7 @@ def test_full_folder_is_left_alone(tmp_path, capsys):
 
 
 def test_missing_argument_shows_usage(capsys):
-    assert export('only-one') == 2
+    with pytest.raises(SystemExit) as ended:
+        export('only-one')
+    assert ended.value.code == 2
     assert 'usage' in capsys.readouterr().err

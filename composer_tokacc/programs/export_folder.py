@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -105,18 +106,15 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Inside the folder, because files are moved only within one file system.
     with tempfile.TemporaryDirectory(dir=folder, prefix='unfinished-') as scratch:
-        unfinished = Path(scratch)
+        unfinished = Path(scratch) / 'folder'
+        unfinished.mkdir()
         _save_pretrained(inner_model, unfinished)
         _write_processor(model.get_metadata(), unfinished)
         # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
         for pattern in ('*.safetensors*', '*config.json'):
             for file in folder.glob(pattern):
                 file.unlink()
-        for file in sorted(unfinished.rglob('*')):
-            if file.is_file():
-                new_file = folder / file.relative_to(unfinished)
-                new_file.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, new_file)
+        shutil.copytree(unfinished, folder, copy_function=os.replace, dirs_exist_ok=True)
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
@@ -177,17 +175,11 @@ def _save_adapter(
         weights: The weights of the checkpoint by name.
         folder: The folder to write into.
     """
-    import peft  # an optional package
-    from safetensors.torch import save_file
-
     if not adapter_config.get('base_model_name_or_path'):
         raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
     model = with_saved_adapter(empty_model(config), adapter_config, weights, assign=True)
-    peft_weights = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    # With `bias: all` peft also lists biases that were not trained. They belong to the base, which is on `meta`.
-    adapter_weights = {name: value.contiguous() for name, value in peft_weights.items() if not value.is_meta}
-    save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    peft.get_peft_config(dict(adapter_config)).save_pretrained(str(folder))
+    # Only those of the checkpoint. With `bias: all` peft would also save biases of the base, which is on `meta`.
+    model.save_pretrained(folder, state_dict=dict(weights), save_embedding_layers=False)
 
 
 def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> Any:
