@@ -35,6 +35,7 @@ from composer_tokacc.compat import composer_state_types, inner_model
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
+from composer_tokacc.programs.machine_faults import fault_of_machine
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +206,8 @@ def check_checkpoint(key: str, path: Path) -> None:
 def reading_checkpoint(path: Path) -> Iterator[None]:
     """Turns any error in the block, which reads a checkpoint, into one line for the user.
 
-    All kinds of errors are possible, because the file may come from another program.
+    All kinds of errors are possible, because the file may come from another program. A full disk is possible, too,
+    because a sharded checkpoint is written as one file.
     """
     try:
         yield
@@ -214,11 +216,11 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         # Only the first sentence: torch's next one recommends `weights_only=False`, which would run code in the file.
         reason = str(error).partition('. ')[0]
-        raise ConfigError(
-            '',
+        damage = (
             'the checkpoint must be complete and written by Composer for a HuggingFaceModel, and hold only tensors and '
-            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})',
-        ) from error
+            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})'
+        )
+        raise ConfigError('', fault_of_machine(error) or damage) from error
 
 
 def read_state(path: Path) -> dict[str, Any]:

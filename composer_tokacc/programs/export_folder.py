@@ -26,7 +26,6 @@ from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, r
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
-from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
@@ -123,13 +122,7 @@ def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         return read_state(checkpoint)
     with reading_checkpoint(checkpoint):
-        try:
-            dcp_to_torch_save(checkpoint.resolve(), scratch / 'unsharded.pt')
-        except Exception as error:
-            fault = fault_of_machine(error)  # such as a full disk, because a file is written here
-            if fault:
-                raise ConfigError('', fault) from error
-            raise
+        dcp_to_torch_save(checkpoint.resolve(), scratch / 'unsharded.pt')
     return read_state(scratch / 'unsharded.pt')
 
 
