@@ -184,30 +184,30 @@ class StandIns:
 
     def __getitem__(self, index: int) -> Row:
         """Returns the sample of a row of the table. Its tensors have shape (1, ...), as those of other datasets."""
-        has_image = bool(self.image_tokens[index])
+        num_image_tokens = self.image_tokens[index]
         if self.processor is not None:
-            sample = self._processed(index)
-        elif has_image:
+            side = 0
+            if num_image_tokens:
+                is_largest = num_image_tokens == self.image_tokens.max()
+                side = LARGE_SIDE if is_largest else SMALL_SIDE
+            sample = self._processed(side)
+        elif num_image_tokens:
             sample = _image_sample_of(self.config)
         else:
             token = torch.ones(1, 1, dtype=torch.long)
             sample = {'input_ids': token, 'attention_mask': token}
         labels = sample['input_ids'].clone()
-        return {**sample, 'labels': labels, 'num_images': [int(has_image)]}
+        return {**sample, 'labels': labels, 'num_images': [int(num_image_tokens > 0)]}
 
-    def _processed(self, index: int) -> Row:
-        """Returns a sample by the processor. Its image is large in the rows with the most image tokens, else small."""
+    def _processed(self, side: int) -> Row:
+        """Returns a sample by the processor, with an image of this side in pixels. Without an image if it is 0."""
         content = [{'type': 'text', 'text': 'a'}]
-        has_image = bool(self.image_tokens[index])
-        if has_image:
+        if side:
             content.insert(0, {'type': 'image'})
         conversation = [{'role': 'user', 'content': content}]
         text = owner_of_template(self.processor).apply_chat_template(conversation, tokenize=False)
-        if not has_image:
-            tokenizer = tokenizer_of(self.processor)
-            return dict(tokenizer(text=text, return_tensors='pt'))
-        is_largest = self.image_tokens[index] == self.image_tokens.max()
-        side = LARGE_SIDE if is_largest else SMALL_SIDE
+        if not side:
+            return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
         image = Image.new('RGB', (side, side))
         return dict(self.processor(text=text, return_tensors='pt', images=[image]))
 

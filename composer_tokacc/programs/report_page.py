@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. If a run has more steps, each point is the mean of several."""
+"""Most points of a curve. If a run has more steps, every second step is drawn, or every third, and so on."""
 MOST_IMAGES = 12
 """Most images that are shown of an answered sample."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
@@ -132,7 +133,8 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     for number, (name, (steps, values)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
         points = []
-        for step, value in _thinned(steps, values):
+        stride = math.ceil(len(steps) / MOST_POINTS)
+        for step, value in zip(steps[::stride], values[::stride], strict=True):
             # Both in [0, 1]. A single step or a constant curve must not divide by zero.
             across = (step - first_step) / max(last_step - first_step, 1)
             up = (value - low) / ((high - low) or 1)
@@ -154,10 +156,3 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
         f'role="img">{axes}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
     )
-
-
-def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns at most ``MOST_POINTS`` points, a step and a value each. Each is the mean of neighbouring points."""
-    points = np.array([steps, values], dtype=float).T  # (n, 2)
-    groups = np.array_split(points, min(len(points), MOST_POINTS))
-    return [tuple(group.mean(axis=0)) for group in groups]
