@@ -39,7 +39,7 @@ from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import Microbatch
 from composer_tokacc.programs.build import RunParts
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
@@ -55,8 +55,6 @@ log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
 """At most this many global batches are searched for the heaviest microbatches. It takes about ten seconds."""
-NAMED_SAMPLES = 4
-"""Most samples that an error names."""
 
 
 class Candidate(NamedTuple):
@@ -232,23 +230,27 @@ def rehearse(
 
 def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
     """Returns the microbatches of a run that are the largest in one of their sizes, and how many batches it has."""
-    # By index in `Candidate.sizes`: this size and the total of the largest microbatch so far, and the microbatch.
-    largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
+    heaviest: list[Candidate] = []
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
+        candidates = list(heaviest)
         for planned_microbatches in ranks:
-            for candidate in _candidates_of_rank(run, step, planned_microbatches, window):
-                sizes = candidate.sizes()
-                total = sizes[-1]
-                for index, size in enumerate(sizes):
-                    size_and_total = (size, total)  # if two have the same size, the larger total wins
-                    if index not in largest or size_and_total > largest[index][0]:
-                        largest[index] = size_and_total, candidate
-    distinct = {id(candidate): candidate for _, candidate in largest.values()}
-    # The lightest first. If one does not fit, the lines of the report show how much did fit.
-    lightest_first = sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1])
-    return lightest_first, num_batches
+            candidates += _candidates_of_rank(run, step, planned_microbatches, window)
+        heaviest = _largest_by_each_size(candidates)
+    return heaviest, num_batches
+
+
+def _largest_by_each_size(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the largest candidate by each of its sizes, the lightest first.
+
+    If one does not fit, the lines of the report show how much did fit.
+    """
+    by_total = sorted(candidates, key=lambda candidate: candidate.sizes()[-1])
+    sizes = np.array([candidate.sizes() for candidate in by_total])  # (candidates, sizes)
+    # If two have the same size, the one with the larger total wins, which is the last.
+    chosen = len(by_total) - 1 - sizes[::-1].argmax(axis=0)
+    return [by_total[index] for index in np.unique(chosen)]
 
 
 def _candidates_of_rank(
@@ -485,11 +487,9 @@ def _does_not_fit(
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
     dataset = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
-    for index in failed.samples[:NAMED_SAMPLES]:
+    for index in failed.samples:
         sample_ids = dataset[index].get('sample_ids', [index])
         names.append(str(sample_ids[0]))
-    if len(failed.samples) > NAMED_SAMPLES:
-        names.append('...')
     split = split_of(run.state.dataloader)
     if split is None or split.options.slot_tokens is None:
         # The sampler's `max_tokens` are the budget for every size, so another size would not help.
@@ -501,8 +501,8 @@ def _does_not_fit(
     return ConfigError(
         'microbatching.device_train_microbatch_size',
         f'must be a size whose microbatches fit into memory, got: {size}. One of step {failed.step} does not fit '
-        f'({failed}; samples {", ".join(names)}). {remedy}, leave these samples out, shard the model, or checkpoint '
-        'activations',
+        f'({failed}; samples {shorten(", ".join(names), 100)}). {remedy}, leave these samples out, shard the model, or '
+        'checkpoint activations',
     )
 
 
