@@ -196,7 +196,7 @@ def check_checkpoint(key: str, path: Path) -> None:
 
 
 @contextmanager
-def reading_checkpoint(path: Path) -> Iterator[None]:
+def reading_checkpoint(path: Path | str) -> Iterator[None]:
     """Turns any error in the block, which reads a checkpoint, into one line for the user.
 
     All kinds of errors are possible, because the file may come from another program. A full disk is possible, too,

@@ -20,7 +20,7 @@ from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building
@@ -58,7 +58,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 
 def _write_folder(
     state: Section,
-    checkpoint: Path,
+    source: Path | str,
     folder: Path,
     *,
     merge: bool,
@@ -66,20 +66,19 @@ def _write_folder(
     """Writes model and processor into an empty folder.
 
     Args:
-        state: The part ``state`` of the checkpoint.
-        checkpoint: Where it comes from, for errors.
+        state: The part ``state`` of a checkpoint.
+        source: Where it comes from, for errors.
         folder: The empty folder.
         merge: See :func:`export_checkpoint`.
     """
-    with reading_checkpoint(checkpoint):
+    with reading_checkpoint(source):
         # HuggingFaceModel saves these files of Transformers, each as a mapping with its `content`.
         metadata = state['integrations']['huggingface']
         adapter_file = metadata['model'].get('peft_config')
         generation_file = metadata['model'].get('generation_config')
-        generation_config = GenerationConfig.from_dict(generation_file['content']) if generation_file else None
         # HuggingFaceModel holds the model as its attribute `model`.
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
-        _check_finite(weights, str(checkpoint))
+        _check_finite(weights, source)
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
     if adapter_file is not None and not merge:
         _save_adapter(config, adapter_file['content'], weights, folder)
@@ -88,9 +87,16 @@ def _write_folder(
             model = _model_with_weights(config, weights)
         else:
             model = _merged_model(config, adapter_file['content'], weights)
+        set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
+        generation_config = model.generation_config
+        if generation_file:
+            generation_config = GenerationConfig.from_dict(generation_file['content'])
+        # Saved separately, because Transformers refuses to save some generation configs that it loads, such as
+        # Vicuna's: greedy, with a temperature.
+        model.generation_config = GenerationConfig()
+        model.save_pretrained(folder)
         if generation_config is not None:
-            model.generation_config = generation_config
-        _save_pretrained(model, folder)
+            generation_config.to_json_file(folder / 'generation_config.json')
     _write_processor(metadata, folder)
 
 
@@ -100,15 +106,13 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     The model must not be sharded. Of a model with an adapter, only the adapter is written. If it cannot be written, the
     earlier export stays.
     """
-    inner_model: Any = model.model
-    _check_finite(dict(inner_model.named_parameters()), 'the trained model')
+    state = {'model': model.state_dict(), 'integrations': {'huggingface': model.get_metadata()}}
     folder.mkdir(parents=True, exist_ok=True)
     # Inside the folder, because files are moved only within one file system.
     with tempfile.TemporaryDirectory(dir=folder, prefix='unfinished-') as scratch:
         unfinished = Path(scratch) / 'folder'
         unfinished.mkdir()
-        _save_pretrained(inner_model, unfinished)
-        _write_processor(model.get_metadata(), unfinished)
+        _write_folder(state, 'the trained model', unfinished, merge=False)
         # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
         for pattern in ('*.safetensors*', '*config.json'):
             for file in folder.glob(pattern):
@@ -126,32 +130,15 @@ def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     return read_state(scratch / 'unsharded.pt')
 
 
-def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    """Refuses weights with NaN or infinity, and complex ones. ``owner`` names the model or checkpoint in the error."""
+def _check_finite(weights: Mapping[str, torch.Tensor], source: Path | str) -> None:
+    """Refuses weights with NaN or infinity, and complex ones. ``source`` names the checkpoint in the error."""
     wrong_names = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
     if wrong_names:
         raise ConfigError(
             '',
-            f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {wrong_names[:3]}',
+            f'the weights must be finite numbers, got: {source} with NaN, infinite or complex ones in '
+            f'{wrong_names[:3]}',
         )
-
-
-def _save_pretrained(model: Any, folder: Path) -> None:
-    """Saves a model, and its generation config separately.
-
-    Transformers refuses to save some generation configs that it loads, such as Vicuna's: greedy, with a temperature.
-    """
-    set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
-    generation_config = getattr(model, 'generation_config', None)
-    if not isinstance(model, PreTrainedModel) or generation_config is None:  # an adapter saves no generation config
-        model.save_pretrained(folder)
-        return
-    model.generation_config = GenerationConfig()  # the default, which can be saved
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.generation_config = generation_config
-    generation_config.to_json_file(folder / 'generation_config.json')
 
 
 def _save_adapter(
