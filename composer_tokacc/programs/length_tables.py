@@ -125,7 +125,7 @@ def read_lengths(path: str) -> LengthTable:
             'lengths',
             f'must be a CSV file of numbers, plain or .gz, got: {path} ({shorten(error)})',
         ) from error
-    names = samples.dtype.names
+    names = samples.dtype.names or ()
     if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():  # numpy gives equal names a number
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
