@@ -119,7 +119,7 @@ def read_lengths(path: str) -> LengthTable:
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
     try:
         with without_warnings():  # numpy warns of an empty file, and then raises an IndexError
-            samples = np.genfromtxt(path, delimiter=',', names=True, comments=None, encoding='utf-8-sig', ndmin=1)
+            samples = np.genfromtxt(path, delimiter=',', names=True, encoding='utf-8-sig', ndmin=1)
     except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
         raise ConfigError(
             'lengths',
