@@ -15,13 +15,12 @@ import pytest
 import torch
 from composer.core import Timestamp
 from PIL import Image
-from torch.utils.data import Dataset
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answers, _inputs_before, _thumbnails
 from composer_tokacc.programs.report_page import write_page
-from examples.digits import DigitsDataset, digits_model_config
+from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 from tests.data.chat_processors import qwen2_vl
 from tests.support.conversations import turns
 from tests.support.training import hugging_face
@@ -79,63 +78,39 @@ def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path)
             assert shown_image == image
 
 
-class FirstWithoutLabels(Dataset):
-    """The samples of a dataset, the first of them without a label."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        sample = self.dataset[index]
-        if index == 0:
-            sample['labels'] = torch.full_like(sample['labels'], -100)
-        return sample
+def without_labels(sample):
+    sample['labels'] = torch.full_like(sample['labels'], -100)
 
 
-def test_sample_without_labels_is_not_answered(model, dataset, processor, tmp_path, caplog):
+def with_media_at_its_end(sample):
+    """Adds the images once more after the answer, in a turn without loss."""
+    is_image = sample['input_ids'] == build_digits_processor().image_token_id
+    added_ids = sample['input_ids'][is_image][None]
+    added = {
+        'input_ids': added_ids,
+        'attention_mask': torch.ones_like(added_ids),
+        'labels': torch.full_like(added_ids, -100),
+    }
+    for key, value in added.items():
+        sample[key] = torch.cat([sample[key], value], dim=1)
+    sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
+
+
+@pytest.mark.parametrize(
+    ('change', 'warning'),
+    [
+        (without_labels, 'digits-eval-0 has no label'),
+        # Generation would get media without their placeholders.
+        (with_media_at_its_end, 'digits-eval-0 has media after its last answer'),
+    ],
+)
+def test_sample_that_cannot_be_answered(change, warning, model, dataset, processor, tmp_path, caplog):
     """The other samples are answered."""
-    partly_labelled = FirstWithoutLabels(dataset)
-    (answer,) = answers_at_evaluations(model, partly_labelled, processor, tmp_path, steps=(3,))
+    samples = [dataset[index] for index in range(len(dataset))]
+    change(samples[0])
+    (answer,) = answers_at_evaluations(model, samples, processor, tmp_path, steps=(3,))
     assert answer.sample_id == 'digits-eval-4'
-    assert 'digits-eval-0 has no label' in caplog.text
-
-
-class FirstWithMediaAtItsEnd(Dataset):
-    """The samples of a dataset. The first has its images once more after the answer, in a turn without loss."""
-
-    def __init__(self, dataset, image_token_id):
-        self.dataset = dataset
-        self.image_token_id = image_token_id
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitem__(self, index):
-        sample = self.dataset[index]
-        if index > 0:
-            return sample
-        is_image = sample['input_ids'] == self.image_token_id
-        added_ids = sample['input_ids'][is_image][None]
-        added = {
-            'input_ids': added_ids,
-            'attention_mask': torch.ones_like(added_ids),
-            'labels': torch.full_like(added_ids, -100),
-        }
-        for key, value in added.items():
-            sample[key] = torch.cat([sample[key], value], dim=1)
-        sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
-        return sample
-
-
-def test_media_after_the_answer(model, dataset, processor, tmp_path, caplog):
-    """Generation would get media without their placeholders. The other samples are answered."""
-    dataset = FirstWithMediaAtItsEnd(dataset, processor.image_token_id)
-    (answer,) = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3,))
-    assert answer.sample_id == 'digits-eval-4'
-    assert 'digits-eval-0 has media after its last answer' in caplog.text
+    assert warning in caplog.text
 
 
 def test_page_has_answers_and_images(model, dataset, processor, tmp_path):

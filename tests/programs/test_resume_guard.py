@@ -154,16 +154,6 @@ def test_weights_alone_take_other_data(latest, data, tmp_path):
     assert steps(tmp_path / 'new') == 2
 
 
-def test_checkpoint_without_fingerprints_is_resumed(data, checkpoints):
-    path = (checkpoints / 'latest-rank0.pt').resolve()
-    content = torch.load(path, weights_only=False)
-    del content['state']['callbacks']['SameData']
-    torch.save(content, path)
-    write_fewer_samples(data)
-    assert main(command(data, checkpoints, 'trainer.max_duration=4ba')) == 0
-    assert steps(checkpoints) == 4
-
-
 def digits_command(folder, num_steps, *overrides):
     return [
         DIGITS,
