@@ -15,7 +15,7 @@ import pytest
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisionConfig
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 from composer_tokacc import size, train
 from composer_tokacc.data import LengthTable, build_small_processor
@@ -264,12 +264,12 @@ def test_stand_in_by_the_template_of_a_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ('encoder', 'strategy', 'tokens'),
-    [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577), (SiglipVisionConfig, 'full', 576)],
+    ('strategy', 'tokens'),
+    [('default', 576), ('full', 577)],
 )
-def test_stand_in_has_one_image(encoder, strategy, tokens):
+def test_stand_in_has_one_image(strategy, tokens):
     """A sample of two images is represented by one image, of the size that the config says."""
-    vision_config = encoder(image_size=336, patch_size=14)
+    vision_config = CLIPVisionConfig(image_size=336, patch_size=14)
     config = LlavaConfig(vision_config=vision_config, vision_feature_select_strategy=strategy)
     image_tokens = np.array([2 * tokens, 0])
     table = LengthTable(

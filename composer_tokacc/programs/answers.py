@@ -163,17 +163,13 @@ def _answer(
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
     labels = sample['labels'][0].tolist()
-    last_answer = _last_answer(labels)
-    if last_answer is None:
-        log.warning('Sample %s has no label, so the model does not answer it.', sample_id)
-        return None
-    start, end = last_answer
+    start, end = _last_answer(labels)
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)  # those of videos and audio, too
     token_ids = sample['input_ids'][0]
-    if not set(placeholders).isdisjoint(token_ids[start:].tolist()):
-        # generate() would get the text before the answer, but all media of the sample.
-        log.warning('Sample %s has media after its last answer, so the model does not answer it.', sample_id)
+    has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
+    if start == end or has_media_after:  # generate() would get only the text before the answer, but all media
+        log.warning('The model does not answer sample %s: no label, or media after its last answer.', sample_id)
         return None
     inner: Any = model.model  # of Transformers
     prompt_and_answer = inner.generate(
@@ -216,14 +212,12 @@ def _inputs_before(
     return inputs
 
 
-def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
-    """Returns the start and the end (exclusive) of the last unbroken run of labels. None if there is no label."""
+def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
+    """Returns the start and the end (exclusive) of the last unbroken run of labels. Both are 0 if there is no label."""
     end = len(labels)
     while end > 0 and labels[end - 1] == IGNORE_INDEX:
         end -= 1
-    if end == 0:
-        return None
-    start = end - 1
+    start = end
     while start > 0 and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return start, end

@@ -40,8 +40,6 @@ CSV_COLUMNS = {
 LONGEST_SAMPLE = 2**24
 """Most tokens of a sample, far more than any model takes. With a hundred times as many, the simulation of ``size`` runs
 out of memory."""
-CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Number of class tokens, which are no patches, of the vision encoders with one fixed image size."""
 SMALL_SIDE = 336
 """Side of a small image, in pixels."""
 LARGE_SIDE = 1344
@@ -213,14 +211,14 @@ class StandIns:
 
 
 def _image_sample_of(config: Any) -> Row:
-    """Returns a sample that is only an image, for LLaVA with an encoder of one image size. Refuses other models.
+    """Returns a sample that is only an image, for LLaVA with CLIP as its vision encoder. Refuses other models.
 
     If an encoder takes images of any size, or cuts them into tiles, its config does not say how large they are.
     Other models with one size, such as PaliGemma, are not supported.
     """
     vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id
-    if config.model_type != 'llava' or vision_config.model_type not in CLASS_TOKENS or token_id is None:
+    if config.model_type != 'llava' or vision_config.model_type != 'clip_vision_model' or token_id is None:
         raise ConfigError(
             'lengths',
             f'with image tokens needs `model.pretrained`, got: a `model.config` of {config.model_type}, from which no '
@@ -228,9 +226,9 @@ def _image_sample_of(config: Any) -> Row:
         )
     side = vision_config.image_size
     patches_per_side = side // vision_config.patch_size
-    num_tokens = patches_per_side**2 + CLASS_TOKENS[vision_config.model_type]
-    if config.vision_feature_select_strategy == 'default':  # LLaVA drops the first feature
-        num_tokens -= 1
+    num_tokens = patches_per_side**2
+    if config.vision_feature_select_strategy != 'default':  # with `default`, LLaVA drops CLIP's class token
+        num_tokens += 1
     token_ids = torch.full((1, num_tokens), token_id)
     return {
         'input_ids': token_ids,

@@ -96,21 +96,14 @@ def with_media_at_its_end(sample):
     sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
 
 
-@pytest.mark.parametrize(
-    ('change', 'warning'),
-    [
-        (without_labels, 'digits-eval-0 has no label'),
-        # Generation would get media without their placeholders.
-        (with_media_at_its_end, 'digits-eval-0 has media after its last answer'),
-    ],
-)
-def test_sample_that_cannot_be_answered(change, warning, model, dataset, processor, tmp_path, caplog):
-    """The other samples are answered."""
+@pytest.mark.parametrize('change', [without_labels, with_media_at_its_end])
+def test_sample_that_cannot_be_answered(change, model, dataset, processor, tmp_path, caplog):
+    """The other samples are answered. With media at its end, generation would get media without their placeholders."""
     samples = [dataset[index] for index in range(len(dataset))]
     change(samples[0])
     (answer,) = answers_at_evaluations(model, samples, processor, tmp_path, steps=(3,))
     assert answer.sample_id == 'digits-eval-4'
-    assert warning in caplog.text
+    assert 'does not answer sample digits-eval-0' in caplog.text
 
 
 def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
