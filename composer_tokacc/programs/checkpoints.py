@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -470,14 +469,14 @@ class SameData(Callback):
             if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
             if saved_batches != batches:
-                self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
+                self._other_batches = f'{saved_batches} there, {batches} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_unknown_setting = name.startswith('optimizer.') and name not in self._fingerprints
             value = self._fingerprints.get(name)
             if saved_value != value and not is_unknown_setting:
-                differing[name] = f'{name} {_short(saved_value)} there, {_short(value)} here'
+                differing[name] = f'{name} {saved_value} there, {value} here'
         if not differing:
             return
         details = ', '.join(differing.values())
@@ -540,9 +539,3 @@ def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> 
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
-
-
-def _short(value: Any) -> str:
-    """Returns a value as JSON, with each fingerprint (32 hexadecimal digits) cut to its first eight."""
-    as_json = json.dumps(value).strip('"')
-    return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', as_json)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -83,8 +82,11 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the planned shape. The split may cut it into smaller microbatches."""
-        text = f'{self.shape.rows} rows of {self.shape.width} tokens, {self.shape.image_tokens} image tokens'
-        return text if self.shape.labels is None else f'{text}, logits at {self.shape.labels} positions'
+        shape = self.shape
+        return (
+            f'{shape.rows} rows of {shape.width} tokens, {shape.image_tokens} image tokens, logits at {shape.logits} '
+            'positions'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,10 @@ class RehearsalReport:
     """The size that was rehearsed last. At the end it is a size that fits. Not always an integer, as in Composer."""
     lines: list[str] = field(default_factory=list)
     """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
-    seconds: float = 0.0
 
     def text(self) -> str:
         """Returns all lines as one text, for the log."""
-        head = f'rehearsed the heaviest microbatches of {self.num_batches:,} steps in {self.seconds:.1f} s:'
+        head = f'rehearsed the heaviest microbatches of {self.num_batches:,} steps:'
         return '\n  '.join([head, *self.lines])
 
 
@@ -206,7 +207,6 @@ def rehearse(
         memory=memory,
         labels_per_sample=labels_per_sample,
     )
-    started = time.monotonic()
     # Without a size no smaller one can be tried. 1 cannot be halved.
     size = state.device_train_microbatch_size or 1
     report = RehearsalReport(num_batches=0, microbatch_size=size)
@@ -224,7 +224,6 @@ def rehearse(
         if not state.auto_microbatching or not report.microbatch_size:
             raise _does_not_fit(run, first_failure, size, fitting_size=report.microbatch_size)
         state.device_train_microbatch_size = report.microbatch_size
-    report.seconds = time.monotonic() - started
     return report
 
 
