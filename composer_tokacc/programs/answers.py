@@ -237,7 +237,7 @@ def _thumbnails(dataset: Any, index: int) -> list[Image.Image]:
         images.append(Image.fromarray(first_frame.numpy()))
     thumbnails = []
     for image in images:
-        thumbnail = image.copy()  # the dataset may keep its images
+        thumbnail = image.convert('RGB')  # always a copy, because the dataset may keep its images
         thumbnail.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
         thumbnails.append(thumbnail)
     return thumbnails

@@ -139,9 +139,11 @@ def test_images_of_files_are_shown_small(tmp_path):
 
 def test_images_of_a_dataset_stay_as_they_are():
     dataset = SimpleNamespace(decoded=lambda index: {'image': [large]})
-    large = Image.new('RGB', (448, 448))
-    assert _thumbnails(dataset, 0)[0].size == (224, 224)
-    assert large.size == (448, 448)
+    for mode in ('RGB', 'CMYK'):
+        large = Image.new(mode, (448, 448))
+        (thumbnail,) = _thumbnails(dataset, 0)
+        assert (thumbnail.mode, thumbnail.size) == ('RGB', (224, 224))
+        assert (large.mode, large.size) == (mode, (448, 448))
 
 
 def test_patches_stay_when_text_is_cut():
