@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,6 @@ from composer_tokacc.programs.process import silence_harmless_warnings
 
 __all__ = ['main']
 
-USAGE = 'usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]'
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit status: 2, with one line, for a mistake of the user.
@@ -28,24 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: As in the module's docstring; None takes them from the command line.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] in (['-h'], ['--help']):
-        print(__doc__)
-        return 0
-    merges = arguments[2:] == ['merge=true']
-    if len(arguments) != 2 and not merges:
-        print(USAGE, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        'python -m composer_tokacc.export',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument('checkpoint', type=Path)
+    parser.add_argument('folder')
+    parser.add_argument('merge', nargs='?', choices=['merge=true'])
+    parsed = parser.parse_args(arguments)
     silence_harmless_warnings()  # of torch, Composer and Transformers
-    # Imported here, because the import takes seconds and the usage errors above should not wait for it.
+    # Imported here, because the import takes seconds and the usage errors above must not wait for it.
     from composer_tokacc.programs.export_folder import export_checkpoint
 
-    checkpoint, folder = arguments[:2]
     try:
-        export_checkpoint(Path(checkpoint), local_folder('FOLDER', folder), merge=merges)
+        folder = local_folder('FOLDER', parsed.folder)
+        export_checkpoint(parsed.checkpoint, folder, merge=parsed.merge is not None)
     except ConfigError as error:
         return refuse(error)
-    print(f'written to {folder}')
+    print(f'written to {parsed.folder}')
     return 0
 
 

@@ -112,18 +112,13 @@ def _one_of_each_combination(dataset: Any) -> list[int]:
     start = 0  # of the part
     for part in parts:
         num_samples = len(part)
-        must_read = not hasattr(part, 'modalities')
-        num_looked_at = num_samples
-        if must_read:
-            num_looked_at = min(num_samples, MAX_READ_FOR_MODALITIES)
-        # Evenly spread, which is every sample if none must be read.
-        indices = np.linspace(0, num_samples - 1, num_looked_at).astype(int)
-        for index in indices.tolist():
-            if must_read:
-                modalities = _modalities_of(part[index])
-            else:
-                modalities = part.modalities(index)
-            first_indices.setdefault(modalities, start + index)
+        if hasattr(part, 'modalities'):
+            for index in range(num_samples):
+                first_indices.setdefault(part.modalities(index), start + index)
+        else:
+            evenly_spread = np.linspace(0, num_samples - 1, min(num_samples, MAX_READ_FOR_MODALITIES)).astype(int)
+            for index in evenly_spread.tolist():
+                first_indices.setdefault(_modalities_of(part[index]), start + index)
         start += num_samples
     combinations = sorted(first_indices, key=len, reverse=True)
     return [first_indices[combination] for combination in combinations]

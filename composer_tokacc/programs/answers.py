@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -43,8 +42,8 @@ class Answer:
     question: str
     expected: str
     generated: str
-    images: list[np.ndarray] = field(default_factory=list, repr=False)
-    """Colors in [0, 1], of shape (height, width, 3): as the model saw them, or thumbnails of the files."""
+    images: list[Image.Image] = field(default_factory=list, repr=False)
+    """Thumbnails of the images, and of the first frame of each video."""
 
     @property
     def is_right(self) -> bool:
@@ -164,17 +163,13 @@ def _answer(
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
     labels = sample['labels'][0].tolist()
-    last_answer = _last_answer(labels)
-    if last_answer is None:
-        log.warning('Sample %s has no label, so the model does not answer it.', sample_id)
-        return None
-    start, end = last_answer
+    start, end = _last_answer(labels)
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)  # those of videos and audio, too
     token_ids = sample['input_ids'][0]
-    if not set(placeholders).isdisjoint(token_ids[start:].tolist()):
-        # generate() would get the text before the answer, but all media of the sample.
-        log.warning('Sample %s has media after its last answer, so the model does not answer it.', sample_id)
+    has_media_after = not set(placeholders).isdisjoint(token_ids[start:].tolist())
+    if start == end or has_media_after:  # generate() would get only the text before the answer, but all media
+        log.warning('The model does not answer sample %s: no label, or media after its last answer.', sample_id)
         return None
     inner: Any = model.model  # of Transformers
     prompt_and_answer = inner.generate(
@@ -196,7 +191,7 @@ def _answer(
         question=text_of(question),
         expected=text_of(token_ids[start:end]),
         generated=text_of(prompt_and_answer[0, start:]),
-        images=_images_from_pixels(sample, processor) or _images_from_files(dataset, index),
+        images=_thumbnails(dataset, index),
     )
 
 
@@ -217,40 +212,22 @@ def _inputs_before(
     return inputs
 
 
-def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
-    """Returns the start and the end (exclusive) of the last unbroken run of labels. None if there is no label."""
+def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
+    """Returns the start and the end (exclusive) of the last unbroken run of labels. Both are 0 if there is no label."""
     end = len(labels)
     while end > 0 and labels[end - 1] == IGNORE_INDEX:
         end -= 1
-    if end == 0:
-        return None
-    start = end - 1
+    start = end
     while start > 0 and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return start, end
 
 
-def _images_from_pixels(sample: Row, processor: Processor) -> list[np.ndarray]:
-    """Returns the images of a sample as the model sees them, undoing the processor's normalization.
+def _thumbnails(dataset: Any, index: int) -> list[Image.Image]:
+    """Returns small copies of a sample's images, and of the first frame of its videos.
 
-    Empty if the pixel values are not whole images of three colors, but patches or tiles, for example.
+    Empty without a method ``decoded`` of the dataset, as :class:`.LlavaDataset` has it.
     """
-    pixels = sample.get('pixel_values')
-    image_processor = getattr(processor, 'image_processor', None)
-    channel_means = getattr(image_processor, 'image_mean', None)
-    channel_deviations = getattr(image_processor, 'image_std', None)
-    if pixels is None or channel_means is None or channel_deviations is None:
-        return []
-    num_images = sample.get('num_images', [len(pixels)])[0]
-    if pixels.dim() != 4 or pixels.shape[:2] != (num_images, 3):
-        return []
-    normalized = pixels.float().permute(0, 2, 3, 1).numpy()  # the colors last, as the means have them
-    colors = normalized * channel_deviations + channel_means
-    return list(colors.clip(0, 1))
-
-
-def _images_from_files(dataset: Any, index: int) -> list[np.ndarray]:
-    """Returns thumbnails of a sample's images, and of the first frame of its videos. Empty without a LlavaDataset."""
     if not hasattr(dataset, 'decoded'):
         return []
     media = dataset.decoded(index)
@@ -258,8 +235,9 @@ def _images_from_files(dataset: Any, index: int) -> list[np.ndarray]:
     for video in media.get('video', []):
         first_frame = video.frames[0].permute(1, 2, 0)  # of shape (height, width, colors)
         images.append(Image.fromarray(first_frame.numpy()))
-    arrays = []
+    thumbnails = []
     for image in images:
-        image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-        arrays.append(np.asarray(image) / 255)
-    return arrays
+        thumbnail = image.convert('RGB')  # always a copy, because the dataset may keep its images
+        thumbnail.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        thumbnails.append(thumbnail)
+    return thumbnails

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from composer_tokacc.compat import composer_state_types, inner_model
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Processor, Section
+from composer_tokacc.programs.machine_faults import fault_of_machine
 
 log = logging.getLogger(__name__)
 
@@ -153,26 +153,19 @@ def find_damage(path: Path) -> str:
     """Returns why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
     try:
         if path.is_dir():
-            return _find_damage_in_folder(path)
+            # Only sizes are compared, because a sharded checkpoint may be too large to be read before training.
+            index = FileSystemReader(path).read_metadata().storage_data or {}
+            for entry in index.values():
+                num_bytes = (path / entry.relative_path).stat().st_size
+                if num_bytes < entry.offset + entry.length:
+                    return f'{entry.relative_path} is too short'
+            return ''
         with zipfile.ZipFile(path) as archive:  # torch.save() writes a zip archive
             # Reads the whole file and compares its checksums. Loading the file takes longer than that.
             damaged_member = archive.testzip()
         return f'{damaged_member} is not what was written' if damaged_member else ''
     except Exception as error:  # reading the pickled index of a damaged folder may raise anything
         return shorten(error, 300) or type(error).__name__
-
-
-def _find_damage_in_folder(path: Path) -> str:
-    """Returns which file is shorter than the index of a sharded checkpoint says; empty if none is.
-
-    Does not read the files.
-    """
-    index = FileSystemReader(path).read_metadata().storage_data or {}
-    for entry in index.values():
-        num_bytes = (path / entry.relative_path).stat().st_size
-        if num_bytes < entry.offset + entry.length:
-            return f'{entry.relative_path} is too short'
-    return ''
 
 
 def check_checkpoint(key: str, path: Path) -> None:
@@ -202,10 +195,11 @@ def check_checkpoint(key: str, path: Path) -> None:
 
 
 @contextmanager
-def reading_checkpoint(path: Path) -> Iterator[None]:
+def reading_checkpoint(path: Path | str) -> Iterator[None]:
     """Turns any error in the block, which reads a checkpoint, into one line for the user.
 
-    All kinds of errors are possible, because the file may come from another program.
+    All kinds of errors are possible, because the file may come from another program. A full disk is possible, too,
+    because a sharded checkpoint is written as one file.
     """
     try:
         yield
@@ -214,11 +208,11 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         # Only the first sentence: torch's next one recommends `weights_only=False`, which would run code in the file.
         reason = str(error).partition('. ')[0]
-        raise ConfigError(
-            '',
+        damage = (
             'the checkpoint must be complete and written by Composer for a HuggingFaceModel, and hold only tensors and '
-            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})',
-        ) from error
+            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})'
+        )
+        raise ConfigError('', fault_of_machine(error) or damage) from error
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -475,14 +469,14 @@ class SameData(Callback):
             if 'loader.regroup_ranks' in batches:  # older checkpoints lack it
                 saved_batches.setdefault('loader.regroup_ranks', batches['loader.regroup_ranks'])
             if saved_batches != batches:
-                self._other_batches = f'{_short(saved_batches)} there, {_short(batches)} here'
+                self._other_batches = f'{saved_batches} there, {batches} here'
         differing = {}
         for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_unknown_setting = name.startswith('optimizer.') and name not in self._fingerprints
             value = self._fingerprints.get(name)
             if saved_value != value and not is_unknown_setting:
-                differing[name] = f'{name} {_short(saved_value)} there, {_short(value)} here'
+                differing[name] = f'{name} {saved_value} there, {value} here'
         if not differing:
             return
         details = ', '.join(differing.values())
@@ -545,9 +539,3 @@ def _compare_shapes(saved: SavedRun, model: ModelShapes, *, is_strict: bool) -> 
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
-
-
-def _short(value: Any) -> str:
-    """Returns a value as JSON, with each fingerprint (32 hexadecimal digits) cut to its first eight."""
-    as_json = json.dumps(value).strip('"')
-    return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', as_json)

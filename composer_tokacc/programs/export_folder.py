@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -19,13 +19,12 @@ from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import contains_base, load_weights, refuse_partial, with_saved_adapter
-from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
@@ -58,7 +57,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
 
 def _write_folder(
     state: Section,
-    checkpoint: Path,
+    source: Path | str,
     folder: Path,
     *,
     merge: bool,
@@ -66,20 +65,19 @@ def _write_folder(
     """Writes model and processor into an empty folder.
 
     Args:
-        state: The part ``state`` of the checkpoint.
-        checkpoint: Where it comes from, for errors.
+        state: The part ``state`` of a checkpoint.
+        source: Where it comes from, for errors.
         folder: The empty folder.
         merge: See :func:`export_checkpoint`.
     """
-    with reading_checkpoint(checkpoint):
+    with reading_checkpoint(source):
         # HuggingFaceModel saves these files of Transformers, each as a mapping with its `content`.
         metadata = state['integrations']['huggingface']
         adapter_file = metadata['model'].get('peft_config')
         generation_file = metadata['model'].get('generation_config')
-        generation_config = GenerationConfig.from_dict(generation_file['content']) if generation_file else None
         # HuggingFaceModel holds the model as its attribute `model`.
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
-        _check_finite(weights, str(checkpoint))
+        _check_finite(weights, source)
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
     if adapter_file is not None and not merge:
         _save_adapter(config, adapter_file['content'], weights, folder)
@@ -88,9 +86,16 @@ def _write_folder(
             model = _model_with_weights(config, weights)
         else:
             model = _merged_model(config, adapter_file['content'], weights)
+        set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
+        generation_config = model.generation_config
+        if generation_file:
+            generation_config = GenerationConfig.from_dict(generation_file['content'])
+        # Saved separately, because Transformers refuses to save some generation configs that it loads, such as
+        # Vicuna's: greedy, with a temperature.
+        model.generation_config = GenerationConfig()
+        model.save_pretrained(folder)
         if generation_config is not None:
-            model.generation_config = generation_config
-        _save_pretrained(model, folder)
+            generation_config.to_json_file(folder / 'generation_config.json')
     _write_processor(metadata, folder)
 
 
@@ -100,23 +105,18 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
     The model must not be sharded. Of a model with an adapter, only the adapter is written. If it cannot be written, the
     earlier export stays.
     """
-    inner_model: Any = model.model
-    _check_finite(dict(inner_model.named_parameters()), 'the trained model')
+    state = {'model': model.state_dict(), 'integrations': {'huggingface': model.get_metadata()}}
     folder.mkdir(parents=True, exist_ok=True)
     # Inside the folder, because files are moved only within one file system.
     with tempfile.TemporaryDirectory(dir=folder, prefix='unfinished-') as scratch:
-        unfinished = Path(scratch)
-        _save_pretrained(inner_model, unfinished)
-        _write_processor(model.get_metadata(), unfinished)
+        unfinished = Path(scratch) / 'folder'
+        unfinished.mkdir()
+        _write_folder(state, 'the trained model', unfinished, merge=False)
         # Files of an earlier export that this one does not overwrite would stay, such as an adapter or a further shard.
         for pattern in ('*.safetensors*', '*config.json'):
             for file in folder.glob(pattern):
                 file.unlink()
-        for file in sorted(unfinished.rglob('*')):
-            if file.is_file():
-                new_file = folder / file.relative_to(unfinished)
-                new_file.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, new_file)
+        shutil.copytree(unfinished, folder, copy_function=os.replace, dirs_exist_ok=True)
 
 
 def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
@@ -125,42 +125,19 @@ def _read_checkpoint(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         return read_state(checkpoint)
     with reading_checkpoint(checkpoint):
-        try:
-            dcp_to_torch_save(checkpoint.resolve(), scratch / 'unsharded.pt')
-        except Exception as error:
-            fault = fault_of_machine(error)  # such as a full disk, because a file is written here
-            if fault:
-                raise ConfigError('', fault) from error
-            raise
+        dcp_to_torch_save(checkpoint.resolve(), scratch / 'unsharded.pt')
     return read_state(scratch / 'unsharded.pt')
 
 
-def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    """Refuses weights with NaN or infinity, and complex ones. ``owner`` names the model or checkpoint in the error."""
+def _check_finite(weights: Mapping[str, torch.Tensor], source: Path | str) -> None:
+    """Refuses weights with NaN or infinity, and complex ones. ``source`` names the checkpoint in the error."""
     wrong_names = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
     if wrong_names:
         raise ConfigError(
             '',
-            f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {wrong_names[:3]}',
+            f'the weights must be finite numbers, got: {source} with NaN, infinite or complex ones in '
+            f'{wrong_names[:3]}',
         )
-
-
-def _save_pretrained(model: Any, folder: Path) -> None:
-    """Saves a model, and its generation config separately.
-
-    Transformers refuses to save some generation configs that it loads, such as Vicuna's: greedy, with a temperature.
-    """
-    set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
-    generation_config = getattr(model, 'generation_config', None)
-    if not isinstance(model, PreTrainedModel) or generation_config is None:  # an adapter saves no generation config
-        model.save_pretrained(folder)
-        return
-    model.generation_config = GenerationConfig()  # the default, which can be saved
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.generation_config = generation_config
-    generation_config.to_json_file(folder / 'generation_config.json')
 
 
 def _save_adapter(
@@ -177,17 +154,11 @@ def _save_adapter(
         weights: The weights of the checkpoint by name.
         folder: The folder to write into.
     """
-    import peft  # an optional package
-    from safetensors.torch import save_file
-
     if not adapter_config.get('base_model_name_or_path'):
         raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
     model = with_saved_adapter(empty_model(config), adapter_config, weights, assign=True)
-    peft_weights = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    # With `bias: all` peft also lists biases that were not trained. They belong to the base, which is on `meta`.
-    adapter_weights = {name: value.contiguous() for name, value in peft_weights.items() if not value.is_meta}
-    save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
-    peft.get_peft_config(dict(adapter_config)).save_pretrained(str(folder))
+    # Only those of the checkpoint. With `bias: all` peft would also save biases of the base, which is on `meta`.
+    model.save_pretrained(folder, state_dict=dict(weights), save_embedding_layers=False)
 
 
 def _model_with_weights(config: PretrainedConfig, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -233,7 +204,7 @@ def _merged_model(
 
 def _write_processor(metadata: Section, folder: Path) -> None:
     """Writes the files of the processor (tokenizer, image processor, chat template) that the checkpoint holds."""
-    files = metadata.get('processor') or metadata.get('tokenizer') or {}
+    files = metadata.get('processor') or {}  # saved by this package; Composer saves only a tokenizer, in another form
     if not files:
         print('The checkpoint holds no processor. Save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
@@ -241,19 +212,4 @@ def _write_processor(metadata: Section, folder: Path) -> None:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError('', f'files of the processor must lie inside the folder, got: {name}')
         path.parent.mkdir(exist_ok=True)  # the tokenizer of a Q-Former has its own folder
-        path.write_bytes(_bytes_of(file))
-
-
-def _bytes_of(file: Section) -> bytes:
-    """Returns the bytes of a file of a processor.
-
-    This package saves every file as its bytes. Composer saves a ``.txt`` file as its lines, a JSON file as its value, a
-    sentencepiece model as bytes, and other files as a string.
-    """
-    content = file['content']
-    if isinstance(content, bytes):
-        return content
-    if not isinstance(content, str):
-        is_text = file['file_extension'] == '.txt'
-        content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
-    return content.encode()
+        path.write_bytes(file['content'])

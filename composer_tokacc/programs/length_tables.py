@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,8 +40,6 @@ CSV_COLUMNS = {
 LONGEST_SAMPLE = 2**24
 """Most tokens of a sample, far more than any model takes. With a hundred times as many, the simulation of ``size`` runs
 out of memory."""
-CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Number of class tokens, which are no patches, of the vision encoders with one fixed image size."""
 SMALL_SIDE = 336
 """Side of a small image, in pixels."""
 LARGE_SIDE = 1344
@@ -116,24 +113,31 @@ def read_lengths(path: str) -> LengthTable:
     unit of the first three is tokens. ``tokens`` are all tokens of the sample. ``vision_patches`` are the patches that
     the vision encoder computes, before they are merged into image tokens.
     """
-    names, columns = _read_csv(path)
-    are_known = set(names) <= CSV_COLUMNS.keys()
-    are_distinct = len(names) == len(set(names))
-    if 'tokens' not in names or not are_known or not are_distinct:
+    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
+        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
+    try:
+        with without_warnings():  # numpy warns of an empty file, and then raises an IndexError
+            samples = np.genfromtxt(path, delimiter=',', names=True, encoding='utf-8-sig', ndmin=1)
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise ConfigError(
+            'lengths',
+            f'must be a CSV file of numbers, plain or .gz, got: {path} ({shorten(error)})',
+        ) from error
+    names = samples.dtype.names or ()
+    if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys():  # numpy gives equal names a number
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
             'lengths',
             f'must have the columns {allowed_names}, each once (all but tokens can be left out), got: '
             f'{shorten(", ".join(names), 300)} in {path}',
         )
-    if not columns.size:
+    if not samples.size:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    if len(columns) != len(names):
-        raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
-    tokens = columns[names.index('tokens')]
+    tokens = samples['tokens']
     unknown = np.zeros(len(tokens), dtype=np.int32)
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
-    for name, values in zip(names, columns, strict=True):
+    for name in names:
+        values = samples[name]
         limit: Any = LONGEST_SAMPLE
         requirement = f'whole numbers up to {LONGEST_SAMPLE}'
         if name in ('image_tokens', 'loss_tokens'):  # they are among the tokens of the sample
@@ -149,30 +153,6 @@ def read_lengths(path: str) -> LengthTable:
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
-
-
-def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
-    """Returns the names in the first line, and the numbers below them, of shape (columns, samples)."""
-    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
-        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
-    read = partial(
-        np.loadtxt,
-        path,
-        delimiter=',',
-        comments=None,
-        quotechar='"',
-        encoding='utf-8-sig',
-        ndmin=2,
-    )
-    try:
-        with without_warnings():  # numpy warns of an empty file, which read_lengths() refuses
-            header = read(dtype=str, max_rows=1)
-            # As floats, because numpy would read 1.5 as the integer 1.
-            lines = read(dtype=float, skiprows=1)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
-    names = [name.strip() for name in header.ravel()]
-    return names, lines.T
 
 
 class StandIns:
@@ -195,65 +175,60 @@ class StandIns:
     ) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
-        self._image_sample: dict[str, torch.Tensor] | None = None
-        """The sample of every row with an image, if there is no processor."""
-        if processor is None and table.image_tokens.any():
-            self._image_sample = _image_sample_of(config)
-            if self._image_sample is None:
-                raise ConfigError(
-                    'lengths',
-                    f'with image tokens needs `model.pretrained`, got: a `model.config` of {config.model_type}, from '
-                    'which no image can be made. Name a checkpoint; its folder needs no weights',
-                )
+        self.config = config
 
     def __len__(self) -> int:
         return len(self.image_tokens)
 
     def __getitem__(self, index: int) -> Row:
         """Returns the sample of a row of the table. Its tensors have shape (1, ...), as those of other datasets."""
-        has_image = bool(self.image_tokens[index])
+        num_image_tokens = self.image_tokens[index]
         if self.processor is not None:
-            sample = self._processed(index)
-        elif has_image and self._image_sample is not None:
-            sample = dict(self._image_sample)
+            side = 0
+            if num_image_tokens:
+                is_largest = num_image_tokens == self.image_tokens.max()
+                side = LARGE_SIDE if is_largest else SMALL_SIDE
+            sample = self._processed(side)
+        elif num_image_tokens:
+            sample = _image_sample_of(self.config)
         else:
             token = torch.ones(1, 1, dtype=torch.long)
             sample = {'input_ids': token, 'attention_mask': token}
         labels = sample['input_ids'].clone()
-        return {**sample, 'labels': labels, 'num_images': [int(has_image)]}
+        return {**sample, 'labels': labels, 'num_images': [int(num_image_tokens > 0)]}
 
-    def _processed(self, index: int) -> Row:
-        """Returns a sample by the processor. Its image is large in the rows with the most image tokens, else small."""
+    def _processed(self, side: int) -> Row:
+        """Returns a sample by the processor, with an image of this side in pixels. Without an image if it is 0."""
         content = [{'type': 'text', 'text': 'a'}]
-        has_image = bool(self.image_tokens[index])
-        if has_image:
+        if side:
             content.insert(0, {'type': 'image'})
         conversation = [{'role': 'user', 'content': content}]
         text = owner_of_template(self.processor).apply_chat_template(conversation, tokenize=False)
-        if not has_image:
-            tokenizer = tokenizer_of(self.processor)
-            return dict(tokenizer(text=text, return_tensors='pt'))
-        is_largest = self.image_tokens[index] == self.image_tokens.max()
-        side = LARGE_SIDE if is_largest else SMALL_SIDE
+        if not side:
+            return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
         image = Image.new('RGB', (side, side))
         return dict(self.processor(text=text, return_tensors='pt', images=[image]))
 
 
-def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
-    """Returns a sample that is only an image, for LLaVA with an encoder of one image size; None for other models.
+def _image_sample_of(config: Any) -> Row:
+    """Returns a sample that is only an image, for LLaVA with CLIP as its vision encoder. Refuses other models.
 
     If an encoder takes images of any size, or cuts them into tiles, its config does not say how large they are.
     Other models with one size, such as PaliGemma, are not supported.
     """
     vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id
-    if config.model_type != 'llava' or vision_config.model_type not in CLASS_TOKENS or token_id is None:
-        return None
+    if config.model_type != 'llava' or vision_config.model_type != 'clip_vision_model' or token_id is None:
+        raise ConfigError(
+            'lengths',
+            f'with image tokens needs `model.pretrained`, got: a `model.config` of {config.model_type}, from which no '
+            'image can be made. Name a checkpoint; its folder needs no weights',
+        )
     side = vision_config.image_size
     patches_per_side = side // vision_config.patch_size
-    num_tokens = patches_per_side**2 + CLASS_TOKENS[vision_config.model_type]
-    if config.vision_feature_select_strategy == 'default':  # LLaVA drops the first feature
-        num_tokens -= 1
+    num_tokens = patches_per_side**2
+    if config.vision_feature_select_strategy != 'default':  # with `default`, LLaVA drops CLIP's class token
+        num_tokens += 1
     token_ids = torch.full((1, num_tokens), token_id)
     return {
         'input_ids': token_ids,

@@ -126,22 +126,19 @@ def keep_lines(path: Path, *, until: int) -> None:
 def read_metrics(folder: Path) -> dict[str, Series]:
     """Returns the metrics of a run by name, from the ``metrics.jsonl`` in its folder. Empty if there is no such file.
 
-    Leaves out values that were not finite. If a step has two values, as after a second evaluation of a finished run,
-    the last one counts.
+    Leaves out values that were not finite. A step may have two values, as after a second evaluation of a finished run.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
         return {}
-    values_by_name: dict[str, dict[int, float]] = {}
+    metrics: dict[str, Series] = {}
     for line in _read_lines(path):
         step = line.pop(STEP)
         for name, value in line.items():
             if isinstance(value, int | float):  # not null
-                values_by_step = values_by_name.setdefault(name, {})
-                values_by_step[step] = float(value)
-    metrics = {}
-    for name, values_by_step in values_by_name.items():
-        metrics[name] = list(values_by_step.keys()), list(values_by_step.values())
+                steps, values = metrics.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(float(value))
     return metrics
 
 

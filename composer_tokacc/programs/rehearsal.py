@@ -6,7 +6,7 @@
 A :class:`.RegroupingBatchSampler` plans all batches of a run from the lengths of the samples. So the sizes of every
 microbatch are known before it is read. Those that are the largest by one of five sizes are the candidates. The samples
 of a candidate are read, cut by the split of the run (the function that cuts a device batch into microbatches), and go
-forward and backward. If one candidate does not fit, all is done again with half the microbatch size.
+forward and backward. If one candidate does not fit, all of them are cut and run again with half the microbatch size.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -37,9 +36,9 @@ from composer_tokacc.collectives import max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch, microbatches_of
-from composer_tokacc.planning import CutOptions, Microbatch, cut_rows, padded_widths
+from composer_tokacc.planning import Microbatch
 from composer_tokacc.programs.build import RunParts
-from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.suggest import memory_of_run, of_first_rank, runs_on_gpu
@@ -55,8 +54,6 @@ log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
 """At most this many global batches are searched for the heaviest microbatches. It takes about ten seconds."""
-NAMED_SAMPLES = 4
-"""Most samples that an error names."""
 
 
 class Candidate(NamedTuple):
@@ -85,8 +82,11 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the planned shape. The split may cut it into smaller microbatches."""
-        text = f'{self.shape.rows} rows of {self.shape.width} tokens, {self.shape.image_tokens} image tokens'
-        return text if self.shape.labels is None else f'{text}, logits at {self.shape.labels} positions'
+        shape = self.shape
+        return (
+            f'{shape.rows} rows of {shape.width} tokens, {shape.image_tokens} image tokens, logits at {shape.logits} '
+            'positions'
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,10 @@ class RehearsalReport:
     """The size that was rehearsed last. At the end it is a size that fits. Not always an integer, as in Composer."""
     lines: list[str] = field(default_factory=list)
     """A line for each microbatch: its shape, predicted and measured peak. Before a smaller size is tried, its size."""
-    seconds: float = 0.0
 
     def text(self) -> str:
         """Returns all lines as one text, for the log."""
-        head = f'rehearsed the heaviest microbatches of {self.num_batches:,} steps in {self.seconds:.1f} s:'
+        head = f'rehearsed the heaviest microbatches of {self.num_batches:,} steps:'
         return '\n  '.join([head, *self.lines])
 
 
@@ -180,9 +179,8 @@ def rehearse(
     """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
     These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, the microbatch
-    size is halved and the heaviest ones of that size are run, until all of them fit. Then a run whose size is ``auto``
-    goes on with that size, and any other run is refused. Weights do not change; gradients, buffers and random numbers
-    are restored.
+    size is halved until all of them fit, cut by that size. Then a run whose size is ``auto`` goes on with it, and any
+    other run is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -194,7 +192,7 @@ def rehearse(
 
     Raises:
         ConfigError: If a microbatch does not fit, and the size is not ``auto`` or no smaller one fits. It names the
-            samples and a size that fits, or without ``slot_tokens`` the ``max_tokens`` that fit.
+            samples and a size that fits.
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
@@ -209,67 +207,49 @@ def rehearse(
         memory=memory,
         labels_per_sample=labels_per_sample,
     )
-    started = time.monotonic()
     # Without a size no smaller one can be tried. 1 cannot be halved.
     size = state.device_train_microbatch_size or 1
     report = RehearsalReport(num_batches=0, microbatch_size=size)
+    candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run))
+    first_failure: Candidate | None = None
     with _leaving_no_trace(state), _room_for_optimizers(state):
-        first_failure = _run_until_all_fit(run, report)
+        while report.microbatch_size:
+            failed = _run_all(run, candidates, report)
+            if failed is None:
+                break
+            first_failure = first_failure or failed
+            report.microbatch_size //= 2
+            report.lines.append(f'cut by a microbatch size of {report.microbatch_size}:')
     if first_failure is not None:
-        if not state.auto_microbatching:
+        if not state.auto_microbatching or not report.microbatch_size:
             raise _does_not_fit(run, first_failure, size, fitting_size=report.microbatch_size)
         state.device_train_microbatch_size = report.microbatch_size
-    report.seconds = time.monotonic() - started
     return report
 
 
-def _run_until_all_fit(run: PlannedRun, report: RehearsalReport) -> Candidate | None:
-    """Runs the heaviest microbatches, and halves the size in the report until all fit. Writes all else into it, too.
-
-    Returns the first microbatch that did not fit; None if the first size fits. Raises ConfigError if no size fits.
-    """
-    first_failure: Candidate | None = None
-    first_size = report.microbatch_size
-    options = run.sampler.rows.options
-    planned_tokens = options.max_tokens
-    longest_sample = int(run.sampler.lengths.max())
-    while True:
-        candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run, options))
-        failed = _run_all(run, candidates, report)
-        if failed is None:
-            return first_failure
-        first_failure = first_failure or failed
-        report.microbatch_size //= 2
-        # A size counts rows of `slot_tokens`, so the token budget grows with it.
-        max_tokens = int(planned_tokens * report.microbatch_size // first_size)
-        if max_tokens < longest_sample:  # a microbatch holds at least one sample
-            raise _does_not_fit(run, first_failure, first_size, fitting_size=0)
-        options = replace(options, max_tokens=max_tokens)
-        report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
-
-
-def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of a run that are the largest in one of their sizes, and the number of global batches.
-
-    ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
-    """
-    # By index in `Candidate.sizes`: this size and the total of the largest microbatch so far, and the microbatch.
-    largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
+def heaviest_of_run(run: PlannedRun) -> tuple[list[Candidate], int]:
+    """Returns the microbatches of a run that are the largest in one of their sizes, and how many batches it has."""
+    heaviest: list[Candidate] = []
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
+        candidates = list(heaviest)
         for planned_microbatches in ranks:
-            for candidate in _candidates_of_rank(run, step, planned_microbatches, window, options):
-                sizes = candidate.sizes()
-                total = sizes[-1]
-                for index, size in enumerate(sizes):
-                    size_and_total = (size, total)  # if two have the same size, the larger total wins
-                    if index not in largest or size_and_total > largest[index][0]:
-                        largest[index] = size_and_total, candidate
-    distinct = {id(candidate): candidate for _, candidate in largest.values()}
-    # The lightest first. If one does not fit, the lines of the report show how much did fit.
-    lightest_first = sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1])
-    return lightest_first, num_batches
+            candidates += _candidates_of_rank(run, step, planned_microbatches, window)
+        heaviest = _largest_by_each_size(candidates)
+    return heaviest, num_batches
+
+
+def _largest_by_each_size(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the largest candidate by each of its sizes, the lightest first.
+
+    If one does not fit, the lines of the report show how much did fit.
+    """
+    by_total = sorted(candidates, key=lambda candidate: candidate.sizes()[-1])
+    sizes = np.array([candidate.sizes() for candidate in by_total])  # (candidates, sizes)
+    # If two have the same size, the one with the larger total wins, which is the last.
+    chosen = len(by_total) - 1 - sizes[::-1].argmax(axis=0)
+    return [by_total[index] for index in np.unique(chosen)]
 
 
 def _candidates_of_rank(
@@ -277,7 +257,6 @@ def _candidates_of_rank(
     step: int,
     planned_microbatches: Sequence[Microbatch],
     window: list[int],
-    options: CutOptions,
 ) -> Iterator[Candidate]:
     """Yields the microbatches that a rank computes in one step.
 
@@ -286,19 +265,17 @@ def _candidates_of_rank(
         step: The step.
         planned_microbatches: Of the rank. Their indices are places in ``window``.
         window: Samples of the global batch.
-        options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
     packs_rows = split is not None and split.packs_rows
     samples_of_rank = [[window[place] for place in planned.indices] for planned in planned_microbatches]
-    for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
-        for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
-            samples_to_read = samples_of_rank if packs_rows else [samples]
-            shape = _shape_of(run, samples, width)
-            predicted = 0.0
-            if run.memory is not None:
-                predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
-            yield Candidate(step, samples, samples_to_read, shape, predicted)
+    for planned, samples in zip(planned_microbatches, samples_of_rank, strict=True):
+        samples_to_read = samples_of_rank if packs_rows else [samples]
+        shape = _shape_of(run, samples, planned.width)
+        predicted = 0.0
+        if run.memory is not None:
+            predicted = run.memory.peak(shape, num_ranks=dist.get_world_size())
+        yield Candidate(step, samples, samples_to_read, shape, predicted)
 
 
 def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
@@ -315,25 +292,6 @@ def _shape_of(run: PlannedRun, samples: list[int], width: int) -> BatchShape:
     return BatchShape(
         rows=len(samples), width=width, image_tokens=image_tokens, pixel_bytes=pixel_bytes, labels=num_logits
     )
-
-
-def _cut_again(
-    samples: list[int], planned: Microbatch, sampler: RegroupingBatchSampler, options: CutOptions
-) -> Iterator[tuple[list[int], int]]:
-    """Yields samples and width of a planned microbatch, or of each of its parts if it is over the budget.
-
-    The split of the run will cut it into the same parts.
-    """
-    if planned.num_tokens <= options.max_tokens:
-        yield samples, planned.width
-        return
-    planner_rows = sampler.rows.of(np.array(samples))
-    lengths = planner_rows.lengths
-    # Rows are not rounded up beyond the planned width and the budget.
-    widths = padded_widths(lengths, options.width_multiple, min(planned.width, options.max_tokens))
-    cut = cut_rows(lengths, options, **planner_rows.sizes, max_width=planned.width)
-    for rows in cut:  # indices in `samples`
-        yield [samples[row] for row in rows], int(widths[rows].max())
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
@@ -528,27 +486,22 @@ def _does_not_fit(
     """Returns the error for a microbatch that does not fit with ``size``. ``fitting_size`` is 0 if no size fits."""
     dataset = cast(RegroupingDataLoader, run.state.dataloader).dataset
     names = []
-    for index in failed.samples[:NAMED_SAMPLES]:
+    for index in failed.samples:
         sample_ids = dataset[index].get('sample_ids', [index])
         names.append(str(sample_ids[0]))
-    if len(failed.samples) > NAMED_SAMPLES:
-        names.append('...')
     split = split_of(run.state.dataloader)
-    # Without `slot_tokens` the sampler's `max_tokens` are the budget for every size, so another size would not help.
-    is_budget_of_sampler = split is None or split.options.slot_tokens is None
-    max_tokens = int(run.sampler.rows.options.max_tokens * fitting_size // size)
-    if fitting_size and is_budget_of_sampler:
-        remedy = f"Lower the sampler's `max_tokens` to {max_tokens}, with which all that was rehearsed fits"
+    if split is None or split.options.slot_tokens is None:
+        # The sampler's `max_tokens` are the budget for every size, so another size would not help.
+        remedy = "Lower the sampler's `max_tokens`"
     elif fitting_size:
         remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
-    elif is_budget_of_sampler:
-        remedy = "Lower the sampler's `max_tokens`, leave these samples out, shard the model, or checkpoint activations"
     else:
-        remedy = 'No smaller size fits either: leave these samples out, shard the model, or checkpoint activations'
+        remedy = 'No smaller size fits either'
     return ConfigError(
         'microbatching.device_train_microbatch_size',
         f'must be a size whose microbatches fit into memory, got: {size}. One of step {failed.step} does not fit '
-        f'({failed}; samples {", ".join(names)}). {remedy}',
+        f'({failed}; samples {shorten(", ".join(names), 100)}). {remedy}, leave these samples out, shard the model, or '
+        'checkpoint activations',
     )
 
 

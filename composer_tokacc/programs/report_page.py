@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import base64
 import html
+import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Most points of a curve. If a run has more steps, each point is the mean of several."""
+"""Most points of a curve. If a run has more steps, every second step is drawn, or every third, and so on."""
 MOST_IMAGES = 12
 """Most images that are shown of an answered sample."""
-MAGNIFIED_SIDE = 48
-"""Images are magnified by the largest whole factor that keeps their longer side within this many pixels. The digits of
-the demo, which have eight pixels, could not be seen otherwise. Larger images stay as they are."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH = 640
 """Width of a chart. This number and the next four are pixels."""
@@ -41,6 +38,7 @@ body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #2
 th { text-align: left; padding-right: 2em; font-weight: normal; color: #555 }
 figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold } img { max-width: 100% }
 .answer { width: 620px; margin-right: 1em; vertical-align: top }
+.answer img { min-width: 48px; image-rendering: pixelated }
 """
 
 PANELS = (
@@ -103,7 +101,9 @@ def _answered(answer: Answer) -> str:
     """Returns the HTML of a sample: its images, its question, the expected text and the text of the model."""
     pictures = []
     for image in answer.images[:MOST_IMAGES]:
-        pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
+        png = BytesIO()
+        image.save(png, 'PNG')
+        pictures.append(_embedded(png.getvalue(), f'image of {answer.sample_id}'))
     rows = [
         _row('question', answer.question),
         _row('expected', answer.expected),
@@ -112,18 +112,6 @@ def _answered(answer: Answer) -> str:
     mark = '&#10003;' if answer.is_right else '&#10007;'
     caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
     return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{"".join(rows)}</table></figure>'
-
-
-def _as_png(image: np.ndarray) -> bytes:
-    """Returns an image, (height, width, 3) in [0, 1], as the bytes of a PNG file, magnified if it is small."""
-    pixels = (np.asarray(image) * 255).round()
-    picture = Image.fromarray(pixels.astype(np.uint8))
-    scale = max(MAGNIFIED_SIDE // max(picture.size), 1)
-    size = (picture.width * scale, picture.height * scale)
-    picture = picture.resize(size, Image.Resampling.NEAREST)
-    written = BytesIO()
-    picture.save(written, 'PNG')
-    return written.getvalue()
 
 
 def _embedded(data: bytes, text: str) -> str:
@@ -145,7 +133,8 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
     for number, (name, (steps, values)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
         points = []
-        for step, value in _thinned(steps, values):
+        stride = math.ceil(len(steps) / MOST_POINTS)
+        for step, value in zip(steps[::stride], values[::stride], strict=True):
             # Both in [0, 1]. A single step or a constant curve must not divide by zero.
             across = (step - first_step) / max(last_step - first_step, 1)
             up = (value - low) / ((high - low) or 1)
@@ -167,10 +156,3 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
         f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
         f'role="img">{axes}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
     )
-
-
-def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Returns at most ``MOST_POINTS`` points, a step and a value each. Each is the mean of neighbouring points."""
-    points = np.array([steps, values], dtype=float).T  # (n, 2)
-    groups = np.array_split(points, min(len(points), MOST_POINTS))
-    return [tuple(group.mean(axis=0)) for group in groups]

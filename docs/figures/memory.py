@@ -23,7 +23,6 @@ from PIL import Image
 
 from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.planning import CutOptions
 from composer_tokacc.programs.rehearsal import PlannedRun, heaviest_of_run
 from tests.support.families import MEDIA
 
@@ -41,9 +40,11 @@ def rehearsal(path: Path) -> None:
         range(2_000), lengths=lengths, image_tokens=images, global_batch_size=64, max_tokens=BUDGET,
         num_replicas=2, rank=0,
     )  # fmt: skip
-    state: Any = SimpleNamespace(dataloader=None, max_duration=Time.from_epoch(3), timestamp=Timestamp())
+    state: Any = SimpleNamespace(
+        dataloader=None, dataloader_len=None, max_duration=Time.from_epoch(3), timestamp=Timestamp()
+    )
     run = PlannedRun(state=state, accumulation=None, sampler=sampler, memory=None, labels_per_sample=None)
-    chosen, num_steps = heaviest_of_run(run, CutOptions(max_tokens=BUDGET))
+    chosen, num_steps = heaviest_of_run(run)
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -57,7 +58,7 @@ def rehearsal(path: Path) -> None:
     figure = Figure(figsize=(7, 3.4), layout='constrained')
     axes = figure.subplots()
     axes.scatter(*zip(*planned, strict=True), s=6, color=GREY, label=f'{len(planned):,} microbatches')
-    heavy = [(one.rows * one.width, one.image_tokens) for one in chosen]
+    heavy = [(one.shape.tokens, one.shape.image_tokens) for one in chosen]
     axes.scatter(*zip(*heavy, strict=True), s=60, color=RED, marker='x', label='rehearsed before the first step')
     axes.axvline(BUDGET, color='black', lw=0.8, ls='--', label='token budget')
     finish(figure, axes, path, f'{num_steps} steps on two ranks', 'positions of a microbatch', 'image tokens in it')

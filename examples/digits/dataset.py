@@ -126,6 +126,11 @@ class DigitsDataset(Dataset):
         messages = [{'role': 'user', 'content': user}, {'role': 'assistant', 'content': [answer]}]
         return messages, images, chosen if images else chosen[:0]
 
+    def decoded(self, index: int) -> dict[str, list[Image.Image]]:
+        """Images of one sample by modality. `report.html` shows them."""
+        _, images, _ = self.conversation(index)
+        return {'image': images}
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.cached is not None and index in self.cached:
             return dict(self.cached[index])

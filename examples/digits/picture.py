@@ -91,7 +91,7 @@ def _draw_answer(axes: Any, answer: Answer | None) -> None:
     if answer is None:
         return
     if answer.images:
-        axes.imshow(_strip(answer.images), interpolation='nearest')
+        axes.imshow(_strip([np.asarray(image) / 255 for image in answer.images]), interpolation='nearest')
     else:
         axes.text(0.5, 0.5, 'text only', ha='center', va='center', color=_INK, fontsize=8, style='italic')
     axes.set_title(_fold(answer.question, 84), fontsize=8, color=_INK)

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from composer import Trainer
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import find_damage, lock_folder, repair_latest_link
+from composer_tokacc.programs.checkpoints import find_damage, lock_folder, reading_checkpoint, repair_latest_link
 from tests.support.launch import launch_json
 
 
@@ -118,6 +118,12 @@ def test_damaged_part_of_sharded_checkpoint(tmp_path):
     assert find_damage(folder) == f'{part.name} is too short'
     (folder / '.metadata').unlink()
     assert '.metadata' in find_damage(folder)
+
+
+def test_full_disk_is_not_a_damaged_checkpoint(tmp_path):
+    """A sharded checkpoint is first written as one file."""
+    with pytest.raises(ConfigError, match='the disk must have room'), reading_checkpoint(tmp_path):
+        raise RuntimeError('[enforce fail at inline_container.cc:659] . unexpected pos 704 vs 598')
 
 
 def test_folder_belongs_to_one_run(tmp_path):

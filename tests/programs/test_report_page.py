@@ -83,13 +83,13 @@ def test_page_draws_what_was_logged(run, tmp_path):
         assert all(0 <= x <= 640 and 0 <= y <= 200 for x, y in line)
 
 
-def test_long_run_is_drawn_by_means(tmp_path):
+def test_long_run_is_drawn_by_some_steps(tmp_path):
     steps = list(range(5000))
     metrics = {'loss/train/total': (steps, [float(step) for step in steps])}
     path = tmp_path / 'report.html'
     write_page(path, 'long', [], metrics)
     (line,) = lines_of(path.read_text())
-    assert len(line) == MOST_POINTS
+    assert MOST_POINTS / 2 < len(line) <= MOST_POINTS
     xs, ys = zip(*line, strict=True)
     assert list(xs) == sorted(xs)
     assert list(ys) == sorted(ys, reverse=True)

@@ -154,16 +154,6 @@ def test_weights_alone_take_other_data(latest, data, tmp_path):
     assert steps(tmp_path / 'new') == 2
 
 
-def test_checkpoint_without_fingerprints_is_resumed(data, checkpoints):
-    path = (checkpoints / 'latest-rank0.pt').resolve()
-    content = torch.load(path, weights_only=False)
-    del content['state']['callbacks']['SameData']
-    torch.save(content, path)
-    write_fewer_samples(data)
-    assert main(command(data, checkpoints, 'trainer.max_duration=4ba')) == 0
-    assert steps(checkpoints) == 4
-
-
 def digits_command(folder, num_steps, *overrides):
     return [
         DIGITS,
@@ -213,7 +203,7 @@ def adapted(adapted_run, tmp_path):
         (
             'null',
             'model.lora.alpha and model.lora.dropout and model.lora.bias and model.lora.use_rslora '
-            '(model.lora.alpha 4 there, null here',
+            '(model.lora.alpha 4 there, None here',
         ),
     ],
 )
@@ -399,7 +389,7 @@ def resume_with_batches(batch_in_epoch, **options):
 
 def test_other_batches_within_an_epoch(caplog):
     """They would repeat some samples of the epoch and leave others out."""
-    with pytest.raises(ConfigError, match=r'batches .* got: {"loader.global_batch_size": 8} there, {.*: 4} here'):
+    with pytest.raises(ConfigError, match=r'batches .* got: .*: 8} there, .*: 4} here'):
         resume_with_batches(3)
     resume_with_batches(3, on_other_data='warn')
     assert 'goes on because of `loader.on_other_data`' in caplog.text
