@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -172,9 +172,9 @@ def memory_of_run(
     precision = _traced_precision(config)
     # A trace has no ranks, so it shows only one effect of FSDP. If weights are gathered in half precision, the model
     # computes with a copy of its weights in that type: `fsdp`. If they are gathered in float32, autocast casts them as
-    # under DDP: `ddp`. The end of this function adds the other effects.
-    gathered_dtype = _gathered_dtype(config, precision) if config.is_sharded else None
-    gathers_half = gathered_dtype in (torch.float16, torch.bfloat16)
+    # under DDP: `ddp`. _as_sharded() adds the other effects.
+    sharding = _sharding(config, precision)
+    gathers_half = sharding is not None and sharding.gathered_dtype in (torch.float16, torch.bfloat16)
     strategy = 'fsdp' if gathers_half else 'ddp'
     is_for_gpu = _is_for_gpu(config)
     logits = _logits_of_run(config)
@@ -210,32 +210,73 @@ def memory_of_run(
         )
 
     memory = load_or_calibrate(cache_folder('memory'), key, calibrate)
-    if not config.is_sharded:
+    if sharding is None:
         return memory
-    if gathered_dtype is None:
-        num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
-        bytes_of_gathered_weight = math.ceil(memory.static.parameters / num_weights)
-    else:
-        bytes_of_gathered_weight = gathered_dtype.itemsize
-    return replace(memory, strategy='fsdp', static=replace(memory.static, compute_bytes=bytes_of_gathered_weight))
+    num_weights = sum(parameter.numel() for parameter in _on_meta_device(build).parameters())
+    return _as_sharded(memory, sharding, num_weights)
 
 
-def _gathered_dtype(config: TrainConfig, precision: str) -> torch.dtype | None:
-    """Returns the type in which FSDP gathers weights. None: the type in which they are stored.
+@dataclass(frozen=True)
+class Sharding:
+    """Settings of FSDP that the memory of a rank depends on."""
 
-    Refuses settings with which a rank holds more than its part of the model, because their memory is not predicted.
-    """
+    keeps_gathered: bool
+    """Whether gathered weights stay from the forward to the backward."""
+    replicas: int
+    """Number of groups of ranks that each hold the model once."""
+    gathered_dtype: torch.dtype | None
+    """Type in which weights are gathered. None: the type in which they are stored."""
+
+
+def _sharding(config: TrainConfig, precision: str) -> Sharding | None:
+    """Returns how FSDP shards the run; None if each rank holds the whole model."""
+    if not config.is_sharded:
+        return None
     settings = config.trainer['parallelism_config']['fsdp']
-    strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
-    if strategy != 'FULL_SHARD' or settings.get('reshard_after_forward', True) is not True:
+    if os.environ.get('FSDP_VERSION') == '2':
+        # With an integer only a part of each weight stays gathered. It is counted as the whole one.
+        keeps_gathered = settings.get('reshard_after_forward', True) is not True
+    else:
+        strategy = str(settings.get('sharding_strategy', 'FULL_SHARD')).upper()
+        if strategy == 'NO_SHARD':
+            return None
+        keeps_gathered = strategy in ('SHARD_GRAD_OP', '_HYBRID_SHARD_ZERO2')
+    replicas = settings.get('data_parallel_replicate_degree') or 1
+    if replicas < 1:
         raise ConfigError(
-            'trainer.parallelism_config.fsdp',
-            'must divide the model among all ranks (FULL_SHARD, and no `reshard_after_forward`) for its memory to be '
-            f'predicted, got: {settings}. Give a number as `microbatching.device_train_microbatch_size`',
+            'trainer.parallelism_config.fsdp.data_parallel_replicate_degree',
+            f'must be a number of replicas, because the memory of the run is predicted, got: {replicas}',
         )
     mixed_precision = settings.get('mixed_precision', 'DEFAULT')
     _, gathered_dtype, _, _ = get_mixed_precision(Precision(precision), mixed_precision)
-    return gathered_dtype
+    return Sharding(keeps_gathered, replicas, gathered_dtype)
+
+
+def _as_sharded(
+    memory: MemoryModel,
+    sharding: Sharding,
+    num_weights: int,
+) -> MemoryModel:
+    """Returns the memory model of a run with FSDP, from the one of an unsharded run.
+
+    Args:
+        memory: The memory model of the unsharded run.
+        sharding: How FSDP shards the run.
+        num_weights: Number of all weights of the model.
+    """
+    static = memory.static
+    bytes_of_gathered_weight = math.ceil(static.parameters / num_weights)
+    if sharding.gathered_dtype is not None:
+        bytes_of_gathered_weight = sharding.gathered_dtype.itemsize
+    changes = {'compute_bytes': bytes_of_gathered_weight}
+    if sharding.keeps_gathered:
+        # Gathered blocks then stay until the backward, as the weights outside of blocks always do. So all weights count
+        # as outside of blocks.
+        changes |= {'outside': num_weights, 'block': 0}
+    for name in ('parameters', 'gradients', 'optimizer', 'optimizer_step'):
+        # The memory model divides these bytes by all ranks, but a replica is only divided among `ranks / replicas`.
+        changes[name] = sharding.replicas * getattr(static, name)
+    return replace(memory, strategy='fsdp', static=replace(static, **changes))
 
 
 def _traced_precision(config: TrainConfig) -> str:
@@ -356,8 +397,14 @@ def _probe_samples(table: LengthTable) -> list[int]:
 
     These are the shortest one without images, and of the others those with the fewest and the most image tokens.
     """
-    ascending = np.lexsort((table.lengths, table.image_tokens))  # by image tokens, equal ones by length
-    first_with_images = np.count_nonzero(table.image_tokens == 0)
-    last = len(ascending) - 1
-    places = {0, min(first_with_images, last), last}
-    return ascending[sorted(places)].tolist()
+    indices = []
+    without_images = np.flatnonzero(table.image_tokens == 0)
+    if len(without_images):
+        shortest = np.argmin(table.lengths[without_images])
+        indices.append(int(without_images[shortest]))
+    with_images = np.flatnonzero(table.image_tokens)
+    if len(with_images):
+        by_image_tokens = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
+        indices.append(int(by_image_tokens[0]))
+        indices.append(int(by_image_tokens[-1]))
+    return indices

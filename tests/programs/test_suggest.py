@@ -108,6 +108,7 @@ def test_run_without_a_gpu_is_traced_on_the_cpu(monkeypatch, calibrations):
 
 
 NUM_RANKS = 4
+BYTES_OF_FLOAT32 = 4
 
 
 def sharded_memory(**settings: Any) -> dict[str, float]:
@@ -119,28 +120,32 @@ def sharded_memory(**settings: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_settings_of_fsdp_change_its_memory(calibrations):
+def test_settings_of_fsdp_change_its_memory(monkeypatch, calibrations):
     """The weights of the model are in float32. It computes in bfloat16."""
     full_shard = sharded_memory(sharding_strategy='FULL_SHARD')
+    num_weights = full_shard['parameters'] * NUM_RANKS / BYTES_OF_FLOAT32
     assert 'autocast copies of weights' not in full_shard
+
+    one_copy = sharded_memory(sharding_strategy='NO_SHARD')
+    assert one_copy['parameters'] == BYTES_OF_FLOAT32 * num_weights
+
+    two_replicas = sharded_memory(sharding_strategy='HYBRID_SHARD', data_parallel_replicate_degree=2)
+    for name in ('parameters', 'gradients', 'optimizer states'):
+        assert two_replicas[name] == 2 * full_shard[name]
+    assert two_replicas['gathered by FSDP'] == full_shard['gathered by FSDP']
+
+    keeps_gathered = sharded_memory(sharding_strategy='SHARD_GRAD_OP')
+    assert keeps_gathered['parameters'] == full_shard['parameters']
+    # All weights are there at once, two bytes each, and the gradients of most.
+    assert keeps_gathered['gathered by FSDP'] > 2 * num_weights
+    assert keeps_gathered['gathered by FSDP'] > full_shard['gathered by FSDP']
 
     in_float32 = sharded_memory(mixed_precision='FULL')
     assert in_float32['gathered by FSDP'] > 1.5 * full_shard['gathered by FSDP']
     assert in_float32['autocast copies of weights'] > 0
 
+    monkeypatch.setenv('FSDP_VERSION', '2')
+    assert sharded_memory(reshard_after_forward='true') == full_shard
+    assert sharded_memory(reshard_after_forward='false') == keeps_gathered
     # A trace of a large model takes minutes. One is for weights in float32, one for weights in bfloat16.
     assert len(list(calibrations.iterdir())) == 2
-
-
-@pytest.mark.parametrize('setting', ['sharding_strategy=SHARD_GRAD_OP', 'reshard_after_forward=false'])
-def test_memory_of_partly_sharded_models_is_refused(setting):
-    config = load_config(YAML, [f'trainer.parallelism_config.fsdp.{setting}'])
-    with pytest.raises(ConfigError, match=r'parallelism_config\.fsdp.*FULL_SHARD'):
-        suggest.memory_of_run(config, [], None, sizes_of(np.array([4, 8])))
-
-
-def test_samples_of_a_trace():
-    lengths = np.array([900, 30, 40, 700, 800])
-    assert suggest._probe_samples(sizes_of(lengths)) == [1, 0]
-    image_tokens = np.array([0, 16, 0, 64, 32])
-    assert suggest._probe_samples(sizes_of(lengths, image_tokens)) == [2, 1, 3]
