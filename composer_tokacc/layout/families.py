@@ -29,8 +29,8 @@ class Media:
     """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
-            tells these numbers.
+        sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see the
+            functions of ``placeholders.py``. None: it is inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
             ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
@@ -206,7 +206,7 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
 # to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
 # format, and no config names the placeholders. The first family that matches is taken, so a special format stands
-# before the more general ones. If the model is known, such a family counts what `found.py` would find without it.
+# before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -242,9 +242,9 @@ FAMILIES: tuple[Family, ...] = (
             **_AUDIOS,
         },
         media={
-            'image': Media(sizes=placeholders.image_grid, token_type=1),
-            'video': Media(sizes=placeholders.video_grid, token_type=2),
-            'audio': Media(sizes=placeholders.audio_frames),
+            'image': Media(token_type=1),
+            'video': Media(token_type=2),
+            'audio': Media(),
         },
         matches=_has_grid,
     ),
@@ -263,8 +263,8 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames of a video are written like images, between the tokens that start and end it.
-            'image': Media(sizes=placeholders.image_grid, frames=False),
-            'video': Media(sizes=placeholders.video_grid, frames=True),
+            'image': Media(frames=False),
+            'video': Media(frames=True),
         },
     ),
     # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
@@ -329,7 +329,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Only needed if the model is not known. Without it `found.py` would count runs of placeholders for a known model.
+    # Only needed if the model is not known.
     Family(
         name='LLaVA-NeXT',
         model_types=(
@@ -338,8 +338,8 @@ FAMILIES: tuple[Family, ...] = (
         ),
         entries=_TILES_AND_CLIPS,
         media={
-            'image': Media(sizes=placeholders.anyres),
-            'video': Media(sizes=placeholders.equal),
+            'image': Media(),
+            'video': Media(),
         },
         # LLaVA-OneVision also has `batch_num_images`. A batch that has only clips is read as LLaVA-OneVision, because
         # both formats divide clips among rows in the same way.
@@ -355,8 +355,8 @@ FAMILIES: tuple[Family, ...] = (
             'pixel_values_images': _IMAGE,
         },
         media={
-            'image': Media(sizes=placeholders.equal),
-            'video': Media(sizes=placeholders.equal),
+            'image': Media(),
+            'video': Media(),
         },
         matches=_Format({'pixel_values_images': None}),
     ),
@@ -370,8 +370,8 @@ FAMILIES: tuple[Family, ...] = (
             'batch_num_images': Entry(absent=0),  # images of each row: an image is tiled only if its row has no other
         },
         media={
-            'image': Media(sizes=placeholders.anyres),
-            'video': Media(sizes=placeholders.equal),
+            'image': Media(),
+            'video': Media(),
         },
         matches=_has_tiles_or_clips,
     ),
@@ -386,7 +386,7 @@ FAMILIES: tuple[Family, ...] = (
             'pixel_values': _IMAGE,
             'image_sizes': _IMAGE,
         },
-        media={'image': Media(sizes=placeholders.patch_counts)},
+        media={'image': Media()},
         # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
         matches=_Format({'pixel_values': 4}, lacks=('target_sizes',)),
     ),
@@ -395,7 +395,7 @@ FAMILIES: tuple[Family, ...] = (
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
         entries=_AUDIOS,
-        media={'audio': Media(sizes=placeholders.audio_frames)},
+        media={'audio': Media()},
         matches=_Format({'input_features': None}, lacks=('pixel_values',)),
     ),
     TEXT_FAMILY,

@@ -44,7 +44,7 @@ from composer_tokacc.layout.found import (
     possible_readings,
     sums_of_groups,
 )
-from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
+from composer_tokacc.layout.placeholders import has_any_id, placeholder_ids, replaced_ids
 from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
@@ -308,12 +308,11 @@ class BatchLayout:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
-        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders, as in 6.
+        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders. A row has
+           as many items as its placeholders fill, see ``Media.sizes``.
         4. If there is one row, it has all items.
         5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
-        6. The placeholders. A row has whole items, in order, so it has as many as its placeholders fill. If the
-           tensors of the items are registered, config and batch tell how many placeholders each item has: see
-           ``Media.sizes``. If not, that is inferred: see ``found.py``.
+        6. The placeholders, in the ways of ``found.py``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -357,7 +356,6 @@ class BatchLayout:
         # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items(). The
         # argument `unit` may be such a unit as well, so `modality` is not always `unit`.
         modality = item_unit.partition('/')[0]
-        is_inferred = '/' in item_unit
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
@@ -369,49 +367,50 @@ class BatchLayout:
         # Models with queries do not notice if there are too few placeholders, so these are counted even if there is a
         # shorter way. An inferred unit has no ids.
         if self.family.has_queries and replaced_ids(self.config, item_unit):
-            return self._items_by_placeholders(batch, item_unit, num_items)
+            return self._items_by_queries(batch, item_unit, num_items)
         if num_rows == 1:
             return [num_items]
         # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
         if carried is not None and sum(carried) == num_items:
             return carried
-        if is_inferred:
-            # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items,
-            # whatever its name.
-            of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
-            return entries_per_row(of_media, self.config, modality, num_items)
-        return self._items_by_placeholders(batch, item_unit, num_items)
-
-    def _items_by_placeholders(
-        self,
-        batch: Batch,
-        unit: str,
-        num_items: int,
-    ) -> list[int]:
-        """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
-        media = self.family.media.get(unit, Media())
-        num_rows = self.num_rows(batch)
-        remedy = f'Carry `num_{unit}s` in the batch, one int per row (of images, tiles are counted)'
-        is_placeholder = media.placeholders(batch, self.config, unit)
-        if media.sizes is None or is_placeholder is None:
+        is_placeholder = self._placeholders_of(batch, item_unit)
+        if is_placeholder is None:
+            remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
             if self.config is None:
                 remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
-                f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: nothing '
-                f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {remedy}.'
+                f'`layout` must tell which of {num_items} {modality}s belong to which of {num_rows} rows, got: nothing '
+                f'that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
             )
+        # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items, whatever
+        # its name.
+        known_keys = {*entries, *self.family.entries}
+        of_media = {key: value for key, value in batch.items() if key in known_keys}
+        return entries_per_row(of_media, is_placeholder, modality, num_items)
+
+    def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
+        """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
+        modality, _, num_entries = item_unit.partition('/')
+        if num_entries and self.config is not None:  # an inferred unit, see placeholders.py
+            return has_any_id(text_of(batch), placeholder_ids(self.config, modality))
+        media = self.family.media.get(modality, Media())
+        return media.placeholders(batch, self.config, modality)
+
+    def _items_by_queries(self, batch: Batch, unit: str, num_items: int) -> list[int]:
+        """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
+        media = self.family.media[unit]
+        is_placeholder = self._placeholders_of(batch, unit)
+        assert is_placeholder is not None and media.sizes is not None  # the config names them; a family with queries
         tokens_per_row = is_placeholder.sum(dim=1).tolist()
         if num_items == 0 and not any(tokens_per_row):
-            return [0] * num_rows
+            return [0] * self.num_rows(batch)
         tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
         items = items_of_rows(tokens_per_row, tokens_per_item)
         if items is None:
-            remedy += ', or do not cut rows inside their media'
-            if self.family.has_queries:
-                remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
             raise InvalidInputError(
                 f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens_per_row} by row, '
-                f'where the {unit}s fill {tokens_per_item or "an unknown number"}. {remedy}.'
+                f'where the {unit}s fill {tokens_per_item}. Give processor and model the same `num_query_tokens`, '
+                f'write no {unit} into the text, and do not cut rows inside their {unit}s.'
             )
         return items
 

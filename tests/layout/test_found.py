@@ -67,7 +67,7 @@ def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
     third_and_first = LAYOUT.select(batch, [2, 0])
     assert numbers_of(third_and_first[key]) == entries_of_third + entries_of_first
     assert LAYOUT.images_per_row(batch)[1] == 0
-    counts = entries_per_row(batch, CONFIG, 'image', num_entries)
+    counts = entries_per_row(batch, batch['input_ids'] == IMAGE, 'image', num_entries)
     assert counts == [2 * entries_per_image, 0, entries_per_image]
     assert all(type(count) is int for count in counts)
 

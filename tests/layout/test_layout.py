@@ -496,12 +496,6 @@ def images_of(*rows, count, **entries):
             [2, 1],
             id='sizes of Pixtral, by the mean size it would be 1 and 2',
         ),
-        pytest.param(
-            ['iiii111', 'iii1iii'],
-            {'image_sizes': torch.tensor([[2, 4], [2, 4], [4, 6]])},
-            [2, 1],
-            id='sizes tell touching images from lines, by runs it would be 1 and 2',
-        ),
         pytest.param(['iii1', 'i123'], {'num_images': [1, 1]}, [3, 1], id='tiles of carried images'),
     ],
 )
@@ -515,15 +509,21 @@ UNEQUAL = ['iii1', 'ii12']
 @pytest.mark.parametrize(
     ('rows', 'count', 'entries', 'words'),
     [
-        pytest.param(UNEQUAL, 3, {}, r'3 whole images, got: \[3, 2\] by row', id='images of unequal size'),
-        pytest.param(UNEQUAL, 3, {'num_images': [1, 1]}, r'3 whole images, got: \[3, 2\]', id='wrong numbers carried'),
-        pytest.param(['ii1111', 'iiiiii'], 2, {}, r'got: \[2, 6\] by row.*\[4, 4\]', id='a row cut inside an image'),
+        pytest.param(UNEQUAL, 3, {}, r'3 entries of images.*got: \[3, 2\] placeholders', id='images of unequal size'),
+        pytest.param(UNEQUAL, 3, {'num_images': [1, 1]}, r'got: \[3, 2\] placeholders', id='wrong numbers carried'),
         pytest.param(
             ['i1', 'i1'],
             3,
             {'image_sizes': torch.tensor([[2, 2], [2, 1], [2, 2]])},
-            'whole images',
+            'no way to share them',
             id='an image without placeholders could belong to either row',
+        ),
+        pytest.param(
+            ['iiii111', 'iii1iii'],
+            3,
+            {'image_sizes': torch.tensor([[2, 4], [2, 4], [4, 6]])},
+            r"'image_sizes': \[2, 1\], 'runs of placeholders': \[1, 2\]",
+            id='touching images and lines: sizes and runs disagree',
         ),
     ],
 )
