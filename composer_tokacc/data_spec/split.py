@@ -64,7 +64,7 @@ log = logging.getLogger(__name__)
 
 EMPTY_WIDTH = 8
 """Width of an empty microbatch of text. Narrower ones would cost less, but models with convolutions need 8 tokens."""
-RULES_WITHOUT_CHECK = CutRules(right='trim')
+RULES_WITHOUT_CHECK = CutRules(right=sys.maxsize)
 """Without the first-batch check only padding on the right is trimmed, because no causal model can see it. Trimming on
 the left may change positions."""
 
@@ -357,7 +357,6 @@ class MicrobatchSplit:
         pieces = self._cut(facts_of_batches, options, pre_split)
         dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
-        self._warn_of_padding(facts_of_batches)
         self._warn_of_dummies(pieces)
         microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
@@ -408,17 +407,15 @@ class MicrobatchSplit:
             return True
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
         if len(padded_sides) == 2:
-            return True  # the sides have no common policy
-        if 'left' not in padded_sides:
-            # Also if no microbatch has padding, because in one batch the narrower ones would be padded on the right.
-            return self.rules.right != 'trim'
+            return True  # the sides have no common rule
         if any(any(facts.has_label_behind_padding) for facts in facts_of_batches):
             return True  # a pad predicts a label
-        # Rows are padded on the left. A policy holds up to a width, so the policy of the widest microbatch holds for
-        # all. The widest one may have no padding. Then its side is 'right', which would be the wrong policy.
+        # If no microbatch has padding, the narrower ones would be padded on the right in one batch.
+        side = 'left' if 'left' in padded_sides else 'right'
+        # Padding is trimmed up to a width, so what holds for the widest microbatch holds for all. The widest one may
+        # have no padding, and so another side.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
-        as_padded_left = replace(widest, side='left')
-        return self.rules.policy(as_padded_left) != 'trim'
+        return not self.rules.trims(replace(widest, side=side))
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
@@ -514,22 +511,6 @@ class MicrobatchSplit:
         if must_be_equal and get_world_size() > 1:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
-
-    def _warn_of_padding(self, facts_of_batches: Sequence[RowFacts]) -> None:
-        """Warns of rows that keep their padding because of a label on their first token."""
-        if self.packs_rows:
-            return
-        num_kept = 0
-        for facts in facts_of_batches:
-            if self.rules.policy(facts) != 'keep':
-                num_kept += sum(facts.has_label_behind_padding)
-        if num_kept:
-            self._log_once(
-                log.warning,
-                '%d rows have a label on their first token. They are padded on the left, so a pad predicts that '
-                'label, and they are computed untrimmed. Mask the label (-100), or pad on the right.',
-                num_kept,
-            )
 
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""

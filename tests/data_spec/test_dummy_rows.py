@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -156,18 +157,6 @@ def test_dummy_row_brings_no_new_lists():
     assert padded['num_images'] == [0, 0, 1]
 
 
-def test_positions_of_own_rows_stay():
-    """Trimming on the left may have written positions, which the dummy row lacks."""
-    case, layout = case_of('llava')
-    microbatch = batch_of(case, TEXT_ROWS, 'left')
-    width = layout.width(microbatch)
-    positions = torch.arange(5, 5 + width).repeat(2, 1)
-    microbatch['position_ids'] = positions
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'left'))], 'left')
-    assert padded['position_ids'].shape == padded['input_ids'].shape
-    assert torch.equal(padded['position_ids'][:2, -width:], positions)
-
-
 def test_padding_of_row_beginning_with_placeholder():
     case, layout = media_case_of('video_llava')
     row = case.rows[case.truth.index({'image': 2, 'video': 0})]
@@ -183,7 +172,7 @@ def test_dummy_row_is_padded_as_batch():
     facts = describe(layout, batch_of(case, range(6), 'left'))
     shorter_text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
     dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
-    piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([shorter_text])
+    piece = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions()).take([shorter_text])
     missing = missing_dummies(dummies, facts, [shorter_text])
     (microbatch,) = build([replace(piece, dummies=missing)])
     mask = microbatch['attention_mask'][0]
@@ -408,7 +397,7 @@ def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
     batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
     facts = describe(layout, batch)
     dummy = describe(layout, zero_weight(with_counts(ragged_batch([(length, 1)]))))
-    piece = Piece.from_facts(facts, CutRules(right='trim'), CutOptions())
+    piece = Piece.from_facts(facts, CutRules(right=sys.maxsize), CutOptions())
     expected, _ = reference_gradients(model, batch)
 
     (with_dummy,) = build([replace(piece, dummies=[dummy])])

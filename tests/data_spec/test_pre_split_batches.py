@@ -16,7 +16,7 @@ import torch
 from composer.core import Event
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.layout import inferred_layout
@@ -32,7 +32,7 @@ from tests.support.training import On, assert_exact, fit
 
 LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
-TRIM = CutRules(left='trim', right='trim')
+TRIM = CutRules(left=sys.maxsize, right=sys.maxsize)
 
 
 def pre_split(lengths_of_microbatches=LENGTHS, *, side='right'):
@@ -174,8 +174,8 @@ def test_unneeded_columns_are_cut_off():
     [
         ({'regroup': False}, 'right'),
         ({'packing': True, 'rules': CutRules(packing='documents')}, 'right'),
-        ({'rules': CutRules(right='keep')}, 'right'),
-        ({'rules': CutRules(left='keep')}, 'left'),
+        ({'rules': CutRules()}, 'right'),
+        ({'rules': CutRules()}, 'left'),
     ],
 )
 def test_rows_are_joined_if_needed(options, side, caplog):
@@ -199,7 +199,7 @@ def test_positions_counted_from_padding_are_refused():
     """A model that counts positions from the first column would count others in each microbatch."""
     batch = without_first_labels(pre_split(side='left'))
     with pytest.raises(ValueError, match='padded on the right'):
-        spec_for(rules=CutRules(left='shift')).split_batch(batch, 5)
+        spec_for(rules=CutRules(left=FAILED)).split_batch(batch, 5)
 
 
 def test_evaluation_keeps_rows_in_order():
