@@ -72,6 +72,7 @@ class CountingDataSpec(DataSpec):
             microbatch_transforms=self._transform_microbatch,
             split_batch=self._count_and_split,
             get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=None,  # this class has the method
             **kwargs,
         )
 
@@ -199,14 +200,8 @@ class CountingDataSpec(DataSpec):
     def _transform_microbatch(self, batch: Any) -> Any:
         """Returns a microbatch as the model gets it, but with counts if an algorithm removes them later."""
         batch = self._split.for_model(batch)
-        step = self._split.step
-        if step is not None:
-            # A mapping of another type may come from the user's transforms, and must keep its type.
-            if type(batch) is dict and not step.copies_microbatches():
-                return _Uncopied(batch)
-            return batch
         # Without `model=` the counts stay. HuggingFaceModel.forward() drops them.
-        if self._model is None or not is_counted(batch):
+        if self._split.step is not None or self._model is None or not is_counted(batch):
             return batch
         # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
@@ -223,14 +218,3 @@ class CountingDataSpec(DataSpec):
 
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._counts_of(batch))
-
-
-class _Uncopied(dict):
-    """A microbatch whose deep copy shares its tensors.
-
-    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then
-    images would be copied for nothing.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return dict(self)

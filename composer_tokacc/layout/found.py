@@ -82,7 +82,6 @@ def possible_readings(
     key: str,
     config: Any,
     registered: Mapping[str, Entry],
-    earlier: tuple[Reading, ...],
 ) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
 
@@ -91,7 +90,6 @@ def possible_readings(
         key: The key of the tensor.
         config: The config of the model, or None.
         registered: How the tensors of registered keys belong to rows.
-        earlier: The readings of the key that earlier batches allow. Empty if none had the key.
     """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
@@ -104,12 +102,8 @@ def possible_readings(
     # The name of the tensor is that of media.
     if shape == (num_rows,):
         # But a column of the dataset may have such a name, too, such as `image_id`. A batch that has the tensor, but no
-        # items, shows that it is a column. To look for items is to search the text for placeholders, and if the batch
-        # is on a GPU, the host waits for it. So this is not done if an earlier batch has decided: for rows, if it had
-        # no items, and for media, if the tensor had another shape there, so that rows were ruled out.
-        is_known_column = earlier[:1] == (Reading.ROWS,)
-        is_known_media = earlier == (Reading.MEDIA,)
-        if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
+        # items, shows that it is a column.
+        if _may_have_items(batch, modality, config, registered):
             return (Reading.MEDIA, Reading.ROWS)
         return (Reading.ROWS, Reading.MEDIA)
     if value.is_floating_point() or shape[:2] != (num_rows, width):

@@ -273,31 +273,6 @@ def test_total_loss_equals_composer_metric():
     assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
 
 
-@pytest.mark.parametrize('has_metrics', [False, True])
-def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
-    """Composer copies each microbatch for the metrics of training. Without metrics, that would be wasted."""
-    copied = []
-    original = torch.Tensor.__deepcopy__
-
-    def deepcopy_counting(tensor, memo):
-        copied.append(tensor)
-        return original(tensor, memo)
-
-    def num_copied_texts(state):
-        return sum(tensor.dtype == torch.long and tensor.dim() == 2 for tensor in copied)
-
-    monkeypatch.setattr(torch.Tensor, '__deepcopy__', deepcopy_counting)
-    metrics = [LanguageCrossEntropy()] if has_metrics else None
-    composer_model = hugging_face(one_layer_model(), metrics=metrics)
-    batch = ragged_batch()
-    expected, _ = reference_gradients(composer_model.model, batch)
-    forget = On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear())
-    count = On(Event.AFTER_TRAIN_BATCH, num_copied_texts)
-    recorder = fit(composer_model, batch, callbacks=[forget, count])
-    assert relative_error(recorder.gradients, expected) < 1e-6
-    assert bool(count.values[0]) == has_metrics
-
-
 class StepsTwice(torch.optim.SGD):
     """Calls the closure twice for each step, as L-BFGS may."""
 
@@ -347,12 +322,17 @@ def test_late_train_metrics_keep_labels(monkeypatch):
         ({'layout': 'llava'}, "`layout` must be a BatchLayout, got: 'llava'"),
         ({'model': 'llama'}, "`model` must be a Module, got: 'llama'"),
         ({'cost': 'auto'}, "`cost` must be a CostModel, got: 'auto'"),
-        ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
     ],
 )
 def test_bad_arguments_get_one_clear_line(kwargs, message):
     with pytest.raises(ValueError, match=message):
         token_data_spec(loader(), **kwargs)
+
+
+@pytest.mark.parametrize('name', ['split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch'])
+def test_own_functions_are_refused(name):
+    with pytest.raises(TypeError, match=name):
+        token_data_spec(loader(), **{name: len})
 
 
 def test_costlier_launch_makes_fewer_microbatches():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import Entry, PreSplitBatch, describe, found
+from composer_tokacc.layout import Entry, PreSplitBatch, describe
 from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
 from tests.support.small_batches import IMAGE, VIDEO, drawn_batch, numbered, numbers_of, text_batch
 
@@ -306,15 +306,6 @@ def test_frame_counts_without_a_config():
     joined = layout.concat([video, text], padding_side='right', pad_token_id=0)
     assert joined['num_frames_per_video'].tolist() == [3]
     assert PreSplitBatch([video, text], max_tokens=8)['num_frames_per_video'].tolist() == [3]
-
-
-def test_known_column_reads_no_text(monkeypatch):
-    """Reading the text of a batch on a GPU would make the host wait."""
-    batch = text_batch([3, 2], image_id=torch.tensor([11, 12]))
-    layout = LAYOUT.with_readings(LAYOUT.readings_of(batch))
-    monkeypatch.setattr(found, 'has_any_id', None)
-    assert layout.entry_of(batch, 'image_id') == Entry()
-    assert layout.with_readings(layout.readings_of(batch)).entry_of(batch, 'image_id') == Entry()
 
 
 # The meaning of a key.

@@ -453,23 +453,15 @@ def test_shared_positions_must_agree(side, agreeing_start, other_start):
         joined_positions(other_start)
 
 
-@pytest.mark.parametrize('num_shared', [1, 2])
-def test_shared_positions_and_own_ones(num_shared):
-    """If any batch has positions for each row, all rows get some."""
-    with_shared = text_batch([4] * num_shared, position_ids=torch.arange(4)[None])
-    with_own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
-    positions = TEXT_LAYOUT.concat([with_shared, with_own])['position_ids'].tolist()
-    assert positions[:num_shared] == [[0, 1, 2, 3]] * num_shared
-    assert positions[num_shared:] == [[0, 1, 2, 0], [5, 6, 0, 0]]
-
-
-@pytest.mark.parametrize('num_shared', [1, 2])
-def test_shared_masks_and_own_ones(num_shared):
-    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    with_shared = text_batch([4] * num_shared, attention_mask=mask)
-    with_own = text_batch([4, 4], attention_mask=mask.expand(2, 1, 4, 4))
-    joined = TEXT_LAYOUT.concat([with_own, with_shared])
-    assert joined['attention_mask'].shape == (2 + num_shared, 1, 4, 4)
+def test_shared_positions_and_own_ones():
+    """A row shares nothing, so its positions join with those of several rows. Shared ones of several rows do not."""
+    own = text_batch([3, 2], position_ids=torch.tensor([[0, 1, 2], [5, 6, 0]]))
+    of_one_row = text_batch([4], position_ids=torch.arange(4)[None])
+    positions = TEXT_LAYOUT.concat([of_one_row, own])['position_ids'].tolist()
+    assert positions == [[0, 1, 2, 3], [0, 1, 2, 0], [5, 6, 0, 0]]
+    shared = text_batch([4, 4], position_ids=torch.arange(4)[None])
+    with pytest.raises(ValueError, match=r'position_ids.*same form'):
+        TEXT_LAYOUT.concat([shared, own])
 
 
 # Media.
@@ -665,7 +657,7 @@ def image_batch():
 
 
 def test_split_needs_numbers_of_rows(image_batch):
-    for rows in ([0, True], [1, 2.0], [4], [-1]):
+    for rows in ([4], [-1]):
         with pytest.raises(ValueError, match=f'`rows` must be .*got: {rows[-1]}'):
             LLAVA_LAYOUT.split(image_batch, [[0], rows])
 
@@ -682,25 +674,6 @@ def test_rows_are_counted_once(monkeypatch, image_batch):
     monkeypatch.setattr(BatchLayout, 'units_per_row', units_per_row)
     LLAVA_LAYOUT.split(image_batch, [[0], [1], [3, 2]])
     assert sorted(counted_units) == ['image', 'row']
-
-
-@pytest.mark.parametrize(
-    ('has_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
-)
-def test_consecutive_rows_are_a_view(monkeypatch, image_batch, has_gpu, rows, is_view):
-    """If they move to a GPU anyway. Composer deep-copies each microbatch, and with a view it would copy the batch."""
-    monkeypatch.setattr(tensors, '_has_gpu', lambda: has_gpu)
-    monkeypatch.setattr(tensors, '_is_page_locked', lambda value: False)
-    image_batch['position_ids'] = torch.arange(36).view(3, 4, 3)
-    part = trimmed_rows(LLAVA_LAYOUT, image_batch, rows)
-    for key in ('pixel_values', 'input_ids'):
-        memory = part[key].untyped_storage()
-        memory_of_batch = image_batch[key].untyped_storage()
-        assert (memory.data_ptr() == memory_of_batch.data_ptr()) == is_view, key
-        assert torch.equal(part[key], image_batch[key][rows])
-        assert part[key].is_contiguous()
-    assert torch.equal(part['position_ids'], image_batch['position_ids'][:, rows])
-    assert part['position_ids'].is_contiguous()
 
 
 class PageLocks:
