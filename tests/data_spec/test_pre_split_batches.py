@@ -213,7 +213,7 @@ def test_evaluation_keeps_rows_in_order():
         (
             {'pixel_values_videos': torch.zeros(1, 8, 3, 4, 4)},
             {'pixel_values_images': torch.zeros(1, 3, 4, 4)},
-            'Video-LLaVA',
+            'LLaVA',
         ),
     ],
 )

@@ -16,7 +16,6 @@ from composer_tokacc import BatchLayout
 from composer_tokacc.batch import padding_side
 from composer_tokacc.layout import FAMILIES, Entry, Family, describe, tensors
 from tests.support.small_batches import (
-    FAMILY_OF_NAME,
     IMAGE,
     LLAVA,
     QWEN,
@@ -254,7 +253,7 @@ def test_image_numbers_go_with_their_rows(count):
 
 def test_image_numbers_without_rows_of_text():
     """LLaVA-OneVision's processor counts the images only of rows that have some."""
-    layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
+    layout = LLAVA_LAYOUT
 
     def processed(lengths, images):
         batch = text_batch(lengths, num_images=images)
@@ -358,7 +357,7 @@ def test_text_rows_lack_counts(count):
 
 
 def test_text_rows_lack_image_entries():
-    layout = BatchLayout(family=FAMILY_OF_NAME['LLaVA-OneVision'])
+    layout = LLAVA_LAYOUT
     with_image = text_batch(
         [3],
         pixel_values=torch.ones(1, 3, 3, 2, 2),
