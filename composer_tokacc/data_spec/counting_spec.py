@@ -160,15 +160,14 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind.
 
-        A run without a layout infers one from each batch, here and in the split. Only the readings stay from batch to
-        batch, because each batch may rule some of them out. They say how unregistered tensors belong to rows.
+        A run without a layout infers one from its first batch.
         """
         split = self._split
-        layout = split.fixed_layout
-        if layout is None:
-            layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
         if self._first_batch is None:
-            split.start(model, batch, microbatch_size)
+            layout = split.fixed_layout
+            if layout is None:
+                layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
+            split.start(model, batch, microbatch_size, layout)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model, all_gather_object),
                 layout,
@@ -179,13 +178,10 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        assert check.layout is not None  # it got one above
-        check.layout = layout.with_readings(check.layout.readings)
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        if split.fixed_layout is not None:
-            split.layout = check.layout  # the fixed layout with the readings
+        split.layout = check.layout  # with the readings of all batches so far
         self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:

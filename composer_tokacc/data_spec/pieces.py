@@ -12,6 +12,7 @@ weight, for modalities that a microbatch must have but lacks. At the end :func:`
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -185,17 +186,17 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 
     The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
     """
-    # Sizes come first, so that min() compares them. The numbers of batch and row tell where the row is.
-    candidates: list[tuple[int, int, int, int]] = []
-    for batch_number, facts in enumerate(facts_of_batches):
-        items_per_row = facts.counts.get(modality, ())
-        for row, num_items in enumerate(items_per_row):
-            if num_items > 0:
-                candidates.append((num_items, facts.lengths[row], batch_number, row))
-    if not candidates:
+    smallest: tuple[RowFacts, int] | None = None
+    smallest_size = (sys.maxsize, 0)
+    for facts in facts_of_batches:
+        for row, num_items in enumerate(facts.counts.get(modality, ())):
+            size = (num_items, facts.lengths[row])
+            if num_items > 0 and size < smallest_size:
+                smallest_size = size
+                smallest = (facts, row)
+    if smallest is None:
         return None
-    _, _, batch_number, row = min(candidates)
-    facts = facts_of_batches[batch_number]
+    facts, row = smallest
     selected = facts.layout.select(facts.batch, [row])
     trimmed = facts.layout.trim(selected)
     return zero_weight(trimmed)

@@ -218,17 +218,16 @@ def _renumber_patches(
         patches_per_item: Number of patches of an image or video. All have equally many.
         rows: Numbers of the chosen rows.
     """
-    shifts: list[int] = []
+    num_pointers = [pointer_offsets[row + 1] - pointer_offsets[row] for row in rows]
+    pointers_of_rows = [pointers[:0]]  # torch.cat() needs a tensor, even if there is no row
     new_first_patch = 0
-    for row in rows:
+    for row, old_pointers in zip(rows, pointers.split(num_pointers), strict=True):
         old_first_patch = patches_per_item * item_offsets[row]
-        num_pointers = pointer_offsets[row + 1] - pointer_offsets[row]
-        shifts += [new_first_patch - old_first_patch] * num_pointers
-        new_first_patch += patches_per_item * (item_offsets[row + 1] - item_offsets[row])
-    shift = torch.tensor(shifts, dtype=pointers.dtype, device=pointers.device)
-    while shift.dim() < pointers.dim():
-        shift = shift[..., None]
-    return renumbered(pointers, shift)
+        new_pointers = renumbered(old_pointers, new_first_patch - old_first_patch)
+        pointers_of_rows.append(new_pointers)
+        num_items = item_offsets[row + 1] - item_offsets[row]
+        new_first_patch += patches_per_item * num_items
+    return torch.cat(pointers_of_rows)
 
 
 def _select_entries(
@@ -265,6 +264,6 @@ def _select_entries(
     return compact(narrowed, like=value)
 
 
-def renumbered(pointers: torch.Tensor, shift: int | torch.Tensor) -> torch.Tensor:
+def renumbered(pointers: torch.Tensor, shift: int) -> torch.Tensor:
     """Returns numbers of patches that are ``shift`` larger. Negative numbers stay: they point to no patch."""
     return torch.where(pointers < 0, pointers, pointers + shift)
