@@ -29,8 +29,8 @@ class Media:
     """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see the
-            functions of ``placeholders.py``. None: it is inferred, see ``found.py``.
+        sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see
+            ``queries`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
             ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
@@ -312,7 +312,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.frame_queries)},
+        media={'video': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
     # Without it the forward raises if a batch has no image. With it such a batch gets a dummy image by `has_queries`.

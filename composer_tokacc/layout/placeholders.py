@@ -103,16 +103,12 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-# Placeholders of each item. These functions are the `sizes` of `families.Media`. The batch has `num_items` items of the
+# Placeholders of each item. This function is the `sizes` of `families.Media`. The batch has `num_items` items of the
 # modality, and `num_tokens` placeholders in all.
 
 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """BLIP: a fixed number of query tokens per image."""
-    return [config.num_query_tokens] * num_items
-
-
-def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """InstructBLIP-Video: a fixed number of query tokens per frame, and the same number of frames in all clips."""
-    frames_per_item = batch['pixel_values'].shape[1]
+    """BLIP: a fixed number of query tokens per image, or per frame. All clips have the same number of frames."""
+    pixels = batch['pixel_values']
+    frames_per_item = pixels.shape[1] if pixels.dim() == 5 else 1
     return [frames_per_item * config.num_query_tokens] * num_items

@@ -28,9 +28,7 @@ from composer_tokacc.data_spec.pieces import (
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
 from composer_tokacc.row_counts import RowCounts, num_samples, row_counts_of, with_counts
-from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import NativeModel
-from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
@@ -179,14 +177,6 @@ def test_dummy_row_is_padded_as_batch():
     length = facts.lengths[shorter_text]
     assert len(mask) > length
     assert mask[-length:].all()
-
-
-def test_rows_added_beside_written_positions():
-    """Mllama padded on the left. One of its microbatches has only text."""
-    subject = SUBJECTS['mllama_mixed']
-    batch = subject.batch(499905, side='left')
-    [outcome] = measure_steps(subject.model('large'), [batch], 3)
-    assert outcome.kind == 'exact', str(outcome)
 
 
 # Dummy rows that a rank adds because of another rank.

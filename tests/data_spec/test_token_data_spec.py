@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from types import SimpleNamespace
@@ -99,13 +98,6 @@ def test_rows_without_padding_prove_no_trimming(side):
     assert len(list(padded_candidates(padded_rows, rules))) > 1
 
 
-def test_smaller_size_makes_no_fewer_microbatches():
-    batch = ragged_batch()
-    counts = [len(split(batch, size)) for size in (8, 4, 2, 1)]
-    assert counts == sorted(counts)
-    assert counts[0] == 1
-
-
 def test_same_batch_is_cut_alike():
     batch = ragged_batch()
     spec = token_data_spec(loader(batch))
@@ -130,18 +122,6 @@ def test_microbatch_without_room_is_refused():
         split(ragged_batch(), 0)
     with pytest.raises(ValueError, match="got: sample 'sample-3' of 14 tokens, over the cap of 12"):
         split(named_batch(), 2, slot_tokens=6)
-
-
-def test_oversized_row_is_computed_alone(caplog):
-    batch = ragged_batch()
-    spec = token_data_spec(loader(batch), slot_tokens=6, on_oversize='warn')
-    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
-    assert rows_of(microbatches) == rows_of([batch])
-    too_large = [microbatch for microbatch in microbatches if microbatch['input_ids'].numel() > 6]
-    assert sorted(microbatch['input_ids'].shape for microbatch in too_large) == [(1, 9), (1, 14)]
-    warnings = [record for record in caplog.records if 'row 3 of 14 tokens' in record.message]
-    assert len(warnings) == 1
 
 
 def test_counters_are_exact_ints():

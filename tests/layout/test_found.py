@@ -162,14 +162,6 @@ def test_two_modalities_in_one_batch():
     assert second['pixel_values_videos'].tolist() == [[[1, 1]] * 3]
 
 
-def test_ambiguous_images_are_refused():
-    batch = drawn_batch('iii', '1', 'ii', pixel_values=torch.ones(3, 3))
-    with pytest.raises(
-        ValueError, match=r'3 entries of images.*\(pixel_values.*\[3, 0, 2\] placeholders in \[1, 0, 1\] runs'
-    ):
-        LAYOUT.select(batch, [0])
-
-
 def test_runs_count_images_unless_carried():
     batch = drawn_batch('iii1', '12', 'i1i', pixel_values=numbered(3, 3, 4, 4))
     assert LAYOUT.images_per_row(batch) == [1, 0, 2]  # only the number of runs fits

@@ -500,7 +500,13 @@ UNEQUAL = ['iii1', 'ii12']
 @pytest.mark.parametrize(
     ('rows', 'count', 'entries', 'words'),
     [
-        pytest.param(UNEQUAL, 3, {}, r'3 entries of images.*got: \[3, 2\] placeholders', id='images of unequal size'),
+        pytest.param(
+            UNEQUAL,
+            3,
+            {},
+            r'\(pixel_values\), got: \[3, 2\] placeholders',
+            id='images of unequal size',
+        ),
         pytest.param(UNEQUAL, 3, {'num_images': [1, 1]}, r'got: \[3, 2\] placeholders', id='wrong numbers carried'),
         pytest.param(
             ['i1', 'i1'],
