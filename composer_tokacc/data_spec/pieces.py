@@ -357,12 +357,10 @@ class Piece:
             if indices is not None and 'sample_ids' not in self.facts.batch:
                 name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
-            setting = '`device_train_microbatch_size` x `slot_tokens`'
-            if size in CAPPED_SIZES:
-                setting = f'`{CAPPED_SIZES[size]}`'
+            setting = CAPPED_SIZES.get(size, 'device_train_microbatch_size` x `slot_tokens')
             message = (
                 f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
-                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
+                f'(`{setting}`). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
             if self.options.on_oversize == 'raise':

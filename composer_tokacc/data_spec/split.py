@@ -171,9 +171,7 @@ class MicrobatchSplit:
             widest_cost = float(costs.max())
             padded_cost += len(rows) * widest_cost + cost.launch
         savings = all_gather_object(padded_cost - packed_cost)
-        saving = sum(savings)
-        log.info('packing=%s: packed, the first batch costs %.0f less than padded.', saving > 0, saving)
-        return saving > 0
+        return sum(savings) > 0
 
     def adopt(self, rules: CutRules) -> None:
         """Cuts by these rules of the first-batch check from now on."""

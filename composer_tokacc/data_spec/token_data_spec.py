@@ -97,12 +97,10 @@ def token_data_spec(
                 device_train_microbatch_size=4,
             )
     """
-    from composer.core import DataSpec
-
     from composer_tokacc.data_spec.counting_spec import CountingDataSpec
 
     check_rule(loss_tokens, allow_auto=True)
-    if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
+    if not isinstance(dataloader, Iterable):
         raise TypeError(
             f'`dataloader` must be a dataloader, got: {type(dataloader).__name__}. If it is a DataSpec, pass its '
             '`dataloader`.'
