@@ -391,9 +391,10 @@ def ranges_of(facts_of_batches: Sequence[RowFacts], largest_packed_row: int = 0)
         limits['rows with and without media'] = ()
     # Two names, because a model may handle holes in another way if the batch has media. So holes that were seen in text
     # alone say nothing about holes in a batch with media.
-    if has_holes:
-        name = 'holes beside media' if has_media else 'holes'
-        limits[name] = ()
+    if has_holes and has_media:
+        limits['holes beside media'] = ()
+    elif has_holes:
+        limits['holes'] = ()
     return RowRanges(limits=limits, readings=readings)
 
 

@@ -320,11 +320,10 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    runs_of_rows = lengths_of_runs(is_placeholder)
-    placeholders = _PlaceholderCounts(
-        tokens=[sum(runs) for runs in runs_of_rows],
-        runs=[len(runs) for runs in runs_of_rows],
-    )
+    placeholders = _PlaceholderCounts([], [])
+    for runs in lengths_of_runs(is_placeholder):
+        placeholders.tokens.append(sum(runs))
+        placeholders.runs.append(len(runs))
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
     # If no row has a placeholder, and there are as many entries as rows, each row has one.
@@ -372,11 +371,12 @@ def _entries_by_rows(value: torch.Tensor, num_entries: int, placeholders: _Place
     If all images were given to the processor in one list, it writes a 1 for each image instead.
     """
     entries: list[int] = value.tolist()
-    has_entries = [count > 0 for count in entries]
-    has_placeholders = [tokens > 0 for tokens in placeholders.tokens]
-    if sum(entries) == num_entries and has_entries == has_placeholders:
-        return entries
-    return None
+    if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
+        return None
+    for num_entries_of_row, num_tokens in zip(entries, placeholders.tokens, strict=True):
+        if (num_entries_of_row > 0) != (num_tokens > 0):
+            return None
+    return entries
 
 
 def _entries_by_sizes(

@@ -110,5 +110,7 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """BLIP: a fixed number of query tokens per image, or per frame. All clips have the same number of frames."""
     pixels = batch['pixel_values']
-    frames_per_item = pixels.shape[1] if pixels.dim() == 5 else 1
+    frames_per_item = 1
+    if pixels.dim() == 5:  # (videos, frames, channels, height, width)
+        frames_per_item = pixels.shape[1]
     return [frames_per_item * config.num_query_tokens] * num_items
