@@ -98,6 +98,16 @@ def test_rows_without_padding_prove_no_trimming(side):
     assert len(list(padded_candidates(padded_rows, rules))) > 1
 
 
+@for_each_side
+@pytest.mark.parametrize(('width', 'widths'), [(5, [5, 3]), (6, [6, 6])])
+def test_wider_batches_keep_their_padding(side, width, widths):
+    """The check has looked at batches of up to 5 tokens."""
+    batch = text_batch([width, 3], side=side)
+    batch['labels'].fill_(-100)
+    facts = describe(BatchLayout(family=TEXT), batch)
+    assert CutRules(left=5, right=5).widths(facts) == widths
+
+
 def test_same_batch_is_cut_alike():
     batch = ragged_batch()
     spec = token_data_spec(loader(batch))
