@@ -86,7 +86,7 @@ def _may_depend_on_padding(facts: RowFacts, rules: CutRules | None) -> bool:
         return False
     if rules.depends_on_left_padding(facts):
         return True
-    if rules.left == 'trim':  # the check has trimmed padding on the left, and no loss has changed
+    if rules.left > 0:  # the check has trimmed padding on the left, and no loss has changed
         return False
     # The check has trimmed nothing on the left. It cannot trim a row whose first token has a label, because the pad
     # before it predicts that label. So the model may count positions from the first column, if the batch does not give

@@ -410,8 +410,6 @@ class TokenAccumulation(Algorithm):
         state.batch = self._with_new_labels_marked(counted_batch)
         return Step(
             rows=row_counts_of(state.batch),
-            # Only metrics of training read the copies. A function, because they may be added later in the step.
-            copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
             # check_step() refuses a bypass that earlier steps did not have.

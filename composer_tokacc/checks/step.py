@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -261,9 +261,6 @@ class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
-    # Tells CountingDataSpec whether Composer must copy each microbatch, because metrics of training read the copies. It
-    # is a function, because a callback may add metrics after BATCH_START.
-    copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
     # Facts about the rows: one entry for a batch, or one for each microbatch of a pre-split batch. Empty without a
     # layout, that is, if it is not known how to divide the entries of the batch among its rows.

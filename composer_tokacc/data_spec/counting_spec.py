@@ -72,6 +72,7 @@ class CountingDataSpec(DataSpec):
             microbatch_transforms=self._transform_microbatch,
             split_batch=self._count_and_split,
             get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=None,  # this class has the method
             **kwargs,
         )
 
@@ -159,15 +160,14 @@ class CountingDataSpec(DataSpec):
     ) -> None:
         """Runs the first-batch check on a batch, because no algorithm runs it. It computes only rows of a new kind.
 
-        A run without a layout infers one from each batch, here and in the split. Only the readings stay from batch to
-        batch, because each batch may rule some of them out. They say how unregistered tensors belong to rows.
+        A run without a layout infers one from its first batch.
         """
         split = self._split
-        layout = split.fixed_layout
-        if layout is None:
-            layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
         if self._first_batch is None:
-            split.start(model, batch, microbatch_size)
+            layout = split.fixed_layout
+            if layout is None:
+                layout = largest_of_ranks(inferred_layout(microbatches_of(batch)))
+            split.start(model, batch, microbatch_size, layout)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model, all_gather_object),
                 layout,
@@ -178,13 +178,10 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        assert check.layout is not None  # it got one above
-        check.layout = layout.with_readings(check.layout.readings)
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        if split.fixed_layout is not None:
-            split.layout = check.layout  # the fixed layout with the readings
+        split.layout = check.layout  # with the readings of all batches so far
         self._loss_tokens = check.rule or self._loss_tokens
 
     def _on_models_device(self, batch: Batch) -> Any:
@@ -199,14 +196,8 @@ class CountingDataSpec(DataSpec):
     def _transform_microbatch(self, batch: Any) -> Any:
         """Returns a microbatch as the model gets it, but with counts if an algorithm removes them later."""
         batch = self._split.for_model(batch)
-        step = self._split.step
-        if step is not None:
-            # A mapping of another type may come from the user's transforms, and must keep its type.
-            if type(batch) is dict and not step.copies_microbatches():
-                return _Uncopied(batch)
-            return batch
         # Without `model=` the counts stay. HuggingFaceModel.forward() drops them.
-        if self._model is None or not is_counted(batch):
+        if self._split.step is not None or self._model is None or not is_counted(batch):
             return batch
         # There is no algorithm to remove the counts. A compiled model would be compiled again for each list of them.
         self._computed_labels = batch['labels']
@@ -223,14 +214,3 @@ class CountingDataSpec(DataSpec):
 
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._counts_of(batch))
-
-
-class _Uncopied(dict):
-    """A microbatch whose deep copy shares its tensors.
-
-    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then
-    images would be copied for nothing.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return dict(self)

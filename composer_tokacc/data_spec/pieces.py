@@ -33,33 +33,24 @@ from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_
 
 log = logging.getLogger(__name__)
 
-POLICIES = {
-    'left': ('trim', 'shift', 'keep'),
-    'left_with_positions': ('trim', 'keep'),
-    'right': ('trim', 'keep'),
-}
-"""The values that a field of :class:`CutRules` may have, cheapest first."""
-NOT_TRIED = sys.maxsize
-"""Width of a policy that the first-batch check has not tried: ``'keep'`` at the start of a run, and the policies of a
-run without the check. Such a policy holds for batches of any width."""
+NOT_TRIED = 0
+"""Width in :class:`CutRules` of padding that the first-batch check has not tried to trim."""
+FAILED = -1
+"""Width in :class:`CutRules` of padding that cannot be trimmed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    Each padding policy has a width: the width of the widest batch on which the first-batch check has found the policy,
-    or :data:`NOT_TRIED`. Wider batches keep their padding until the check has looked at one of them. The check begins
-    with the cheapest policy, so ``'keep'`` with a width means that trimming has failed.
+    Each kind of padding has a width: it is trimmed in batches up to this width, that of the widest batch on which the
+    first-batch check has shown that this is exact. Wider batches keep their padding until the check has looked at one
+    of them. All padding is kept if the width is :data:`NOT_TRIED` or :data:`FAILED`.
 
     Args:
-        left: For rows padded on the left: ``'trim'`` the padding; ``'shift'``: trim, and write the column numbers that
-            the tokens had before as ``position_ids``, for models that count positions from column 0; ``'keep'``.
-        left_width: Width of ``left``, in columns.
-        left_with_positions: For rows padded on the left whose batch has ``position_ids``: ``'trim'`` or ``'keep'``.
-        left_with_positions_width: Width of ``left_with_positions``, in columns.
-        right: For rows padded on the right: ``'trim'`` or ``'keep'``.
-        right_width: Width of ``right``, in columns.
+        left: Width for rows padded on the left.
+        left_with_positions: Width for rows padded on the left whose batch has ``position_ids``.
+        right: Width for rows padded on the right.
         needs_media: Whether each microbatch without media gets a dummy row with media if other microbatches of the
             step have media. Mllama needs this: it skips its cross-attention only if the whole batch has no image.
         packing: How a microbatch's rows become one packed row. ``'documents'``: our :class:`DocumentAttention` computes
@@ -67,24 +58,15 @@ class CutRules:
             restart; ``''``: rows are not packed.
     """
 
-    left: str = 'keep'
-    left_width: int = NOT_TRIED
-    left_with_positions: str = 'keep'
-    left_with_positions_width: int = NOT_TRIED
-    right: str = 'keep'
-    right_width: int = NOT_TRIED
+    left: int = NOT_TRIED
+    left_with_positions: int = NOT_TRIED
+    right: int = NOT_TRIED
     needs_media: bool = False
     packing: str = ''
 
-    def policy(self, facts: RowFacts) -> str:
-        """Returns the padding policy of a batch: ``'trim'``, ``'shift'`` or ``'keep'``.
-
-        It is ``'keep'`` if the batch is wider than the width of its policy, or if its tensors cannot be cut.
-        """
-        name = _policy_name(facts)
-        if not facts.may_be_trimmed or facts.width > getattr(self, f'{name}_width'):
-            return 'keep'
-        return getattr(self, name)
+    def trims(self, facts: RowFacts) -> bool:
+        """Returns whether the padding of a batch is trimmed."""
+        return facts.may_be_trimmed and facts.width <= getattr(self, _padding_name(facts))
 
     def depends_on_left_padding(self, facts: RowFacts) -> bool:
         """Returns whether the losses of these rows would change with the width of their padding on the left.
@@ -92,17 +74,14 @@ class CutRules:
         Rows without padding count as well, because in a wider batch they would get some. Returns False if the check
         has not tried to trim rows on the left.
         """
-        name = _left_policy_name(facts)
-        policy = getattr(self, name)
-        trimming_failed = policy == 'keep' and getattr(self, f'{name}_width') != NOT_TRIED
-        return policy == 'shift' or trimming_failed
+        return getattr(self, _left_padding_name(facts)) == FAILED
 
     def widths(self, facts: RowFacts) -> list[int]:
         """Returns the number of columns that each row keeps. A row that is packed keeps only its own tokens."""
         # Without `input_ids` (Whisper) every position counts as a token, so each length is the full width.
         if self.packing or not facts.has_ids:
             return facts.lengths
-        if self.policy(facts) == 'keep':
+        if not self.trims(facts):
             return [facts.width] * len(facts.lengths)
         widths = list(facts.lengths)
         for row, has_label in enumerate(facts.has_label_behind_padding):
@@ -112,37 +91,32 @@ class CutRules:
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both rules have the same policies. Ignores the widths on which these were shown."""
-        with_widths_of_other = replace(
-            self,
-            left_width=other.left_width,
-            left_with_positions_width=other.left_with_positions_width,
-            right_width=other.right_width,
-        )
-        return with_widths_of_other == other
+        """Returns whether both rules trim the same kinds of padding. Ignores the widths on which this was shown."""
+        for name in ('left', 'left_with_positions', 'right'):
+            if (getattr(self, name) > 0) != (getattr(other, name) > 0):
+                return False
+        return self.needs_media == other.needs_media and self.packing == other.packing
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules, but for rows padded on ``side`` with the ``earlier`` policy in place of trim or shift.
+        """Returns these rules, but where they trim padding on ``side``, with the width of the ``earlier`` rules.
 
         The check calls it if these rules were exact, but no row had padding to trim. Then nothing shows that trimming
-        is exact. ``'keep'`` stays: either trimming has failed, or it was the earlier policy.
+        is exact. Where padding is kept, it stays so: either trimming has failed, or it was not tried.
         """
         names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
         for name in names:
-            if getattr(self, name) != 'keep':
-                width_name = f'{name}_width'
+            if getattr(self, name) > 0:
                 changed[name] = getattr(earlier, name)
-                changed[width_name] = getattr(earlier, width_name)
         return replace(self, **changed)
 
 
-def _policy_name(facts: RowFacts) -> str:
-    """Returns the field of :class:`CutRules` that holds the padding policy of these rows."""
-    return 'right' if facts.side == 'right' else _left_policy_name(facts)
+def _padding_name(facts: RowFacts) -> str:
+    """Returns the field of :class:`CutRules` that holds the width for these rows."""
+    return 'right' if facts.side == 'right' else _left_padding_name(facts)
 
 
-def _left_policy_name(facts: RowFacts) -> str:
+def _left_padding_name(facts: RowFacts) -> str:
     """Returns the field for rows that are padded on the left."""
     # Positions in the batch are cut together with the tokens. Positions that the model counts itself may change.
     return 'left_with_positions' if facts.has_positions else 'left'
@@ -166,24 +140,16 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the earlier rules with each padding policy that may hold for these rows, cheapest first."""
+    """Yields the earlier rules that trim these rows, and then those that keep their padding."""
     if not facts.is_padded or not facts.may_be_trimmed:
-        # Nothing can be trimmed, so the check can try no other policy.
+        # Nothing can be trimmed, so the check can try no other rules.
         yield earlier
         return
-    name = _policy_name(facts)
-    policies = POLICIES[name]
-    earlier_policy: str = getattr(earlier, name)
-    earlier_width: int = getattr(earlier, f'{name}_width')
-    was_tried = earlier_width != NOT_TRIED
-    if was_tried:
-        # The policies before this one have failed on other rows.
-        policies = policies[policies.index(earlier_policy) :]
-    for policy in policies:
-        width = facts.width
-        if was_tried and policy == earlier_policy:
-            width = max(width, earlier_width)
-        yield replace(earlier, **{name: policy, f'{name}_width': width})
+    name = _padding_name(facts)
+    earlier_width: int = getattr(earlier, name)
+    if earlier_width != FAILED:
+        yield replace(earlier, **{name: max(facts.width, earlier_width)})
+    yield replace(earlier, **{name: FAILED})
 
 
 # Dummy rows. A microbatch gets one if it lacks a modality that all ranks must compute, or that its own rows depend on.
@@ -220,17 +186,17 @@ def smallest_row(facts_of_batches: Sequence[RowFacts], modality: str) -> BatchDi
 
     The smallest row has the fewest images, videos or audios. Among rows with equally many it is the shortest.
     """
-    # Sizes come first, so that min() compares them. The numbers of batch and row tell where the row is.
-    candidates: list[tuple[int, int, int, int]] = []
-    for batch_number, facts in enumerate(facts_of_batches):
-        items_per_row = facts.counts.get(modality, ())
-        for row, num_items in enumerate(items_per_row):
-            if num_items > 0:
-                candidates.append((num_items, facts.lengths[row], batch_number, row))
-    if not candidates:
+    smallest: tuple[RowFacts, int] | None = None
+    smallest_size = (sys.maxsize, 0)
+    for facts in facts_of_batches:
+        for row, num_items in enumerate(facts.counts.get(modality, ())):
+            size = (num_items, facts.lengths[row])
+            if num_items > 0 and size < smallest_size:
+                smallest_size = size
+                smallest = (facts, row)
+    if smallest is None:
         return None
-    _, _, batch_number, row = min(candidates)
-    facts = facts_of_batches[batch_number]
+    facts, row = smallest
     selected = facts.layout.select(facts.batch, [row])
     trimmed = facts.layout.trim(selected)
     return zero_weight(trimmed)
@@ -251,16 +217,9 @@ def add_rows(
         side: Padding side of the device batch. The microbatch cannot show it, because after trimming it may have no
             padding.
     """
-    positions = microbatch.get('position_ids')
-    has_positions = positions is not None and positions.dim() == 2
     batches: list[Batch] = [microbatch]
     for row in rows:
-        dummy = _with_lists_of(microbatch, row)
-        if has_positions:
-            # Trimming may have written positions that the dummy row lacks. Its loss has no weight, so any will do.
-            any_positions = torch.arange(layout.width(row))[None]
-            dummy.setdefault('position_ids', any_positions)
-        batches.append(dummy)
+        batches.append(_with_lists_of(microbatch, row))
     pad_token_id = id_for_padding(layout, [microbatch])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
@@ -398,12 +357,10 @@ class Piece:
             if indices is not None and 'sample_ids' not in self.facts.batch:
                 name = f'sample number {indices[row]} of the dataset'
             unit = size.replace('_', ' ')
-            setting = '`device_train_microbatch_size` x `slot_tokens`'
-            if size in CAPPED_SIZES:
-                setting = f'`{CAPPED_SIZES[size]}`'
+            setting = CAPPED_SIZES.get(size, 'device_train_microbatch_size` x `slot_tokens')
             message = (
                 f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} '
-                f'({setting}). Raise it, shorten the sample, or measure the lengths again if a table of '
+                f'(`{setting}`). Raise it, shorten the sample, or measure the lengths again if a table of '
                 'lengths promised less'
             )
             if self.options.on_oversize == 'raise':
@@ -450,10 +407,4 @@ def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
     if width == facts.width or piece.rules.packing:
         return rows
     start = facts.width - width if facts.side == 'left' else 0
-    trimmed = facts.layout.narrow(rows, start, width)
-    if start and piece.rules.policy(facts) == 'shift':
-        # This model counts positions from column 0. Tokens must keep the positions that they have in the device batch.
-        columns = torch.arange(start, start + width)
-        positions = columns.expand(len(piece.rows), width)
-        trimmed['position_ids'] = positions.contiguous()
-    return trimmed
+    return facts.layout.narrow(rows, start, width)

@@ -28,7 +28,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -62,9 +61,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EMPTY_WIDTH = 8
-"""Width of an empty microbatch of text. Narrower ones would cost less, but models with convolutions need 8 tokens."""
-RULES_WITHOUT_CHECK = CutRules(right='trim')
+RULES_WITHOUT_CHECK = CutRules(right=sys.maxsize)
 """Without the first-batch check only padding on the right is trimmed, because no causal model can see it. Trimming on
 the left may change positions."""
 
@@ -117,7 +114,7 @@ class MicrobatchSplit:
         # Whether the first-batch check should try to pack rows: from start() until packing has failed on some rows, or
         # rules are adopted.
         self._tries_packing = False
-        self._logged: set[str] = set()
+        self._has_warned_of_dummies = False
 
     # Called by the algorithm.
 
@@ -174,9 +171,7 @@ class MicrobatchSplit:
             widest_cost = float(costs.max())
             padded_cost += len(rows) * widest_cost + cost.launch
         savings = all_gather_object(padded_cost - packed_cost)
-        saving = sum(savings)
-        log.info('packing=%s: packed, the first batch costs %.0f less than padded.', saving > 0, saving)
-        return saving > 0
+        return sum(savings) > 0
 
     def adopt(self, rules: CutRules) -> None:
         """Cuts by these rules of the first-batch check from now on."""
@@ -189,12 +184,6 @@ class MicrobatchSplit:
         self.checked = True
         self._tries_packing = False
         self._set_attention(rules.packing)
-        if rules.packing == 'positions':
-            self._log_once(
-                log.warning,
-                'Attention document by document does not work with this model, so packed rows keep a mask as wide as '
-                'all their documents.',
-            )
 
     # Called by the first-batch check.
 
@@ -227,8 +216,8 @@ class MicrobatchSplit:
         widest = max(facts.width for facts in facts_of_batches)
         decoder_width = max(facts.decoder_width for facts in facts_of_batches)
         if self.options.slot_tokens is None and self._planned_tokens:
-            # Without round-off. At the first size the share is 1, and planned microbatches just fit.
-            share = Fraction(microbatch_size) / Fraction(self._planned_size)
+            # At the first size the share is 1, and planned microbatches just fit.
+            share = microbatch_size / self._planned_size
             # The loader's budget does not count the text of a decoder, but a microbatch does.
             budget = int(self._planned_tokens * share) + token_budget(microbatch_size, decoder_width)
             # A single row always fits. The loader's budget may be the largest integer, to which nothing can be added.
@@ -344,11 +333,6 @@ class MicrobatchSplit:
         facts_of_batches = self._describe(layout, batch)
         pre_split = batch if isinstance(batch, PreSplitBatch) else None
         if pre_split is not None and self._must_join(facts_of_batches):
-            self._log_once(
-                log.info,
-                'The microbatches of the loader are joined and cut again, because `regroup` is off, rows are packed, '
-                'or the width of their padding may matter.',
-            )
             facts_of_batches = [self._joined(layout, pre_split, facts_of_batches)]
             pre_split = None
         self._check_packing(facts_of_batches)
@@ -357,7 +341,6 @@ class MicrobatchSplit:
         pieces = self._cut(facts_of_batches, options, pre_split)
         dummies = self._dummy_rows(facts_of_batches)
         pieces = with_dummies(pieces, dummies)
-        self._warn_of_padding(facts_of_batches)
         self._warn_of_dummies(pieces)
         microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
@@ -408,17 +391,15 @@ class MicrobatchSplit:
             return True
         padded_sides = {facts.side for facts in facts_of_batches if facts.is_padded}
         if len(padded_sides) == 2:
-            return True  # the sides have no common policy
-        if 'left' not in padded_sides:
-            # Also if no microbatch has padding, because in one batch the narrower ones would be padded on the right.
-            return self.rules.right != 'trim'
+            return True  # the sides have no common rule
         if any(any(facts.has_label_behind_padding) for facts in facts_of_batches):
             return True  # a pad predicts a label
-        # Rows are padded on the left. A policy holds up to a width, so the policy of the widest microbatch holds for
-        # all. The widest one may have no padding. Then its side is 'right', which would be the wrong policy.
+        # If no microbatch has padding, the narrower ones would be padded on the right in one batch.
+        side = 'left' if 'left' in padded_sides else 'right'
+        # Padding is trimmed up to a width, so what holds for the widest microbatch holds for all. The widest one may
+        # have no padding, and so another side.
         widest = max(facts_of_batches, key=lambda facts: facts.width)
-        as_padded_left = replace(widest, side='left')
-        return self.rules.policy(as_padded_left) != 'trim'
+        return not self.rules.trims(replace(widest, side=side))
 
     def _joined(self, layout: BatchLayout, pre_split: PreSplitBatch, facts_of_batches: Sequence[RowFacts]) -> RowFacts:
         """Returns the facts of one batch of all rows, which is cut again.
@@ -462,19 +443,17 @@ class MicrobatchSplit:
     ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch of a pre-split batch stays as it is if it fits."""
         pieces: list[Piece] = []
-        has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
             indices = None
             if pre_split is not None and pre_split.indices is not None:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
-            if has_ranks:
-                # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
-                # they are left out. If no row remains, the rank makes an empty microbatch.
-                counts = row_counts_of(facts.batch)
-                samples = [row for row in piece.rows if counts[row].samples]
-                piece = piece.take(samples)
+            # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
+            # they are left out. If no row remains, the rank makes an empty microbatch.
+            counts = row_counts_of(facts.batch)
+            samples = [row for row in piece.rows if counts[row].samples]
+            piece = piece.take(samples)
             if pre_split is not None and piece.rows and piece.fits:
                 pieces.append(piece)
             elif piece.rows:
@@ -515,46 +494,22 @@ class MicrobatchSplit:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
 
-    def _warn_of_padding(self, facts_of_batches: Sequence[RowFacts]) -> None:
-        """Warns of rows that keep their padding because of a label on their first token."""
-        if self.packs_rows:
-            return
-        num_kept = 0
-        for facts in facts_of_batches:
-            if self.rules.policy(facts) != 'keep':
-                num_kept += sum(facts.has_label_behind_padding)
-        if num_kept:
-            self._log_once(
-                log.warning,
-                '%d rows have a label on their first token. They are padded on the left, so a pad predicts that '
-                'label, and they are computed untrimmed. Mask the label (-100), or pad on the right.',
-                num_kept,
-            )
-
     def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
         """Warns of rows that do not fit under the caps together with their dummy rows."""
         for piece in pieces:
-            if piece.dummies and not piece.fits:  # it has one row, see with_dummies()
-                dummy_widths = [row.width for row in piece.dummies]
-                self._log_once(
-                    log.warning,
+            # A piece that does not fit has one row, see with_dummies().
+            if piece.dummies and not piece.fits and not self._has_warned_of_dummies:
+                self._has_warned_of_dummies = True
+                log.warning(
                     '%s must fit into a microbatch together with its dummy rows, which have media because other rows '
-                    'or ranks of the step have some. It has %d tokens and %d image tokens (counted only under a cap), '
-                    'and the dummy rows are %s tokens wide. Together they are over the caps of %d and %s image tokens '
-                    '(None: no cap). They are computed over the cap. Raise it by the difference.',
+                    'or ranks of the step have some, got: %d tokens and dummy rows of %s tokens, over the caps of %d '
+                    'and %s image tokens (None: no cap). They are computed over the cap. Raise it.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
-                    sum(piece.sizes.get('image_tokens', [])),
-                    dummy_widths,
+                    [row.width for row in piece.dummies],
                     piece.options.max_tokens,
                     piece.options.max_image_tokens,
                 )
-
-    def _log_once(self, write: Callable[..., None], message: str, *values: object) -> None:
-        """Writes to the log, but only once for each message. ``write`` is a method of the log, such as ``log.info``."""
-        if message not in self._logged:
-            self._logged.add(message)
-            write(message, *values)
 
 
 def _width_matters(facts_of_batches: Sequence[RowFacts]) -> bool:
@@ -654,10 +609,7 @@ def _check_all_first_labels(facts_of_batches: Sequence[RowFacts], kind: str) -> 
 
 
 def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: the dummy rows, or if there are none, the beginning of the shortest row.
-
-    A row with media is not cut, because it needs its placeholders. Nor is a row without ``input_ids`` (Whisper).
-    """
+    """Returns a microbatch without weight: the dummy rows, or if there are none, the shortest row."""
     if dummies:  # their weight is 0
         dummy_batches = [dummy.batch for dummy in dummies.values()]
         return facts_of_batches[0].layout.concat(dummy_batches)
@@ -665,10 +617,7 @@ def _empty_microbatch(facts_of_batches: Sequence[RowFacts], dummies: DummyRows) 
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
     row = layout.select(facts.batch, [shortest])
-    empty = zero_weight(layout.trim(row))
-    if facts.media[shortest] or not facts.has_ids:
-        return empty
-    return layout.narrow(empty, 0, min(EMPTY_WIDTH, layout.width(empty)))
+    return zero_weight(layout.trim(row))
 
 
 # Which split, and which layout, belongs to a loader.

@@ -16,13 +16,9 @@ from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.layout import layout_of_model
 from composer_tokacc.planning import CostModel, CutOptions, check_kind
-from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from composer.core import DataSpec
-
-PROVIDED_FUNCTIONS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
-"""Arguments of Composer's DataSpec that token_data_spec() itself provides."""
 
 
 def token_data_spec(
@@ -87,8 +83,9 @@ def token_data_spec(
         DataSpec: For ``Trainer(train_dataloader=...)`` or ``Trainer(eval_dataloader=...)``.
 
     Raises:
-        ValueError: If an argument is out of range, or a function that this one provides is passed as well.
-        TypeError: If ``dataloader`` is a DataSpec, or cannot be iterated.
+        ValueError: If an argument is out of range.
+        TypeError: If ``dataloader`` is a DataSpec, or cannot be iterated, or if a function that counts or splits
+            batches is passed as well.
 
     Example:
         .. code-block:: python
@@ -100,21 +97,14 @@ def token_data_spec(
                 device_train_microbatch_size=4,
             )
     """
-    from composer.core import DataSpec
-
     from composer_tokacc.data_spec.counting_spec import CountingDataSpec
 
     check_rule(loss_tokens, allow_auto=True)
-    if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
+    if not isinstance(dataloader, Iterable):
         raise TypeError(
             f'`dataloader` must be a dataloader, got: {type(dataloader).__name__}. If it is a DataSpec, pass its '
             '`dataloader`.'
         )
-    for name in PROVIDED_FUNCTIONS:
-        if name in data_spec_kwargs:
-            raise InvalidInputError(
-                f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.'
-            )
     options = CutOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,

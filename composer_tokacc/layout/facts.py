@@ -26,7 +26,6 @@ from composer_tokacc.batch import (
     num_runs,
     real_positions,
     sample_name,
-    text_of,
 )
 from composer_tokacc.layout.families import Media
 from composer_tokacc.layout.found import (
@@ -37,13 +36,8 @@ from composer_tokacc.layout.found import (
     lengths_of_runs,
 )
 from composer_tokacc.layout.layout import BatchLayout, media_entries
-from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 from composer_tokacc.refusals import InvalidInputError
-
-ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
-"""Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
-
 
 KEYS_OF_TEXT = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 """Keys whose values leave nothing out, or are described by other facts."""
@@ -256,85 +250,19 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
-    """Returns the facts about a batch's rows.
-
-    Reads masks and labels now. Media are counted on first use.
-
-    Raises:
-        ValueError: If ``mm_token_type_ids`` or ``loss_mask`` are padded on another side than the ids.
-    """
+    """Returns the facts about a batch's rows. Reads masks and labels now. Media are counted on first use."""
     real = real_positions(batch)
     reach = Reach.of(real)
-    is_padded = not bool(real.all())
-    if is_padded:
-        for key in ZERO_ON_PADDING:
-            value = batch.get(key)
-            if not isinstance(value, torch.Tensor) or value.shape != real.shape:
-                continue
-            _check_zero_on_padding(layout, batch, key, real)
-            if key == 'mm_token_type_ids':
-                _check_types_of_images(layout, batch)
     facts = RowFacts(
         batch=dict(batch),
         layout=layout,
         side=reach.side,
         width=layout.width(batch),
-        is_padded=is_padded,
+        is_padded=not bool(real.all()),
         real=real,
     )
     vars(facts)['_reach'] = reach  # fills the cached property, so that the reach is computed once
     return facts
-
-
-def _check_zero_on_padding(
-    layout: BatchLayout,
-    batch: Batch,
-    key: str,
-    real: torch.Tensor,
-) -> None:
-    """Raises ValueError, naming the row, if a tensor of the text's shape is not 0 on padding.
-
-    Then the tensor is probably padded on another side than the ids. Trimming would hide that. A placeholder on padding
-    may have any value: if a batch has no image, LLaMA-Factory adds the placeholders of a dummy image, and hides them by
-    the mask.
-    """
-    # A hole between real positions is not padding. There the collator may write any value.
-    is_before_row = real.cumsum(dim=1) == 0
-    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
-    is_padding = is_before_row | is_after_row
-    is_wrong = is_padding & (batch[key] != 0) & ~layout.is_placeholder(batch)
-    _refuse_if_any(is_wrong, batch, key, 'be 0 where `attention_mask` is 0')
-
-
-def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
-    """Raises ValueError, naming the row, if ``mm_token_type_ids`` are 0 at a placeholder of an image.
-
-    Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
-    """
-    types: torch.Tensor = batch['mm_token_type_ids']
-    is_image = has_any_id(text_of(batch), replaced_ids(layout.config, 'image'))
-    # Some processors mark nothing in a row. Then the model does not read the types.
-    has_marks = (types != 0).any(dim=1, keepdim=True)
-    is_unmarked = is_image & (types == 0) & has_marks
-    _refuse_if_any(is_unmarked, batch, 'mm_token_type_ids', 'mark the placeholders of images')
-
-
-def _refuse_if_any(
-    is_wrong: torch.Tensor,
-    batch: Batch,
-    key: str,
-    requirement: str,
-) -> None:
-    """Raises ValueError, naming the first position at which ``batch[key]`` is wrong, if there is one.
-
-    ``is_wrong`` is ``(rows, width)`` bool. ``requirement`` says after "must" how the tensor should be.
-    """
-    if bool(is_wrong.any()):
-        row, column = is_wrong.nonzero()[0].tolist()
-        raise InvalidInputError(
-            f'`batch[{key!r}]` must {requirement}, got: {batch[key][row, column].item()} in column {column} of '
-            f'{sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
-        )
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:

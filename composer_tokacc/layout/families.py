@@ -29,8 +29,8 @@ class Media:
     """One modality of a family. Its items are images, videos or audios.
 
     Args:
-        sizes: Returns the number of placeholders of each item: see the functions of ``placeholders.py``. None: nothing
-            tells these numbers.
+        sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see
+            ``queries`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
             ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
@@ -121,29 +121,12 @@ TEXT_ENTRIES: dict[str, Entry] = {
 _IMAGE = Entry(unit='image')
 _VIDEO = Entry(unit='video')
 _AUDIO = Entry(unit='audio')
-# The next tables hold tensors that several families have.
 # The patches of all images (videos) one after the other. A grid tells how many patches an image (a video) has.
 _GRIDS = {
     'pixel_values': Entry(unit='patch'),
     'image_grid_thw': _IMAGE,
     'pixel_values_videos': Entry(unit='video_patch'),
     'video_grid_thw': _VIDEO,
-}
-# Videos whose frames are kept together.
-_CLIPS = {
-    'pixel_values_videos': _VIDEO,
-    'image_sizes_videos': _VIDEO,
-}
-# Images that may be cut into tiles, and clips.
-_TILES_AND_CLIPS = {
-    **_CLIPS,
-    'pixel_values': _IMAGE,
-    'image_sizes': _IMAGE,
-}
-_AUDIOS = {
-    'input_features': _AUDIO,
-    'feature_attention_mask': _AUDIO,
-    'audio_feature_lengths': _AUDIO,
 }
 
 
@@ -172,14 +155,22 @@ class _Format(NamedTuple):
         return all(batch.get(key) is None for key in self.lacks)
 
 
-def _has_grid(batch: Batch) -> bool:
-    return 'image_grid_thw' in batch or 'video_grid_thw' in batch
+def _is_qwen(batch: Batch) -> bool:
+    has_only_audios = _Format({'input_features': None}, lacks=('pixel_values', 'pixel_values_videos'))
+    return 'image_grid_thw' in batch or 'video_grid_thw' in batch or has_only_audios(batch)
 
 
-def _has_tiles_or_clips(batch: Batch) -> bool:
-    has_tiles = _Format({'image_sizes': None, 'pixel_values': 5})
-    has_clips = _Format({'pixel_values_videos': 5})
-    return has_tiles(batch) or has_clips(batch)
+_FORMATS_OF_LLAVA = (
+    _Format({'image_sizes': None, 'pixel_values': 5}),
+    _Format({'pixel_values_videos': 5}),
+    _Format({'pixel_values_images': None}),
+    # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
+    _Format({'pixel_values': 4}, lacks=('target_sizes',)),
+)
+
+
+def _is_llava(batch: Batch) -> bool:
+    return any(has_format(batch) for has_format in _FORMATS_OF_LLAVA)
 
 
 def _slots_of_idefics(batch: Batch) -> torch.Tensor:
@@ -206,7 +197,7 @@ TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 # Some are only needed if the model is not known: if no layout was passed to a loader (used without TokenAccumulation),
 # to a collator or to verify_invariance, and if callbacks read a pre-split batch. Then only the keys of a batch tell its
 # format, and no config names the placeholders. The first family that matches is taken, so a special format stands
-# before the more general ones. If the model is known, such a family counts what `found.py` would find without it.
+# before the more general ones.
 FAMILIES: tuple[Family, ...] = (
     # Only needed if the model is not known.
     Family(
@@ -227,26 +218,29 @@ FAMILIES: tuple[Family, ...] = (
     ),
     # Only needed if the model is not known. Then `mm_token_type_ids` tell the placeholders.
     Family(
-        name='Qwen-VL',  # and Qwen-Omni, which also has audios
+        name='Qwen',
         model_types=(
             'qwen2_vl',
             'qwen2_5_vl',
             'qwen3_vl',
             'qwen3_vl_moe',
             'qwen2_5_omni_thinker',
+            'qwen2_audio',
         ),
         entries={
             **_GRIDS,
             'second_per_grid_ts': _VIDEO,
             'video_second_per_grid': _VIDEO,
-            **_AUDIOS,
+            'input_features': _AUDIO,
+            'feature_attention_mask': _AUDIO,
+            'audio_feature_lengths': _AUDIO,
         },
         media={
-            'image': Media(sizes=placeholders.image_grid, token_type=1),
-            'video': Media(sizes=placeholders.video_grid, token_type=2),
-            'audio': Media(sizes=placeholders.audio_frames),
+            'image': Media(token_type=1),
+            'video': Media(token_type=2),
+            'audio': Media(),
         },
-        matches=_has_grid,
+        matches=_is_qwen,
     ),
     # Without it batches with videos are refused, because frames have the placeholder of an image.
     Family(
@@ -263,8 +257,8 @@ FAMILIES: tuple[Family, ...] = (
         one_kind=True,
         media={
             # Frames of a video are written like images, between the tokens that start and end it.
-            'image': Media(sizes=placeholders.image_grid, frames=False),
-            'video': Media(sizes=placeholders.video_grid, frames=True),
+            'image': Media(frames=False),
+            'video': Media(frames=True),
         },
     ),
     # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
@@ -318,7 +312,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('instructblipvideo',),
         has_queries=True,
         entries=_instructed(_VIDEO),
-        media={'video': Media(sizes=placeholders.frame_queries)},
+        media={'video': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
     # Without it the forward raises if a batch has no image. With it such a batch gets a dummy image by `has_queries`.
@@ -329,74 +323,29 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Only needed if the model is not known. Without it `found.py` would count runs of placeholders for a known model.
-    Family(
-        name='LLaVA-NeXT',
-        model_types=(
-            'llava_next',
-            'llava_next_video',
-        ),
-        entries=_TILES_AND_CLIPS,
-        media={
-            'image': Media(sizes=placeholders.anyres),
-            'video': Media(sizes=placeholders.equal),
-        },
-        # LLaVA-OneVision also has `batch_num_images`. A batch that has only clips is read as LLaVA-OneVision, because
-        # both formats divide clips among rows in the same way.
-        matches=_Format({'image_sizes': None, 'pixel_values': 5}, lacks=('batch_num_images',)),
-    ),
-    # Only needed if the model is not known.
-    Family(
-        name='Video-LLaVA',
-        model_types=('video_llava',),
-        entries={
-            **_CLIPS,
-            'pixel_values': _IMAGE,
-            'pixel_values_images': _IMAGE,
-        },
-        media={
-            'image': Media(sizes=placeholders.equal),
-            'video': Media(sizes=placeholders.equal),
-        },
-        matches=_Format({'pixel_values_images': None}),
-    ),
-    # Without it batches with several images in a row are refused: `batch_num_images` would be read as a tensor with an
-    # entry for each image.
-    Family(
-        name='LLaVA-OneVision',
-        model_types=('llava_onevision',),
-        entries={
-            **_TILES_AND_CLIPS,
-            'batch_num_images': Entry(absent=0),  # images of each row: an image is tiled only if its row has no other
-        },
-        media={
-            'image': Media(sizes=placeholders.anyres),
-            'video': Media(sizes=placeholders.equal),
-        },
-        matches=_has_tiles_or_clips,
-    ),
-    # Only needed if the model is not known.
+    # LLaVA-OneVision needs it: without it batches with several images in a row are refused, because `batch_num_images`
+    # would be read as a tensor with an entry for each image. The others need it only if the model is not known.
     Family(
         name='LLaVA',
         model_types=(
             'llava',
             'mistral3',
+            'llava_next',
+            'llava_next_video',
+            'llava_onevision',
+            'video_llava',
         ),
         entries={
             'pixel_values': _IMAGE,
+            'pixel_values_images': _IMAGE,
             'image_sizes': _IMAGE,
+            'batch_num_images': Entry(absent=0),  # images of each row: an image is tiled only if its row has no other
+            # Videos whose frames are kept together.
+            'pixel_values_videos': _VIDEO,
+            'image_sizes_videos': _VIDEO,
         },
-        media={'image': Media(sizes=placeholders.patch_counts)},
-        # MiniCPM-V also has `target_sizes`. It has the patches of all images side by side, which `found.py` knows.
-        matches=_Format({'pixel_values': 4}, lacks=('target_sizes',)),
-    ),
-    # Only needed if the model is not known.
-    Family(
-        name='Qwen-Audio',
-        model_types=('qwen2_audio',),
-        entries=_AUDIOS,
-        media={'audio': Media(sizes=placeholders.audio_frames)},
-        matches=_Format({'input_features': None}, lacks=('pixel_values',)),
+        media={'image': Media(), 'video': Media()},
+        matches=_is_llava,
     ),
     TEXT_FAMILY,
 )

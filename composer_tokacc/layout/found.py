@@ -82,7 +82,6 @@ def possible_readings(
     key: str,
     config: Any,
     registered: Mapping[str, Entry],
-    earlier: tuple[Reading, ...],
 ) -> tuple[Reading, ...]:
     """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none.
 
@@ -91,7 +90,6 @@ def possible_readings(
         key: The key of the tensor.
         config: The config of the model, or None.
         registered: How the tensors of registered keys belong to rows.
-        earlier: The readings of the key that earlier batches allow. Empty if none had the key.
     """
     num_rows, width = text_of(batch).shape[:2]
     value: torch.Tensor = batch[key]
@@ -104,12 +102,8 @@ def possible_readings(
     # The name of the tensor is that of media.
     if shape == (num_rows,):
         # But a column of the dataset may have such a name, too, such as `image_id`. A batch that has the tensor, but no
-        # items, shows that it is a column. To look for items is to search the text for placeholders, and if the batch
-        # is on a GPU, the host waits for it. So this is not done if an earlier batch has decided: for rows, if it had
-        # no items, and for media, if the tensor had another shape there, so that rows were ruled out.
-        is_known_column = earlier[:1] == (Reading.ROWS,)
-        is_known_media = earlier == (Reading.MEDIA,)
-        if is_known_media or (not is_known_column and _may_have_items(batch, modality, config, registered)):
+        # items, shows that it is a column.
+        if _may_have_items(batch, modality, config, registered):
             return (Reading.MEDIA, Reading.ROWS)
         return (Reading.ROWS, Reading.MEDIA)
     if value.is_floating_point() or shape[:2] != (num_rows, width):
@@ -297,16 +291,10 @@ def lengths_of_runs(is_placeholder: torch.Tensor) -> list[list[int]]:
 
     ``is_placeholder`` is ``(rows, width)`` bool.
     """
-    num_rows = len(is_placeholder)
-    lengths_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
-    padded = torch.nn.functional.pad(is_placeholder, (1, 1))
-    is_change = padded.diff(dim=1)  # of bools: whether two neighbours differ
-    # `nonzero` goes row by row, so the start of a run is followed by its end.
-    changes = is_change.nonzero().tolist()
-    starts = changes[::2]
-    ends = changes[1::2]
-    for (row, first_column), (_, end_column) in zip(starts, ends, strict=True):
-        lengths_of_rows[row].append(end_column - first_column)
+    lengths_of_rows: list[list[int]] = []
+    for row in is_placeholder:
+        values, lengths = row.unique_consecutive(return_counts=True)
+        lengths_of_rows.append(lengths[values].tolist())  # the runs of True
     return lengths_of_rows
 
 
@@ -321,27 +309,25 @@ class _PlaceholderCounts(NamedTuple):
 
 def entries_per_row(
     batch: Batch,
-    config: Any,
+    is_placeholder: torch.Tensor,
     modality: str,
     num_entries: int,
 ) -> list[int]:
     """Returns how many of the ``num_entries`` entries of a tensor of media belong to each row.
 
+    ``is_placeholder`` marks the placeholders of the modality, bool ``(rows, width)``.
+
     Raises:
         ValueError: If nothing tells these numbers, or if two ways to find them disagree.
     """
-    ids = placeholder_ids(config, modality)
-    is_placeholder = has_any_id(text_of(batch), ids)
-    runs_of_rows = lengths_of_runs(is_placeholder)
-    placeholders = _PlaceholderCounts(
-        tokens=[sum(runs) for runs in runs_of_rows],
-        runs=[len(runs) for runs in runs_of_rows],
-    )
+    placeholders = _PlaceholderCounts([], [])
+    for runs in lengths_of_runs(is_placeholder):
+        placeholders.tokens.append(sum(runs))
+        placeholders.runs.append(len(runs))
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
-    # If no row has a placeholder, and there are as many entries as rows, each row has one. Without a config the
-    # placeholders may just be unknown.
-    if num_tokens == 0 and num_entries == num_rows and config is not None:
+    # If no row has a placeholder, and there are as many entries as rows, each row has one.
+    if num_tokens == 0 and num_entries == num_rows:
         return [1] * num_rows
     # The entries of each row, by the key or by the way that tells them.
     answers: dict[str, list[int]] = {}
@@ -349,12 +335,15 @@ def entries_per_row(
         # A mask of items or tiles holds no sizes.
         if value.is_floating_point() or value.dtype == torch.bool:
             continue
-        entries = _entries_by_sizes(value, num_entries, placeholders)
+        if key == f'batch_num_{modality}s':  # LLaVA-OneVision: the number of entries of each row
+            entries = _entries_by_rows(value, num_entries, placeholders)
+        else:
+            entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries
     # If no tensor holds sizes that fit, all entries are taken to have equally many placeholders. The entries of a row
     # are then num_entries * tokens / num_tokens, which must be an integer.
-    if num_tokens and not answers:
+    if num_tokens and num_entries and not answers:
         products = [num_entries * tokens for tokens in placeholders.tokens]
         if all(product % num_tokens == 0 for product in products):
             answers['placeholders'] = [product // num_tokens for product in products]
@@ -374,6 +363,20 @@ def entries_per_row(
             'docs/families.md#not-there'
         )
     return list(distinct_answers.pop())
+
+
+def _entries_by_rows(value: torch.Tensor, num_entries: int, placeholders: _PlaceholderCounts) -> list[int] | None:
+    """Returns the numbers that the processor gives, one for each row; None if batch or placeholders contradict them.
+
+    If all images were given to the processor in one list, it writes a 1 for each image instead.
+    """
+    entries: list[int] = value.tolist()
+    if sum(entries) != num_entries or len(entries) != len(placeholders.tokens):
+        return None
+    for num_entries_of_row, num_tokens in zip(entries, placeholders.tokens, strict=True):
+        if (num_entries_of_row > 0) != (num_tokens > 0):
+            return None
+    return entries
 
 
 def _entries_by_sizes(

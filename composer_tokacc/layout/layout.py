@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from composer_tokacc.batch import (
 from composer_tokacc.compat import inner_model
 from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family, Media
 from composer_tokacc.layout.found import (
-    Reading,
     Readings,
     carried_counts,
     entries_per_row,
@@ -44,7 +42,7 @@ from composer_tokacc.layout.found import (
     possible_readings,
     sums_of_groups,
 )
-from composer_tokacc.layout.placeholders import has_any_id, replaced_ids
+from composer_tokacc.layout.placeholders import has_any_id, placeholder_ids, replaced_ids
 from composer_tokacc.layout.tensors import (
     PART_UNITS,
     Entry,
@@ -208,7 +206,7 @@ class BatchLayout:
         for key, value in batch.items():
             if key in self._registered or not isinstance(value, torch.Tensor):
                 continue
-            possible = self._possible_readings(batch, key)
+            possible = possible_readings(batch, key, self.config, self._registered)
             if possible:  # else entry_of() refuses the key
                 readings[key] = possible
         return readings
@@ -257,7 +255,7 @@ class BatchLayout:
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
         """Returns how an unregistered tensor belongs to rows: by the likeliest reading that no batch rules out."""
-        possible = self._possible_readings(batch, key)
+        possible = possible_readings(batch, key, self.config, self._registered)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or have one entry for '
@@ -267,11 +265,6 @@ class BatchLayout:
             )
         most_likely, *_ = joined_readings(self.readings, {key: possible})[key]
         return entry_of_reading(most_likely, batch, key)
-
-    def _possible_readings(self, batch: Batch, key: str) -> tuple[Reading, ...]:
-        """Returns the possible readings of an unregistered key by this batch, the most likely one first."""
-        earlier = self.readings.get(key, ())
-        return possible_readings(batch, key, self.config, self._registered, earlier)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
         """Returns the tensors that have one entry for each image (or patch, ..., as ``unit`` says), by key.
@@ -308,12 +301,11 @@ class BatchLayout:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
-        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders, as in 6.
+        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders. A row has
+           as many items as its placeholders fill: see ``Media.sizes``.
         4. If there is one row, it has all items.
         5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
-        6. The placeholders. A row has whole items, in order, so it has as many as its placeholders fill. If the
-           tensors of the items are registered, config and batch tell how many placeholders each item has: see
-           ``Media.sizes``. If not, that is inferred: see ``found.py``.
+        6. The placeholders, in the ways of ``found.py``.
 
         Raises:
             ValueError: If nothing tells which items belong to which row.
@@ -357,7 +349,6 @@ class BatchLayout:
         # An inferred unit, such as 'image/12', is the modality and the number of entries, see _unit_of_items(). The
         # argument `unit` may be such a unit as well, so `modality` is not always `unit`.
         modality = item_unit.partition('/')[0]
-        is_inferred = '/' in item_unit
         carried = carried_counts(batch, modality)
         # A wrong number of numbers is not refused, because they are optional. Then the placeholders tell the items.
         if carried is not None and len(carried) != num_rows:
@@ -366,54 +357,40 @@ class BatchLayout:
         if num_items is None:
             # There is no tensor to cut, so wrong numbers do no harm.
             return carried or [0] * num_rows
+        is_placeholder = self._placeholders_of(batch, item_unit)
+        media = self.family.media.get(item_unit, Media())
         # Models with queries do not notice if there are too few placeholders, so these are counted even if there is a
-        # shorter way. An inferred unit has no ids.
-        if self.family.has_queries and replaced_ids(self.config, item_unit):
-            return self._items_by_placeholders(batch, item_unit, num_items)
+        # shorter way.
+        if media.sizes is not None and is_placeholder is not None:
+            tokens_per_row = is_placeholder.sum(dim=1).tolist()
+            tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
+            return _items_by_sizes(item_unit, tokens_per_row, tokens_per_item)
         if num_rows == 1:
             return [num_items]
         # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
         if carried is not None and sum(carried) == num_items:
             return carried
-        if is_inferred:
-            # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items,
-            # whatever its name.
-            of_media = {key: value for key, value in batch.items() if key in entries or key in TEXT_ENTRIES}
-            return entries_per_row(of_media, self.config, modality, num_items)
-        return self._items_by_placeholders(batch, item_unit, num_items)
-
-    def _items_by_placeholders(
-        self,
-        batch: Batch,
-        unit: str,
-        num_items: int,
-    ) -> list[int]:
-        """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
-        media = self.family.media.get(unit, Media())
-        num_rows = self.num_rows(batch)
-        remedy = f'Carry `num_{unit}s` in the batch, one int per row (of images, tiles are counted)'
-        is_placeholder = media.placeholders(batch, self.config, unit)
-        if media.sizes is None or is_placeholder is None:
+        if is_placeholder is None:
+            remedy = f'Carry `num_{modality}s` in the batch, one int per row (of images, tiles are counted)'
             if self.config is None:
                 remedy += ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
-                f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: nothing '
-                f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {remedy}.'
+                f'`layout` must tell which of {num_items} {modality}s belong to which of {num_rows} rows, got: nothing '
+                f'that tells their placeholders, and `num_{modality}s`={batch.get(f"num_{modality}s")}. {remedy}.'
             )
-        tokens_per_row = is_placeholder.sum(dim=1).tolist()
-        if num_items == 0 and not any(tokens_per_row):
-            return [0] * num_rows
-        tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
-        items = items_of_rows(tokens_per_row, tokens_per_item)
-        if items is None:
-            remedy += ', or do not cut rows inside their media'
-            if self.family.has_queries:
-                remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
-            raise InvalidInputError(
-                f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens_per_row} by row, '
-                f'where the {unit}s fill {tokens_per_item or "an unknown number"}. {remedy}.'
-            )
-        return items
+        # A tensor with one entry per row, such as the dataset's column `image_id`, tells nothing about items, whatever
+        # its name.
+        known_keys = {*entries, *self.family.entries}
+        of_media = {key: value for key, value in batch.items() if key in known_keys}
+        return entries_per_row(of_media, is_placeholder, modality, num_items)
+
+    def _placeholders_of(self, batch: Batch, item_unit: str) -> torch.Tensor | None:
+        """Returns the positions of the placeholders of some items, bool ``(rows, width)``; None: nothing tells them."""
+        modality, _, num_entries = item_unit.partition('/')
+        if num_entries and self.config is not None:  # an inferred unit, see placeholders.py
+            return has_any_id(text_of(batch), placeholder_ids(self.config, modality))
+        media = self.family.media.get(modality, Media())
+        return media.placeholders(batch, self.config, modality)
 
     def with_media(self, batch: Batch) -> Batch:
         """Adds one grey dummy image or video if the batch has none and the model needs one: see ``has_queries``.
@@ -451,9 +428,8 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does. Counts the items of the rows only once.
 
-        A group of all rows shares the tensors of the batch. Other groups are copies. But on a machine with a GPU,
-        consecutive rows of a tensor on the CPU are a view if it has no gaps, because they will be copied to the GPU
-        anyway. Copies of page-locked tensors are page-locked.
+        A group of all rows shares the tensors of the batch. Other groups are copies. Copies of page-locked tensors are
+        page-locked.
         """
         num_rows = self.num_rows(batch)
         for key, value in batch.items():
@@ -630,9 +606,6 @@ class BatchLayout:
         values = [batch[key] for batch in present]
         _check_are_tensors(key, values)
         entries = [self.entry_of(batch, key) for batch in present]
-        if _are_only_some_shared(values, entries):
-            expanded_batches = [self._with_entry_for_each_row(batch, key) for batch in batches]
-            return self._joined_tensor(key, expanded_batches, side, pad_token_id)
         _check_same_form(key, values, entries)
         entry = _joined_entry(entries)
         if entry.unit == 'shared':
@@ -655,22 +628,6 @@ class BatchLayout:
             entry = replace(entry, fill=pad_token_id)
         width = max(self.width(batch) for batch in batches)
         return cat_padded(values, entry, width, side)
-
-    def _with_entry_for_each_row(
-        self,
-        batch: Batch,
-        key: str,
-    ) -> Batch:
-        """Returns the batch. If its rows share a tensor, each row gets a copy."""
-        value = batch.get(key)
-        if value is None:
-            return batch
-        entry = self.entry_of(batch, key)
-        if entry.unit != 'shared':
-            return batch
-        num_rows = self.num_rows(batch)
-        value_of_rows = value.expand(num_rows, *value.shape[1:])
-        return {**batch, key: value_of_rows}
 
     def _tensors_of_all(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
@@ -828,23 +785,30 @@ def _num_items(batch: Batch, entries: Mapping[str, Entry], unit: str) -> int | N
 
     ``entries`` are the entries of all media of the batch: see :func:`media_entries`.
     """
-    num_entries = {}
     for key, entry in entries.items():
         if entry.unit == unit:
-            num_entries[key] = batch[key].shape[entry.row_dim]
-    if not num_entries:
-        return None
-    num_items, *further_nums = set(num_entries.values())
-    if further_nums:
-        raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
-    return num_items
+            return batch[key].shape[entry.row_dim]
+    return None
+
+
+def _items_by_sizes(unit: str, tokens_per_row: Sequence[int], tokens_per_item: Sequence[int]) -> list[int]:
+    """Returns the number of items of each row. Gives a row as many items as its placeholders stand for."""
+    if not tokens_per_item and not any(tokens_per_row):
+        return [0] * len(tokens_per_row)
+    items = items_of_rows(tokens_per_row, tokens_per_item)
+    if items is None:
+        raise InvalidInputError(
+            f'`input_ids` must hold the placeholders of {len(tokens_per_item)} whole {unit}s, got: {tokens_per_row} by '
+            f'row, where the {unit}s fill {tokens_per_item}. Give processor and model the same `num_query_tokens`, '
+            f'write no {unit} into the text, and do not cut rows inside their {unit}s.'
+        )
+    return items
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are numbers of rows. A bool would count as row 0 or 1."""
+    """Raises ValueError unless these are numbers of rows."""
     for row in rows:
-        is_integer = isinstance(row, Integral) and not isinstance(row, bool)
-        if not is_integer or not 0 <= row < num_rows:
+        if not 0 <= row < num_rows:
             raise InvalidInputError(
                 f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
                 'each row that is selected.'
@@ -865,15 +829,18 @@ def _check_same_form(key: str, values: Sequence[torch.Tensor], entries: Sequence
     """Raises ValueError if tensors of one key cannot be joined.
 
     They must have equally many dimensions, and the same padding value. The padding values of two masks differ if 0
-    means "attend" in one of them, and "hide" in the other.
+    means "attend" in one of them, and "hide" in the other. If the rows of one batch share the tensor, no batch may have
+    an entry for each of several rows.
     """
     numbers_of_dims = {value.dim() for value in values}
     fills = {entry.fill for entry in entries}
-    if len(numbers_of_dims) > 1 or len(fills) > 1:
+    is_shared = any(entry.unit == 'shared' for entry in entries)
+    has_own = is_shared and any(value.shape[:1] > (1,) for value in values)
+    if len(numbers_of_dims) > 1 or len(fills) > 1 or has_own:
         forms = sorted({f'{value.dtype} of shape {tuple(value.shape)}' for value in values})
         raise InvalidInputError(
             f'`{key}` must have the same form in all batches that are joined, got: {", ".join(forms)}. Give every '
-            'sample the same number of dimensions, and masks of one dtype.'
+            'sample the same number of dimensions, masks of one dtype, and every row an entry, or none.'
         )
 
 
@@ -890,24 +857,6 @@ def _joined_entry(entries: Sequence[Entry]) -> Entry:
         if not entry.seq_dims:
             return entry
     return entries[0]
-
-
-def _are_only_some_shared(
-    values: Sequence[torch.Tensor],
-    entries: Sequence[Entry],
-) -> bool:
-    """Returns whether some batches share a tensor among their rows, and others have an entry for each of several rows.
-
-    The tensor of a batch with one row may be either, so it decides nothing.
-    """
-    has_shared = False
-    has_own = False
-    for value, entry in zip(values, entries, strict=True):
-        if entry.unit == 'shared':
-            has_shared = True
-        elif value.shape[entry.row_dim] > 1:
-            has_own = True
-    return has_shared and has_own
 
 
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:

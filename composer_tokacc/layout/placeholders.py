@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
+"""Ids of placeholder tokens, and how many of them each image or video has if the model has query tokens.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
 The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
@@ -12,7 +12,6 @@ So ``found.py`` takes all ids, :func:`placeholder_ids`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable, Sequence
 from functools import cache
@@ -104,154 +103,14 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-# Placeholders of each item. These functions are the `sizes` of `families.Media`. They return the number of placeholders
-# of each item, or an empty list if the batch does not tell it. The batch has `num_items` items of the modality, and
-# `num_tokens` placeholders in all. The config is None only if the batch marks its placeholders by `mm_token_type_ids`.
-
-
-def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """All items have one shape, so the model gives each item the same number of tokens."""
-    if num_items == 0 or num_tokens % num_items:
-        return []
-    return [num_tokens // num_items] * num_items
-
-
-def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-VL: as many tokens as merged patches."""
-    return _tokens_of_grid(batch['image_grid_thw'], config, num_tokens)
-
-
-def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-VL: as many tokens as merged patches of all frames. Text between the frames does not count."""
-    return _tokens_of_grid(batch['video_grid_thw'], config, num_tokens)
-
-
-def _tokens_of_grid(
-    grid: torch.Tensor,
-    config: Any,
-    num_tokens: int,
-) -> list[int]:
-    """Returns the number of placeholders of each item. The model merges a few patches into one token.
-
-    ``grid`` holds frames, height and width of each item in patches, ``(items, 3)``.
-    """
-    patches = grid.prod(dim=1).tolist()
-    if config is not None and hasattr(config, 'vision_config'):
-        patches_per_token = config.vision_config.spatial_merge_size**2
-    elif num_tokens and sum(patches) % num_tokens == 0:
-        # The config does not tell. But all placeholders of the batch together stand for all its patches.
-        patches_per_token = sum(patches) // num_tokens
-    else:
-        return []
-    if patches_per_token == 0:
-        return []
-    tokens = []
-    for count in patches:
-        if count % patches_per_token:
-            return []
-        tokens.append(count // patches_per_token)
-    return tokens
-
-
-def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA: images of one shape. Pixtral has ``image_sizes``, and as many tokens as merged patches."""
-    sizes = batch.get('image_sizes')
-    if sizes is None:
-        return equal(batch, config, num_items, num_tokens)
-    # In pixels, as are the height and width of each image in `image_sizes`.
-    merged_patch_side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
-    grids = torch.as_tensor(sizes) // merged_patch_side
-    return grids.prod(dim=-1).tolist()
+# Placeholders of each item. This function is the `sizes` of `families.Media`. The batch has `num_items` items of the
+# modality, and `num_tokens` placeholders in all.
 
 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """BLIP: a fixed number of query tokens per image."""
-    return [config.num_query_tokens] * num_items
-
-
-def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """InstructBLIP-Video: a fixed number of query tokens per frame, and the same number of frames in all clips."""
-    frames_per_item = batch['pixel_values'].shape[1]
+    """BLIP: a fixed number of query tokens per image, or per frame. All clips have the same number of frames."""
+    pixels = batch['pixel_values']
+    frames_per_item = 1
+    if pixels.dim() == 5:  # (videos, frames, channels, height, width)
+        frames_per_item = pixels.shape[1]
     return [frames_per_item * config.num_query_tokens] * num_items
-
-
-def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-Audio: a convolution halves the number of real frames, and a pooling halves it again."""
-    # Processors up to transformers 4.45 write one placeholder per audio, which the model replaces with all its tokens.
-    if num_tokens == num_items:
-        return [1] * num_items
-    frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
-    mask = batch.get('feature_attention_mask')
-    if mask is not None:
-        frames_per_item = mask.sum(dim=-1).tolist()
-    tokens_per_item = []
-    for num_frames in frames_per_item:
-        after_convolution = (int(num_frames) - 1) // 2 + 1  # stride 2, kernel 3, padding 1
-        after_pooling = (after_convolution - 2) // 2 + 1  # stride 2, kernel 2
-        tokens_per_item.append(after_pooling)
-    return tokens_per_item
-
-
-def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line.
-
-    LLaVA-OneVision shrinks the tiles of a large image to the number of tokens that ``max_tiles`` tiles have. It cuts an
-    image into tiles only if its row has no other image.
-    """
-    max_tiles = None  # LLaVA-NeXT does not shrink tiles
-    aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # LLaVA-OneVision: such as 'anyres_max_9'
-    if aspect_ratio is not None:
-        max_tiles = int(aspect_ratio.removeprefix('anyres_max_'))
-    images_per_row = [1] * num_items  # LLaVA-NeXT tiles every image as if it were alone in its row
-    counts = batch.get('batch_num_images')
-    if counts is not None:
-        images_per_row = torch.as_tensor(counts).tolist()
-    is_tiled: list[bool] = []  # for each image
-    for count in images_per_row:
-        is_tiled += [count == 1] * count
-    if len(is_tiled) != num_items:
-        return []
-    tokens = []
-    sizes = torch.as_tensor(batch['image_sizes']).tolist()
-    for size, tiled in zip(sizes, is_tiled, strict=True):
-        if tiled:
-            tokens.append(_tokens_of_tiles(size, config, max_tiles))
-        else:
-            tokens_of_tile = _patches_per_side(config) ** 2
-            tokens.append(tokens_of_tile + 1)  # one token ends the image
-    return tokens
-
-
-def _patches_per_side(config: Any) -> int:
-    """Returns the number of patches along one side of a tile, which is a square."""
-    return config.vision_config.image_size // config.vision_config.patch_size
-
-
-def _tokens_of_tiles(
-    size: Sequence[int],
-    config: Any,
-    max_tiles: int | None,
-) -> int:
-    """Returns the number of tokens of a tiled image, computed as in ``pack_image_features`` of Transformers.
-
-    Args:
-        size: Height and width of the image, in pixels.
-        config: The model's config.
-        max_tiles: The model shrinks the tiles to as many tokens as this number of tiles has. None: it does not.
-    """
-    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
-
-    side = _patches_per_side(config)
-    tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
-    patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')  # only its shape is needed
-    unpadded = unpad_image(patches, size)
-    height, width = unpadded.shape[1:]
-    if max_tiles is not None:
-        most_tokens = max_tiles * side**2
-        ratio = math.sqrt(height * width / most_tokens)
-        if ratio > 1.1:  # Transformers' number: tiles that are only a little too large are not shrunk
-            height = int(height // ratio)
-            width = int(width // ratio)
-    tokens_of_whole_image = side**2
-    tokens_of_tiles = height * (width + 1)  # one token ends each line
-    return tokens_of_whole_image + tokens_of_tiles

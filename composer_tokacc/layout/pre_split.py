@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import (
     Callable,
@@ -139,10 +138,6 @@ class PreSplitBatch(Mapping[str, Any]):
         return self.map(needed_entries).joined(layout)[key]
 
     # A worker process pickles the batch to send it.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
-        """Returns a deep copy. Without this method it would be made by :meth:`__getstate__`, through shared memory."""
-        return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for pickle, with all tensors in one piece of shared memory.

@@ -89,14 +89,10 @@ class Entry:
         return self.unit.partition('/')[0]
 
 
-# Only the next four functions ask about a GPU. Tests without a GPU replace some of them.
+# Only the next three functions ask about a GPU. Tests without a GPU replace some of them.
 
 _has_gpu = cache(torch.cuda.is_available)
 """Cached, because it is called for every tensor of every microbatch and torch reads the environment each time."""
-
-
-def _will_move_to_gpu(value: torch.Tensor) -> bool:
-    return _has_gpu() and value.device.type == 'cpu'
 
 
 def _is_page_locked(value: torch.Tensor) -> bool:
@@ -112,15 +108,7 @@ def take(
     dim: int,
     index: list[int],
 ) -> torch.Tensor:
-    """Returns the entries at these indices along ``dim``: a view, or a copy that is page-locked if the tensor is."""
-    start = index[0] if index else 0
-    end = start + len(index)
-    # A view saves a copy if the microbatch moves to a GPU, because the move copies it. If it stays on the CPU, Composer
-    # deep-copies it for the metrics of training, and the deep copy of a view copies the whole tensor behind it.
-    if index == list(range(start, end)) and _will_move_to_gpu(value):
-        view = value.narrow(dim, start, len(index))
-        if view.is_contiguous():
-            return view
+    """Returns a copy of the entries at these indices along ``dim``. It is page-locked if the tensor is."""
     shape = list(value.shape)
     shape[dim] = len(index)
     selected = _empty(shape, value)

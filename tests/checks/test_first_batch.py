@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.checks.first_batch import chosen_rows, media_as_collated, rule_batch
-from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.data_spec.pieces import FAILED, CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from tests.support.small_batches import IMAGE, drawn_batch, numbered, square_mask, text_batch
@@ -51,10 +51,10 @@ def rules_after_exact_steps(model, *batches, **options):
 @pytest.mark.parametrize(
     ('make', 'side', 'rules'),
     [
-        pytest.param(one_layer_model, 'right', CutRules(right='trim', right_width=14), id='right'),
-        pytest.param(one_layer_model, 'left', CutRules(left='trim', left_width=14), id='cut off'),
-        pytest.param(gpt2, 'left', CutRules(left='shift', left_width=14), id='positions are written'),
-        pytest.param(column_counter, 'left', CutRules(left='keep', left_width=14), id='positions would move'),
+        pytest.param(one_layer_model, 'right', CutRules(right=14), id='right'),
+        pytest.param(one_layer_model, 'left', CutRules(left=14), id='cut off'),
+        pytest.param(gpt2, 'left', CutRules(left=FAILED), id='positions would move'),
+        pytest.param(column_counter, 'left', CutRules(left=FAILED), id='no argument for positions'),
     ],
 )
 def test_padding_is_cut_if_exact(make, side, rules):
@@ -66,14 +66,14 @@ def test_cuts_that_failed_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
         assert_exact(gpt2(), ragged_batch(side='left'))
     [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
-    assert "left='trim'" in failed_cut
+    assert 'left=14' in failed_cut
     assert 'position' in failed_cut
     assert 'The first-batch check took' in caplog.text
 
 
 @pytest.mark.parametrize(
     ('side', 'rules'),
-    [('left', CutRules(left='shift', left_width=14)), ('right', CutRules(right='trim', right_width=14))],
+    [('left', CutRules(left=FAILED)), ('right', CutRules(right=14))],
 )
 def test_later_padding_is_proven_first(side, rules):
     """The first batch has no padding, so it cannot show how padding may be cut."""
@@ -92,7 +92,7 @@ class NeedsChunks(ColumnCounter):
 
 def test_model_that_asserts_its_width(caplog):
     batch = ragged_batch([(9, 7), (16, 11)])
-    assert rules_after_exact_steps(gpt2(NeedsChunks), batch, batch).right == 'keep'
+    assert rules_after_exact_steps(gpt2(NeedsChunks), batch, batch).right == FAILED
     [warning] = [message for message in caplog.messages if 'keep their padding' in message]
     assert 'AssertionError' in warning
 
@@ -114,7 +114,7 @@ class PadsRows(ColumnCounter):
 @pytest.mark.parametrize('model_class', [NeedsChunks, PadsRows])
 def test_model_that_needs_rounded_widths(model_class):
     batch = ragged_batch([(9, 7), (16, 11), (3, 2)], width=24)
-    assert rules_after_exact_steps(gpt2(model_class), batch, width_multiple=8).right == 'trim'
+    assert rules_after_exact_steps(gpt2(model_class), batch, width_multiple=8).right == 24
 
 
 class SeesNextColumns(ColumnCounter):
@@ -133,7 +133,7 @@ def test_row_that_fills_a_rounded_width():
     first = ragged_batch([(9, 7), (20, 11), (5, 2)])
     second = ragged_batch([(8, 7), (20, 11), (6, 2)])
     model = gpt2(SeesNextColumns)
-    assert rules_after_exact_steps(model, first, second, width_multiple=8, microbatch_size=1).right == 'keep'
+    assert rules_after_exact_steps(model, first, second, width_multiple=8, microbatch_size=1).right == FAILED
 
 
 class NeedsWideRows(ColumnCounter):
@@ -149,8 +149,8 @@ def test_rows_stay_wide_if_the_model_needs_it():
     """The first batch can be trimmed, the second one has rows of 3 tokens."""
     first = ragged_batch([(9, 7), (14, 11), (6, 1)])
     second = ragged_batch()
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), first).right == 'trim'
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), first, second).right == 'keep'
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), first).right == 14
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), first, second).right == FAILED
 
 
 class RecordsHoles(NeedsWideRows):
@@ -175,7 +175,7 @@ def test_new_rules_are_proven_on_every_kind_of_row():
     for batch, row in ((first, 2), (second, 4)):  # the rows of length 11
         batch['attention_mask'][row, 4] = 0
     model = gpt2(RecordsHoles)
-    assert rules_after_exact_steps(model, first, second).right == 'keep'
+    assert rules_after_exact_steps(model, first, second).right == FAILED
     # Trimmed under the first rules, and as wide as the batch under the second ones.
     assert set(model.checked_widths) == {11, 14}
 
@@ -254,12 +254,9 @@ def test_coupled_rows_without_logits():
         fit(model, loader(ragged_batch()))
 
 
-def test_label_on_first_token_behind_padding(caplog):
+def test_label_on_first_token_behind_padding():
     batch = ragged_batch([(4, 4), (5, 3), (9, 7), (14, 11)], side='left')
-    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        rules = rules_after_exact_steps(one_layer_model(), batch)
-    assert rules == CutRules(left='trim', left_width=14)
-    assert caplog.text.count('have a label on their first token') == 1
+    assert rules_after_exact_steps(one_layer_model(), batch) == CutRules(left=14)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,7 @@ from composer_tokacc.data_spec.pieces import (
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
 from composer_tokacc.row_counts import RowCounts, num_samples, row_counts_of, with_counts
-from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import NativeModel
-from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
@@ -156,18 +155,6 @@ def test_dummy_row_brings_no_new_lists():
     assert padded['num_images'] == [0, 0, 1]
 
 
-def test_positions_of_own_rows_stay():
-    """Trimming on the left may have written positions, which the dummy row lacks."""
-    case, layout = case_of('llava')
-    microbatch = batch_of(case, TEXT_ROWS, 'left')
-    width = layout.width(microbatch)
-    positions = torch.arange(5, 5 + width).repeat(2, 1)
-    microbatch['position_ids'] = positions
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'left'))], 'left')
-    assert padded['position_ids'].shape == padded['input_ids'].shape
-    assert torch.equal(padded['position_ids'][:2, -width:], positions)
-
-
 def test_padding_of_row_beginning_with_placeholder():
     case, layout = media_case_of('video_llava')
     row = case.rows[case.truth.index({'image': 2, 'video': 0})]
@@ -183,21 +170,13 @@ def test_dummy_row_is_padded_as_batch():
     facts = describe(layout, batch_of(case, range(6), 'left'))
     shorter_text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
     dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
-    piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([shorter_text])
+    piece = Piece.from_facts(facts, CutRules(left=sys.maxsize), CutOptions()).take([shorter_text])
     missing = missing_dummies(dummies, facts, [shorter_text])
     (microbatch,) = build([replace(piece, dummies=missing)])
     mask = microbatch['attention_mask'][0]
     length = facts.lengths[shorter_text]
     assert len(mask) > length
     assert mask[-length:].all()
-
-
-def test_rows_added_beside_written_positions():
-    """Mllama padded on the left. One of its microbatches has only text."""
-    subject = SUBJECTS['mllama_mixed']
-    batch = subject.batch(499905, side='left')
-    [outcome] = measure_steps(subject.model('large'), [batch], 3)
-    assert outcome.kind == 'exact', str(outcome)
 
 
 # Dummy rows that a rank adds because of another rank.
@@ -408,7 +387,7 @@ def test_dummies_beyond_the_rotary_limit_are_refused(length, fits):
     batch = with_counts(ragged_batch([(4, 2), (9, 7)]))
     facts = describe(layout, batch)
     dummy = describe(layout, zero_weight(with_counts(ragged_batch([(length, 1)]))))
-    piece = Piece.from_facts(facts, CutRules(right='trim'), CutOptions())
+    piece = Piece.from_facts(facts, CutRules(right=sys.maxsize), CutOptions())
     expected, _ = reference_gradients(model, batch)
 
     (with_dummy,) = build([replace(piece, dummies=[dummy])])

@@ -11,18 +11,8 @@ from transformers import MptConfig, MptForCausalLM
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
-from composer_tokacc.data_spec.pieces import CutRules
-from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, attach_row_counts, row_counts_of, with_counts
-from tests.support.text import (
-    ONE_UNLABELLED,
-    VOCABULARY,
-    collate,
-    one_layer_model,
-    ragged_batch,
-    text_attention,
-    text_rows,
-)
+from tests.support.text import ONE_UNLABELLED, VOCABULARY, one_layer_model, ragged_batch, text_attention
 from tests.support.training import COMPOSERS_FLAG, assert_exact, fit, hugging_face, loader, relative_error
 
 
@@ -40,27 +30,6 @@ def test_packed_text_is_exact(side, attention, microbatch_size):
         callbacks=[TokenMonitor()],
     )
     assert recorder.logged('token_monitor/padding_ratio') == [0.0]
-
-
-def test_packed_left_padding_keeps_no_columns():
-    """A model that counts positions from column 0 has rows padded on the left shifted, except when they are packed."""
-    rows = text_rows(ONE_UNLABELLED)
-    batch = collate(rows, side='left')
-    spec = token_data_spec(loader(batch), packing=True)
-    split_of(spec.dataloader).start(one_layer_model(), batch, 2)
-    split_of(spec.dataloader).adopt(CutRules(left='shift', packing='documents'))
-    microbatches = spec.split_batch(batch, 2)
-    assert len(microbatches) > 1
-    documents = []
-    for microbatch in microbatches:
-        lengths = microbatch['attention_mask'].sum(dim=1).tolist()
-        ids_of_documents = microbatch['input_ids'][0].split(lengths)
-        positions_of_documents = microbatch['position_ids'][0].split(lengths)
-        for ids, positions in zip(ids_of_documents, positions_of_documents, strict=True):
-            assert positions.tolist() == list(range(len(ids)))
-            documents.append(ids.tolist())
-    expected = [row['input_ids'][0].tolist() for row in rows]
-    assert sorted(documents) == sorted(expected)
 
 
 def test_leak_between_documents_is_refused(monkeypatch):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 from types import SimpleNamespace
@@ -99,11 +98,14 @@ def test_rows_without_padding_prove_no_trimming(side):
     assert len(list(padded_candidates(padded_rows, rules))) > 1
 
 
-def test_smaller_size_makes_no_fewer_microbatches():
-    batch = ragged_batch()
-    counts = [len(split(batch, size)) for size in (8, 4, 2, 1)]
-    assert counts == sorted(counts)
-    assert counts[0] == 1
+@for_each_side
+@pytest.mark.parametrize(('width', 'widths'), [(5, [5, 3]), (6, [6, 6])])
+def test_wider_batches_keep_their_padding(side, width, widths):
+    """The check has looked at batches of up to 5 tokens."""
+    batch = text_batch([width, 3], side=side)
+    batch['labels'].fill_(-100)
+    facts = describe(BatchLayout(family=TEXT), batch)
+    assert CutRules(left=5, right=5).widths(facts) == widths
 
 
 def test_same_batch_is_cut_alike():
@@ -130,18 +132,6 @@ def test_microbatch_without_room_is_refused():
         split(ragged_batch(), 0)
     with pytest.raises(ValueError, match="got: sample 'sample-3' of 14 tokens, over the cap of 12"):
         split(named_batch(), 2, slot_tokens=6)
-
-
-def test_oversized_row_is_computed_alone(caplog):
-    batch = ragged_batch()
-    spec = token_data_spec(loader(batch), slot_tokens=6, on_oversize='warn')
-    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
-    assert rows_of(microbatches) == rows_of([batch])
-    too_large = [microbatch for microbatch in microbatches if microbatch['input_ids'].numel() > 6]
-    assert sorted(microbatch['input_ids'].shape for microbatch in too_large) == [(1, 9), (1, 14)]
-    warnings = [record for record in caplog.records if 'row 3 of 14 tokens' in record.message]
-    assert len(warnings) == 1
 
 
 def test_counters_are_exact_ints():
@@ -273,31 +263,6 @@ def test_total_loss_equals_composer_metric():
     assert recorder.logged('loss/train/total') == pytest.approx(metric, rel=1e-6)
 
 
-@pytest.mark.parametrize('has_metrics', [False, True])
-def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
-    """Composer copies each microbatch for the metrics of training. Without metrics, that would be wasted."""
-    copied = []
-    original = torch.Tensor.__deepcopy__
-
-    def deepcopy_counting(tensor, memo):
-        copied.append(tensor)
-        return original(tensor, memo)
-
-    def num_copied_texts(state):
-        return sum(tensor.dtype == torch.long and tensor.dim() == 2 for tensor in copied)
-
-    monkeypatch.setattr(torch.Tensor, '__deepcopy__', deepcopy_counting)
-    metrics = [LanguageCrossEntropy()] if has_metrics else None
-    composer_model = hugging_face(one_layer_model(), metrics=metrics)
-    batch = ragged_batch()
-    expected, _ = reference_gradients(composer_model.model, batch)
-    forget = On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear())
-    count = On(Event.AFTER_TRAIN_BATCH, num_copied_texts)
-    recorder = fit(composer_model, batch, callbacks=[forget, count])
-    assert relative_error(recorder.gradients, expected) < 1e-6
-    assert bool(count.values[0]) == has_metrics
-
-
 class StepsTwice(torch.optim.SGD):
     """Calls the closure twice for each step, as L-BFGS may."""
 
@@ -347,12 +312,17 @@ def test_late_train_metrics_keep_labels(monkeypatch):
         ({'layout': 'llava'}, "`layout` must be a BatchLayout, got: 'llava'"),
         ({'model': 'llama'}, "`model` must be a Module, got: 'llama'"),
         ({'cost': 'auto'}, "`cost` must be a CostModel, got: 'auto'"),
-        ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
     ],
 )
 def test_bad_arguments_get_one_clear_line(kwargs, message):
     with pytest.raises(ValueError, match=message):
         token_data_spec(loader(), **kwargs)
+
+
+@pytest.mark.parametrize('name', ['split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch'])
+def test_own_functions_are_refused(name):
+    with pytest.raises(TypeError, match=name):
+        token_data_spec(loader(), **{name: len})
 
 
 def test_costlier_launch_makes_fewer_microbatches():

@@ -21,64 +21,6 @@ from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_ba
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 
-def batch_with_types(side: str, types_side: str) -> dict[str, torch.Tensor]:
-    """Two rows, the second with two placeholders in the middle. Ids and types may be padded on different sides."""
-    batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
-    first_placeholder = {'left': 4, 'right': 1}
-    start = first_placeholder[side]
-    batch['input_ids'][1, start : start + 2] = IMAGE
-    types = torch.zeros_like(batch['input_ids'])
-    start = first_placeholder[types_side]
-    types[1, start : start + 2] = 1
-    return {**batch, 'mm_token_type_ids': types}
-
-
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_types_padded_like_the_ids(side):
-    assert describe(LAYOUT, batch_with_types(side, side)).lengths == [7, 4]
-
-
-@pytest.mark.parametrize(('side', 'types_side'), [('left', 'right'), ('right', 'left')])
-def test_types_padded_on_another_side(side, types_side):
-    with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
-        describe(LAYOUT, batch_with_types(side, types_side))
-
-
-def test_types_shifted_but_0_on_padding():
-    """The types of an image stand one token too late. The padding does not show that."""
-    batch = batch_with_types('right', 'right')
-    batch['mm_token_type_ids'][1] = torch.tensor([0, 0, 1, 1, 0, 0, 0])
-    with pytest.raises(ValueError, match=r"must mark the placeholders of images.*column 1 of sample 'b'"):
-        describe(LAYOUT, batch)
-
-
-def test_types_in_holes_are_healthy():
-    batch = batch_with_types('right', 'right')
-    batch['attention_mask'][1, 1] = 0
-    batch['labels'][1, 1] = -100
-    assert describe(LAYOUT, batch).has_hole == [False, True]
-
-
-def test_types_of_a_hidden_image_are_healthy():
-    batch = batch_with_types('right', 'right')
-    batch['attention_mask'][1, 1:] = 0
-    batch['labels'][1, 1:] = -100
-    assert describe(LAYOUT, batch).lengths == [7, 1]
-
-
-def test_types_without_a_mark_are_healthy():
-    batch = batch_with_types('left', 'left')
-    batch['mm_token_type_ids'].zero_()
-    assert describe(LAYOUT, batch).side == 'left'
-
-
-def test_loss_mask_padded_on_another_side():
-    batch = text_batch([6, 2], side='left')
-    batch['loss_mask'] = batch['attention_mask'].flip(1)
-    with pytest.raises(ValueError, match=r"batch\['loss_mask'\].*got: 1 in column 0 of row 1"):
-        describe(LAYOUT, batch)
-
-
 def test_largest_image_of_each_row():
     """The first row has as many runs as images. The second has one run of two images, so only their mean is known."""
     batch = drawn_batch('1ii2iiii', 'iiiiii', '12', pixel_values=torch.zeros(4, 3), num_images=[2, 2, 0])
@@ -87,7 +29,7 @@ def test_largest_image_of_each_row():
 
 
 def test_facts_hold_until_an_entry_changes():
-    batch = batch_with_types('right', 'right')
+    batch = text_batch([7, 4])
     facts = describe(LAYOUT, batch)
     assert facts.describes(LAYOUT, batch)
     assert facts.describes(LAYOUT, dict(batch))

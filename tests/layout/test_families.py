@@ -20,6 +20,8 @@ TEXT_ROWS = [0, 4]
 IMAGE_ROWS = [1, 2, 3, 5]
 UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
 COUNT_TILES = ('idefics3', 'smolvlm')
+TOUCHING_IMAGES = {'llava_next': 5, 'llava_next_video': 5}
+"""The row in which two images of unequal size have no token between them. Only `num_images` tells them apart."""
 
 for_each_family = pytest.mark.parametrize('name', FAMILIES)
 
@@ -176,6 +178,8 @@ def test_rows_of_twenty_random_batches(name):
     layout = BatchLayout.for_model(case.model)
     num_unequal = 0
     for batch, rows in random_batches(case, layout, 20):
+        if TOUCHING_IMAGES.get(name) in rows:
+            continue
         truth = [case.truth[row] for row in rows]
         for modality in case.truth[0]:
             assert layout.units_per_row(batch, modality) == [counts[modality] for counts in truth]
@@ -184,7 +188,18 @@ def test_rows_of_twenty_random_batches(name):
             assert_same_row(layout.trim(part), case.rows[row])
         media_of_rows = {sum(counts.values()) for counts in truth}
         num_unequal += len(media_of_rows) > 1
-    assert num_unequal > 10, 'most batches have rows with unequal numbers of media'
+    assert num_unequal > 5, 'most batches have rows with unequal numbers of media'
+
+
+def test_unequal_touching_images_need_their_number():
+    case = uncounted('llava_next')
+    layout = BatchLayout.for_model(case.model)
+    rows = [1, TOUCHING_IMAGES['llava_next']]
+    batch = joined(case, layout, rows)
+    with pytest.raises(ValueError, match='Carry `num_images`'):
+        layout.images_per_row(batch)
+    batch['num_images'] = [case.truth[row]['image'] for row in rows]
+    assert layout.images_per_row(batch) == batch['num_images']
 
 
 @pytest.mark.parametrize(

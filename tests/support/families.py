@@ -292,7 +292,7 @@ _FAMILIES: dict[str, _Family] = {
     # The processor writes the tokens around each frame of a video.
     'qwen3_vl': _Family(texts={**QWEN, 'video': '<|video_pad|>'}, plan=VIDEO_ROWS, frames=(2, 4, 6)),
     'qwen2_5_omni': _Family(texts=OMNI, model_type='qwen2_5_omni_thinker', plan=OMNI_ROWS, frames=(2, 4, 6)),
-    'qwen2_audio': _Family(texts={'audio': '<|AUDIO|>'}, plan=AUDIO_ROWS),
+    'qwen2_audio': _Family(texts={'audio': '<|audio_bos|><|AUDIO|><|audio_eos|>'}, plan=AUDIO_ROWS),
     'llava_next_video': _Family(texts=LLAVA, plan=VIDEO_ROWS, frames=(3,)),
     'video_llava': _Family(texts=LLAVA, plan=VIDEO_ROWS, frames=(2,)),
     'mistral3': _Family(texts={'image': '[IMG]'}, plan=IMAGE_ROWS),

@@ -15,7 +15,7 @@ from composer_tokacc.layout.families import FAMILIES
 FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
 TEXT = FAMILY_OF_NAME['text']
 LLAVA = FAMILY_OF_NAME['LLaVA']
-QWEN = FAMILY_OF_NAME['Qwen-VL']
+QWEN = FAMILY_OF_NAME['Qwen']
 
 IMAGE = 90
 """Id of the placeholder of an image."""
