@@ -24,8 +24,7 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_co
 class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
-    Ranks exchange them as a list of numbers in the order of the fields. The sums of ``loader_seconds`` and
-    ``peak_memory`` are not used, because the largest value of all ranks is logged.
+    The sums of ``loader_seconds`` and ``peak_memory`` are not used, because the largest value of all ranks is logged.
     """
 
     samples: float

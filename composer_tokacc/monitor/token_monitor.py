@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer_tokacc.batch import labels_of
 from composer_tokacc.checks.logits import logits_of
+from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
@@ -61,8 +62,8 @@ class Flops(Protocol):
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    It takes one small all-gather per step, and two more collectives if a source is new. It waits for the device only at
-    the end of a step. But if nobody has counted the tokens of a batch with ``source``, it waits in each microbatch.
+    The ranks exchange their counts once per step. The monitor waits for the device only at the end of a step. But if
+    nobody has counted the tokens of a batch with ``source``, it waits in each microbatch.
 
     The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
     that is not padding.
@@ -195,11 +196,10 @@ class TokenMonitor(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, and logs the metrics of the step."""
-        # One row of `table` is the `StepCounts` of one rank.
-        table, sources = self._ledger.gather(self._step_counts(), state.device)
-        ranks = [StepCounts(*row) for row in table.tolist()]
-        sums = table.sum(dim=0)
-        total = StepCounts(*sums.tolist())
+        reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
+        ranks = [counts for counts, _ in reports]
+        sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
+        total = StepCounts(*map(sum, zip(*ranks, strict=True)))
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
         if not math.isnan(total.gradient_square):  # an overflow in half precision may make it NaN
