@@ -43,7 +43,7 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_sharding, warn_of_large_units
+from composer_tokacc.algorithm.reduction import check_sharding
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -289,7 +289,6 @@ class TokenAccumulation(Algorithm):
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
-        warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
@@ -764,18 +763,7 @@ class TokenAccumulation(Algorithm):
         Callbacks read the loss at the end of the batch.
         """
         self._check_no_added_term(state)  # a term that is added now is not scaled, whatever its unit is
-        run = self._run
-        step = run.step
-        run.reductions.end_microbatch()
-        if step.planned:
-            is_last = len(step.microbatches) == len(step.planned)
-        else:
-            # A microbatch of only repeated samples may still follow. Then this is True again, and gradients are
-            # completed again.
-            samples_so_far = sum(record.counts.samples for record in step.microbatches)
-            is_last = samples_so_far == step.counts.samples
-        if is_last:
-            run.reductions.complete_for_composer()
+        self._run.reductions.end_microbatch()
         state.loss = self._current.raw_loss
         self._microbatch = None
 
