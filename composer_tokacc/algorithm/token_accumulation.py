@@ -922,15 +922,10 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and so to its total, if it has one.
-
-    The total is named here, because :meth:`.LossTerms.changed` sums it again only with ``loss_units``. Without them it
-    changes the total like a term.
-    """
+    """Returns the loss with a number added to its first mean over tokens."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:
-        return term.value + added if term.name in changed_names else term.value
+        return term.value + added if term.name in means_over_tokens[:1] else term.value
 
     return terms.changed(loss, with_added)
