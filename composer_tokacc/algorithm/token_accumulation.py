@@ -205,11 +205,6 @@ class TokenAccumulation(Algorithm):
         return rule
 
     @property
-    def _step_number(self) -> int:
-        """The number of the step that runs now, from 0 in each fit."""
-        return self._token_choice.step
-
-    @property
     def has_logits(self) -> bool:
         """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits.
 
@@ -377,7 +372,7 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # Not due in the first step, because prove() has just checked its rows. Due in steps 16, 32, 64 and so on even
         # without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. On the left more padding may change a row, and beyond a rotary limit
@@ -526,7 +521,7 @@ class TokenAccumulation(Algorithm):
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
-        step_number = self._step_number
+        step_number = self._token_choice.step
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_check_due = (step_number & (step_number - 1)) == 0
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
@@ -774,7 +769,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.reductions.check_gradients()
-        if self._step_number == 0 and not (step.is_weighted or step.is_measured):
+        if self._token_choice.step == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
         run.has_bypass = step.has_bypass

@@ -17,7 +17,7 @@ from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Algorithm, Callback, Event, State, TimeUnit
 from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import labels_of
 from composer_tokacc.checks.logits import logits_of
@@ -394,18 +394,20 @@ class GradientNorm(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
-        num_shards = _shards_of_fsdp1(state.model)
+        shards_of_fsdp1 = _shards_of_fsdp1(state.model)
         # This rank's part of each gradient, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
-            num_copies = _num_copies(gradient, num_shards.get(parameter, 1))
+            num_shards = shards_of_fsdp1.get(parameter, 1)  # after DDP, all ranks hold the whole gradient
             if isinstance(gradient, DTensor):
+                num_shards = _num_shards(gradient)
                 gradient = gradient.to_local()
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()  # all other entries are 0
+            num_copies = dist.get_world_size() // num_shards
             gradients.setdefault(num_copies, []).append(gradient)
         self._norms = {}
         for num_copies, tensors in gradients.items():
@@ -439,19 +441,10 @@ def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
     return num_shards
 
 
-def _num_copies(gradient: torch.Tensor, num_shards: int) -> int:
-    """Returns how many ranks hold the same part of a gradient.
-
-    Args:
-        gradient: The gradient on this rank.
-        num_shards: Number of ranks over which a plain tensor is divided. A ``DTensor`` has this in its placements.
-    """
-    num_ranks = dist.get_world_size()
-    if not isinstance(gradient, DTensor):
-        return num_ranks // num_shards  # after DDP, with 1 shard, all ranks hold the whole gradient
-    mesh = gradient.device_mesh
-    num_copies = num_ranks // mesh.size()
+def _num_shards(gradient: DTensor) -> int:
+    """Returns the number of parts into which a gradient is divided among the ranks."""
+    num_shards = 1
     for dimension, placement in enumerate(gradient.placements):
-        if isinstance(placement, Replicate):
-            num_copies *= mesh.size(dimension)
-    return num_copies
+        if placement.is_shard():
+            num_shards *= gradient.device_mesh.size(dimension)
+    return num_shards

@@ -29,7 +29,6 @@ from composer_tokacc.planning import (
     Rows,
     Table,
     check_choice,
-    check_count,
     check_kind,
     check_state,
     checked_table,
@@ -149,8 +148,6 @@ class RegroupingBatchSampler(DistributedSampler):
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
-        check_count('num_replicas', num_replicas)
-        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)
@@ -433,20 +430,14 @@ def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Itera
     thread starts when the first result is requested. It is joined when the iterator ends, is closed or is garbage
     collected. An error of `function` is raised where its result would have been yielded.
     """
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
-    try:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:
         for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > 2:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        # Not `shutdown(cancel_futures=True)`, which fails if the generator is collected while the interpreter ends.
-        for future in waiting:
-            future.cancel()
-        pool.shutdown(wait=True)
 
 
 def length_of(dataset: object) -> int:

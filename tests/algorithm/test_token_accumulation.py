@@ -499,7 +499,7 @@ def test_step_of_several_closures_counts_once(model, batch):
     recorder = fit(model, loader(batch, empty_batch), algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
     assert len(recorder.steps) > 3
     assert algorithm.num_empty_steps == 1
-    assert algorithm._step_number == 2
+    assert algorithm._token_choice.step == 2
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])

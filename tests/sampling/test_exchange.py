@@ -188,12 +188,6 @@ def test_ranks_exchange_what_they_read(ranks, epochs):
     assert len(read_in_epoch[-1]) < BATCH * ranks, 'the last batch should be a smaller one'
     assert sum(len(step) for step in read_in_epoch) == EPOCH
 
-    message = f'sample "{BATCH}" is broken'
-    on_other_ranks = [f'InvalidInputError: {message}'] * (ranks - 1)
-    assert results['bad sample'] == [f'BadSampleError: {message}', *on_other_ranks]
-    on_other_ranks = f'NotExactError: every rank must read its samples, got: an error on rank 0: {message}'
-    assert results['other error'] == [f'OSError: {message}', *[on_other_ranks] * (ranks - 1)]
-
     for objective in ('ddp', 'fsdp'):
         for case, indices in zip(results[objective], read, strict=True):
             assert case['error'] < 1e-6, results[objective]
