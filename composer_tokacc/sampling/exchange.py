@@ -30,9 +30,10 @@ from composer_tokacc.compat import keep_from_accelerate, tree_map_only
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
+from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.repeated_samples import num_repeated_by
-from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate, plan_batch
+from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 
 Value = TypeVar('Value')
 DatasetSample = Mapping[str, Any]
@@ -192,7 +193,7 @@ class ExchangingDataLoader(DataLoader):
             loss_tokens=loss_tokens,
             vision_cost=self._options.cost.vision(image_tokens, patches),
         )
-        plan = plan_batch(rows, get_world_size())
+        plan = plan_checked_rows(rows, get_world_size())
         numbers = np.arange(len(sizes))
         assignments = []
         for microbatches in plan.ranks:

@@ -33,11 +33,12 @@ from composer_tokacc.planning import (
     check_state,
     checked_table,
 )
+from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
 from composer_tokacc.sampling.mixture import LossShares, Mixture
 from composer_tokacc.sampling.progress import Item, Progress
-from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
+from composer_tokacc.sampling.rank_assignment import RankAssignment
 
 Result = TypeVar('Result')
 
@@ -63,8 +64,8 @@ class RegroupingBatchSampler(DistributedSampler):
     has at most ``b * G`` tokens. So a step has G tokens, give or take less than the longest sample, and the number of
     global batches only depends on the sum of the lengths. :meth:`window_tokens` returns the tokens of each.
 
-    Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
-    rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
+    Ranks may get unequal numbers of samples. If there are fewer samples than ranks, or for ``'fsdp'`` hardly more, some
+    ranks get a copy of another rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
     order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
@@ -284,13 +285,15 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks. Index ``i`` in it is ``window(batch)[i]``."""
-        return plan_batch(self.rows.of(self._window(batch)), self.num_replicas)
+        return plan_checked_rows(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
-        # With a sample for every rank, `plan_batch` gives each rank one. Then no plan is needed to tell.
-        return len(window) < self.num_replicas and self._assign(window).is_copy
+        # For 'ddp' each rank has a sample if there are enough. Then no plan is needed to tell. For 'fsdp' a rank may
+        # have only dummies, if few samples must be in slots with images and slots without.
+        may_have_copies = len(window) < self.num_replicas or self.rows.options.objective == 'fsdp'
+        return may_have_copies and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
@@ -395,7 +398,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
         """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the whole plan."""
-        plan = plan_batch(self.rows.of(window), self.num_replicas)
+        plan = plan_checked_rows(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)

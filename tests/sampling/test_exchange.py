@@ -48,13 +48,13 @@ def test_one_rank_cuts_its_own_samples():
 @pytest.mark.parametrize('patches_per_token', [10, 10.0])
 def test_patches_decide_the_encoder_cost(monkeypatch, patches_per_token):
     planned_rows = []
-    plan_batch = exchange.plan_batch
+    plan_checked_rows = exchange.plan_checked_rows
 
     def record_rows(rows, num_ranks):
         planned_rows.append(rows)
-        return plan_batch(rows, num_ranks)
+        return plan_checked_rows(rows, num_ranks)
 
-    monkeypatch.setattr(exchange, 'plan_batch', record_rows)
+    monkeypatch.setattr(exchange, 'plan_checked_rows', record_rows)
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
     list(build(8, cost=cost, patches=lambda sample: patches_per_token * sample['input_ids'].shape[1]))
     (rows,) = planned_rows
