@@ -149,7 +149,8 @@ class TokenMonitor(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Looks up the peak rate of the device, and adds the algorithm that measures the gradient."""
-        self._norm = GradientNorm.of_run(state)
+        if self._norm not in state.algorithms:
+            state.algorithms.append(self._norm)  # the last one, so that it runs before the gradient is clipped
         if self.device_tflops is not None:
             self._device_flops = 1e12 * self.device_tflops
         elif self.flops is not None:
@@ -377,16 +378,6 @@ class GradientNorm(Algorithm):
     def __init__(self) -> None:
         self._norms: dict[int, torch.Tensor] = {}
         """Norms of this rank's part of the gradient, by the number of ranks that hold the same part."""
-
-    @classmethod
-    def of_run(cls, state: State) -> GradientNorm:
-        """Returns the ``GradientNorm`` among the algorithms of a run. If there is none, adds one at the end."""
-        for algorithm in state.algorithms:
-            if isinstance(algorithm, cls):
-                return algorithm
-        algorithm = cls()
-        state.algorithms.append(algorithm)
-        return algorithm
 
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""

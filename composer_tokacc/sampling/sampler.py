@@ -174,8 +174,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         check_cap('max_tokens', options.max_tokens, self.rows.lengths)
         for size, cap in options.caps.items():
-            unit = size.replace('_', ' ')
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], least=f'the {unit} of each sample')
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
