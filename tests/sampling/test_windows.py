@@ -308,7 +308,10 @@ def test_saved_schedule_of_one_stage():
         ({}, 'Exactly one of `global_batch_size` and `global_batch_tokens`'),
         ({'global_batch_size': 8, 'global_batch_tokens': 80}, 'Exactly one of'),
         ({'global_batch_tokens': 0}, '`global_batch_tokens` must be a positive integer'),
-        ({'global_batch_tokens': 19}, r'`global_batch_tokens` must be at least the size of the largest sample, got: 19 < 20 '),
+        (
+            {'global_batch_tokens': 19},
+            r'`global_batch_tokens` must be at least the size of the largest sample, got: 19 < 20 ',
+        ),
         ({'global_batch_tokens': 1000, 'drop_last': True}, 'at most the tokens of an epoch .* got: 1000 > 210'),
         ({'global_batch_size': []}, r'list of \(start, size\)'),
         ({'global_batch_size': [(1, 8)]}, r'list of \(start, size\)'),
