@@ -61,6 +61,8 @@ class LossTerms:
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
         self.units = dict(loss_units or {})
         """The unit of each term; empty: the loss is a tensor, or a :class:`SplitLoss`."""
+        self.are_over_tokens = set(self.units.values()) <= {'tokens'}
+        """Whether all terms in ``loss_units`` are means over tokens."""
         self.router_coefficient = router_coefficient
 
     @property

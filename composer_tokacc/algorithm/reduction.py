@@ -40,10 +40,10 @@ class ReductionWatch:
 
     Args:
         state: The trainer's state.
-        is_coupled: Whether the loss may gather rows of other ranks.
+        may_gather: Whether the forward or the loss may gather rows of other ranks.
     """
 
-    def __init__(self, state: State, *, is_coupled: bool) -> None:
+    def __init__(self, state: State, *, may_gather: bool) -> None:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         # A model may tell DDP to ignore parameters (such as experts), because it reduces their gradients itself.
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
@@ -58,14 +58,8 @@ class ReductionWatch:
             parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
         ]
         self.start_attempt()
-        modules = state.model.modules()
-        has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
-        self.waits_only_to_reduce = (
-            self._ddp is not None
-            and not state.auto_microbatching  # Composer asks all ranks after every forward whether memory ran out
-            and not is_coupled
-            and not has_synchronized_norms  # these gather statistics of other ranks in every forward
-        )
+        # With automatic microbatching Composer asks all ranks after every forward whether memory ran out.
+        self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
         """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
         microbatch of a step, ranks may have unequal numbers of microbatches."""
 

@@ -472,10 +472,9 @@ class TokenAccumulation(Algorithm):
         run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
-        record = MicrobatchRecord(batch=_checked_entries(batch), rows=row_counts_of(batch))
+        record = MicrobatchRecord(batch=batch, rows=row_counts_of(batch))
         step.microbatches.append(record)
-        has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
-        adds_label = record.is_empty and has_only_token_terms
+        adds_label = record.is_empty and run.terms.are_over_tokens
         microbatch = CurrentMicrobatch(batch, record, hides_weights=step.is_weighted, adds_label=adds_label)
         self._microbatch = microbatch
         state.batch = microbatch.entries

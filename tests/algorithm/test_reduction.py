@@ -55,7 +55,7 @@ def with_ignored_head():
 def watch_of(model, **options):
     model = DistributedDataParallel(model, **options)
     state = SimpleNamespace(model=model, auto_microbatching=False)
-    return ReductionWatch(state, is_coupled=False), model
+    return ReductionWatch(state, may_gather=False), model
 
 
 def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_reduce_once=False):
