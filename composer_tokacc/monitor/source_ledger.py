@@ -20,10 +20,10 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.checks.logits import at_predictions, logits_of, token_losses_at
-from composer_tokacc.counting import counted_tokens, loss_mask
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
-from composer_tokacc.monitor.step_counts import rows_with_positions, rule_of
-from composer_tokacc.row_counts import RowCounts
+from composer_tokacc.monitor.step_counts import rows_with_positions
+from composer_tokacc.row_counts import RowCounts, row_counts_of
 
 log = logging.getLogger(__name__)
 
@@ -61,23 +61,24 @@ class SourceLedger:
         # For each microbatch, the losses of its tokens in the order of the rows, float32 (tokens,) on the device.
         self._losses: list[torch.Tensor] = []
 
-    def note(self, batch: Batch, outputs: Any, rule: str, *, has_logits: bool) -> None:
-        """Notes a microbatch if any of its rows has a source. If its tokens were counted, nothing waits for the device.
+    def note(self, batch: Batch, outputs: Any, *, has_logits: bool) -> None:
+        """Notes a microbatch if its tokens were counted, and if any of its rows has a source.
+
+        Nothing waits for the device.
 
         Args:
             batch: The microbatch.
             outputs: Outputs of the model.
-            rule: The loss rule, if nobody has counted the tokens.
             has_logits: Whether the model returns logits. If not, its outputs hold hidden states in their place.
         """
-        rows = rows_with_positions(batch, rule)
-        if not rows:  # no row of the microbatch has a source
+        rows = rows_with_positions(batch)
+        if not rows:
             return
         self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
         losses = None
         if has_logits:
-            losses = _token_losses(batch, outputs, rule, num_tokens)
+            losses = _token_losses(batch, outputs, num_tokens)
         if losses is None:
             losses = torch.full((num_tokens,), math.nan)
         self._losses.append(losses)
@@ -131,33 +132,26 @@ class SourceLedger:
         )
 
 
-def _token_losses(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> torch.Tensor | None:
+def _token_losses(batch: Batch, outputs: Any, num_tokens: int) -> torch.Tensor | None:
     """Returns the cross-entropy of each token of a microbatch, float32 ``(tokens,)``, row after row.
 
-    None if the outputs have no logits that fit the labels. Does not wait for the device if the tokens were counted.
+    None if the outputs have no logits that fit the labels. Does not wait for the device.
 
     Args:
-        batch: The microbatch.
+        batch: The microbatch, whose tokens were counted.
         outputs: Outputs of the model.
-        rule: The loss rule, if nobody has counted the tokens.
         num_tokens: The number of tokens.
     """
     logits = logits_of(outputs)
     if logits is None:
         return None
-    rule_of_counts = rule_of(batch)
-    rule = rule_of_counts or rule
+    rule = row_counts_of(batch)[0].rule
     at_logits = batch_at_logits(batch, logits, rule, num_tokens)
     if at_logits is None:
         return None
     labelled, _ = at_logits  # has labels in the shape of the logits
-    if rule_of_counts is None:
-        is_counted = counted_tokens(labelled, rule)
-    else:
-        # counted_tokens() would look for documents, and wait for the device. That is not needed, because whoever
-        # counted the tokens has also masked the first label of each document.
-        is_counted = loss_mask(labelled, rule)
-    labels = labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX)
+    # Whoever counted the tokens has also masked the first label of each document.
+    labels = labels_of(labelled).masked_fill(~loss_mask(labelled, rule), IGNORE_INDEX)
     targets = at_predictions(labels, rule).flatten()
     running_count = (targets != IGNORE_INDEX).cumsum(dim=0)
     positions = places_of(running_count, range(1, num_tokens + 1))  # of the first token, the second, ..., the last

@@ -62,8 +62,7 @@ class Flops(Protocol):
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    The ranks exchange their counts once per step. The monitor waits for the device only at the end of a step. But if
-    nobody has counted the tokens of a batch with ``source``, it waits in each microbatch.
+    The ranks exchange their counts once per step. The monitor waits for the device only at the end of a step.
 
     The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
     that is not padding.
@@ -102,7 +101,8 @@ class TokenMonitor(Callback):
         loss_tokens (str): The counting rule if no :class:`.TokenAccumulation` has counted the tokens.
             Default: ``'causal'``.
         sources (str | bool): ``'auto'``: logs each source by itself if batches have ``source``, a list with a name for
-            each row. ``False``: never. Default: ``'auto'``.
+            each row, and if :class:`.TokenAccumulation` has counted their tokens. ``False``: never. Default:
+            ``'auto'``.
         device_tflops (float, optional): Peak rate of a device, in 10^12 operations per second, for ``mfu``. Default:
             ``None``, the rate in Composer's table for the GPU and the precision.
         flops (Flops, optional): Predicts the operations of a microbatch, as :class:`.FlopModel` does. If it also has
@@ -193,7 +193,7 @@ class TokenMonitor(Callback):
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
-            self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
+            self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, and logs the metrics of the step."""
