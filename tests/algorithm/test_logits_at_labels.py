@@ -478,9 +478,3 @@ def test_validation_in_inference_mode_before_training():
         with torch.inference_mode():
             assert model(**batch).logits.shape[:2] == batch['labels'].shape
         assert model(**batch).logits.shape[0] == 1
-
-
-def test_hooks_are_removed_after_fit():
-    model = one_layer_model()
-    fit(model, batch_of(), logits='labels')
-    assert num_hooks(model) == 0
