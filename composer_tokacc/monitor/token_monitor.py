@@ -200,7 +200,8 @@ class TokenMonitor(Callback):
         reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
         ranks = [counts for counts, _ in reports]
         sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
-        total = StepCounts(*map(sum, zip(*ranks, strict=True)))
+        values_of_fields = zip(*ranks, strict=True)
+        total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
         if not math.isnan(total.gradient_square):  # an overflow in half precision may make it NaN

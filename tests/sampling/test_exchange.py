@@ -68,15 +68,6 @@ def test_pinning_without_a_gpu(monkeypatch):
         assert not microbatch['input_ids'].is_pinned()  # if this machine has a GPU; otherwise pinning raises an error
 
 
-@pytest.mark.parametrize('num_workers', [0, 2])
-def test_iterating_takes_no_random_numbers(num_workers):
-    """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
-    loader = build(num_workers=num_workers)
-    before = torch.get_rng_state()
-    list(loader)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_workers_need_few_files():
     """A worker sends each tensor through a separate file. 600 samples of three tensors would need too many."""
     loader = build(600, batch_size=100, num_workers=2)
@@ -90,19 +81,6 @@ def test_workers_need_few_files():
     for number, batch in enumerate(batches):
         assert sorted(batch) == list(range(100 * number, 100 * number + 100))
     assert len(batches) == 6
-
-
-def test_stopped_iteration_ends_no_epoch():
-    """A loader would take the error of a dataset for the end of the epoch, and leave out further samples."""
-
-    class Stopping(LengthDataset):
-        def __getitem__(self, index):
-            if index == 11:
-                raise StopIteration
-            return super().__getitem__(index)
-
-    with pytest.raises(RuntimeError, match='StopIteration'):
-        list(build(dataset_class=Stopping))
 
 
 def test_sampler_without_a_length():
