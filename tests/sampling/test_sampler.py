@@ -105,6 +105,18 @@ def test_ranks_without_images_get_samples():
     assert all(assignments)
 
 
+def test_rank_with_only_dummies_gets_a_copy():
+    """One sample with an image and one without fill a step slot each, both with a dummy of the other rank."""
+    options = {'global_batch_size': 2, 'image_tokens': [4, 0], 'objective': 'fsdp', 'max_tokens': 64}
+    samplers = samplers_of_ranks([8, 8], 2, **options)
+    assignments = [next(iter(sampler)) for sampler in samplers]
+    are_copies = [assignment.is_copy for assignment in assignments]
+    assert sorted(are_copies) == [False, True]
+    assert [sampler.has_only_copies(0) for sampler in samplers] == are_copies
+    samples = [sorted(assignment) for assignment in assignments if not assignment.is_copy]
+    assert samples == [[0, 1]]
+
+
 def test_ranks_finish_together():
     """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
     lengths = lognormal_lengths(np.random.default_rng(3), 4096)
