@@ -62,18 +62,6 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def unwrapped_block(block: nn.Module) -> nn.Module:
-    """Returns the block inside of torch's wrappers, such as that of activation checkpointing.
-
-    A wrapper is a module of torch with a single child.
-    """
-    children = list(block.children())
-    while type(block).__module__.startswith('torch.') and len(children) == 1:
-        [block] = children
-        children = list(block.children())
-    return block
-
-
 def fsdp_units(model: nn.Module) -> list[nn.Module]:
     """Returns the modules whose weights FSDP1 or FSDP2 gathers together."""
     units = []

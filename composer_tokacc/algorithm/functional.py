@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,13 +90,6 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here. A
-    # Mapping may be a pre-split batch. If it is a single batch, _as_list() refuses it.
-    if not isinstance(microbatches, (Sequence, Mapping)):
-        raise TypeError(
-            f'`microbatches` must be a list of batches, got: a {type(microbatches).__name__}, which can be read only '
-            'once, or gives other batches each time. Pass `list(...)`, and loop over this list.'
-        )
     weight_sums = []
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
@@ -146,7 +139,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     """Returns the microbatches as a list.
 
     Raises:
-        TypeError: If they are a single batch.
+        TypeError: If they are no list.
         ValueError: If a batch has ``num_items_in_batch``, or if a pad of the loader predicts a first label.
     """
     if isinstance(microbatches, PreSplitBatch):
@@ -156,10 +149,11 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
             for microbatch in microbatches:
                 facts = describe(BatchLayout.infer(microbatch), microbatch)
                 check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
-    if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
+    # An iterator would be used up here. A loader would give the caller's loop other batches than were counted here.
+    if not isinstance(microbatches, Sequence):
         raise TypeError(
-            f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or pass '
-            '`[batch]` as one microbatch.'
+            f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Pass one batch as '
+            '`[batch]`. Read a loader into a list, and loop over this list.'
         )
     microbatches = list(microbatches)
     for microbatch in microbatches:

@@ -11,10 +11,9 @@ this for the model.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -26,18 +25,15 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.model_structure import forward_parameters, transformers_model
+from composer_tokacc.model_structure import transformers_model
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-
-Arguments: TypeAlias = tuple[tuple[object, ...], dict[str, Any]]
-"""The arguments of a forward: those by position, and those by name."""
 
 
 class LogitsAtLabels:
     """Makes a model compute logits only at positions that predict a label, in any training loop.
 
-    It acts on forwards in training mode that get ``labels``. Loss and gradient stay the same. Evaluation and generation
-    compute all logits.
+    It acts on forwards in training mode that get ``labels`` by name, as in ``model(**batch)``. Loss and gradient stay
+    the same. Evaluation and generation compute all logits.
 
     ``outputs.logits`` has a single row: the logits that predict the labels of the first row, then those of the second
     row, and so on. If the model shifts labels, it drops the logits of the last position, so one more position follows
@@ -93,27 +89,23 @@ class LogitsAtLabels:
         self._handle.remove()
         self._selector.remove()
 
-    def _begin_forward(
-        self,
-        module: torch.nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, Any],
-    ) -> Arguments:
-        """Tells the selector how many labels the batch has; a forward pre-hook. Checks the first batch.
-
-        Returns the arguments of the forward by name, because the check and the selector look tensors up by name.
-        """
-        args, kwargs = _by_name(module, args, kwargs)
+    def _begin_forward(self, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        """Tells the selector how many labels the batch has; a forward pre-hook. Checks the first batch."""
         if self._is_probing or not module.training or kwargs.get('labels') is None:
-            return args, kwargs
+            return
+        if args:
+            # The check and the selector look tensors up by name.
+            raise InvalidInputError(
+                f'With LogitsAtLabels a model must get its batch by name, `model(**batch)`, got: {len(args)} arguments '
+                'by position.'
+            )
         assert self._selector is not None
         if self._rule is None:
             if torch.is_inference_mode_enabled():
-                return args, kwargs  # the check needs gradients
+                return  # the check needs gradients
             self._rule = self._checked_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
         self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
-        return args, kwargs
 
     def _checked_rule(self, batch: Mapping[str, Any]) -> str:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
@@ -147,24 +139,3 @@ class LogitsAtLabels:
 def _unchanged(batch: Batch) -> Batch:
     """Moves a batch to the device of the model: nothing to do, because the batch of a forward is there already."""
     return batch
-
-
-def _by_name(
-    module: torch.nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, Any],
-) -> Arguments:
-    """Returns the arguments of a forward, with those that were passed by position under their names.
-
-    Arguments for ``*args`` have no names. They are still passed by position.
-    """
-    if not args:
-        # Most loops pass none, and reading the signature would take time in every forward.
-        return args, kwargs
-    names = []
-    for name, parameter in forward_parameters(module).items():
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            names.append(name)
-    by_name = dict(zip(names, args, strict=False))
-    num_named = len(by_name)
-    return args[num_named:], {**by_name, **kwargs}

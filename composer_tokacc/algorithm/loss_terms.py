@@ -3,15 +3,11 @@
 
 """The terms of a loss, each with its unit.
 
-A model's loss is a tensor, a sequence or a dict of terms. The unit says what a term is a mean over, and so how its
-value in a microbatch counts in the step. ``loss_units`` names the unit of each term of a dict. Without it every term is
-a mean over tokens, and :meth:`LossTerms.probed` refuses a dict of several terms.
+A model's loss is a tensor, or a dict of terms. A tensor is a mean over tokens. For a dict, ``loss_units`` names the
+unit of each term. The unit says what a term is a mean over, and so how its value in a microbatch counts in the step.
 
-A dict may also have a ``'total'``, which is not a term. If it has one, Composer takes only the gradient of the total:
-
-- With ``loss_units`` the total must be the sum of the terms, as in ``{'lm': a, 'image': b, 'total': a + b}``. If terms
-  are changed, it is summed again.
-- Without ``loss_units``, or if the dict has no terms, the total is changed as if it were a mean over tokens.
+A dict may also have a ``'total'``, which must be the sum of the terms, as in ``{'lm': a, 'image': b, 'total': a + b}``.
+It is left out of the loss that Composer differentiates, because Composer sums up the terms itself.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 class Term(NamedTuple):
     """A term of a loss."""
 
-    name: Any
-    """Its key in a dict, or its place in a sequence."""
+    name: str
+    """Its key in a dict."""
     unit: str
     """One of :data:`LOSS_UNITS`."""
     value: Tensor
@@ -57,14 +53,16 @@ class LossTerms:
     """Takes a loss apart, changes its terms by their units, and puts it together again.
 
     Args:
-        loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
+        loss_units: The unit of each term of a dict loss; None: the loss is a tensor, a mean over tokens.
         router_coefficient: The model multiplies its router's load-balancing loss by this number and adds the product
             to its loss. None: the model has no router, or ``loss_units`` names the term.
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
         self.units = dict(loss_units or {})
-        """The unit of each term; empty: all terms are means over tokens, except those of a :class:`SplitLoss`."""
+        """The unit of each term; empty: the loss is a tensor, or a :class:`SplitLoss`."""
+        self.are_over_tokens = set(self.units.values()) <= {'tokens'}
+        """Whether all terms in ``loss_units`` are means over tokens."""
         self.router_coefficient = router_coefficient
 
     @property
@@ -77,31 +75,29 @@ class LossTerms:
         """Returns the terms of a loss, without its total.
 
         Raises:
-            RuntimeError: If ``loss_units`` does not name every term, if a term is no tensor, or if there is no tensor.
+            RuntimeError: If the loss is neither a tensor nor a dict of tensors, or if ``loss_units`` does not name
+                every term.
         """
-        tensors = tensors_in(loss)
-        if not tensors:
+        if self.units and not isinstance(loss, Mapping):
             raise NotExactError(
-                f"The model's loss must be a tensor, or hold tensors, got: {loss!r}. Let the model compute a loss in "
-                'every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
+                f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
+                f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
             )
-        if not isinstance(loss, Mapping):
-            if self.units:
-                raise NotExactError(
-                    f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
-                    f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
-                )
-            return [Term(place, 'tokens', value) for place, value in enumerate(tensors)]
-        units = self.units or dict.fromkeys(loss, 'tokens')
-        if isinstance(loss, SplitLoss):
-            units = loss.units
+        if isinstance(loss, Tensor):
+            return [Term('loss', 'tokens', loss)]
+        if not isinstance(loss, Mapping) or not loss:
+            raise NotExactError(
+                f"The model's loss must be a tensor, or a dict of tensors, got: {loss!r}. Let the model compute a loss "
+                'in every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
+            )
+        units = loss.units if isinstance(loss, SplitLoss) else self.units
         terms = []
         for name, value in loss.items():
             if not isinstance(value, Tensor):
                 raise NotExactError(
                     f'`loss[{name!r}]` must be a tensor, got: {value!r}. Leave out what a microbatch does not have.'
                 )
-            if name == 'total':
+            if name == 'total' and len(loss) > 1:
                 continue
             if name not in units:
                 raise NotExactError(
@@ -112,29 +108,14 @@ class LossTerms:
         return terms
 
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
-        """Returns the values of all terms with this unit.
-
-        Without ``loss_units`` a total stands for all terms, because Composer takes no gradient of the terms themselves.
-        """
-        if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
-            return [loss['total']]
+        """Returns the values of all terms with this unit."""
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns the loss with the values that ``change`` returns for its terms, and with the total that follows.
-
-        A tensor stays a tensor, and a dict a dict. A sequence becomes a tuple of its terms, even if it was nested.
-        """
+        """Returns the loss with the values that ``change`` returns for its terms, and without its total."""
         values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
-            return values[0]
-        if not isinstance(loss, Mapping):
-            return tuple(values.values())
-        if 'total' in loss:
-            if self.units and values:
-                values['total'] = sum_of_means(values.values())
-            else:
-                values['total'] = change(Term('total', 'tokens', loss['total']))
+            return values['loss']
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(
@@ -142,8 +123,8 @@ class LossTerms:
     ) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        Composer adds up the products, or takes the total, multiplies by its own weight, and calls the backward. So the
-        gradient by each product is Composer's weight.
+        Composer adds up the products, multiplies by its own weight, and calls the backward. So the gradient by each
+        product is Composer's weight.
 
         Args:
             loss: The loss of a microbatch.
@@ -160,10 +141,7 @@ class LossTerms:
         scaled = self.changed(loss, times_scale)
         if self.units:
             scaled = self._with_all_terms(scaled)
-        differentiated = scaled
-        if isinstance(scaled, Mapping) and 'total' in scaled:
-            differentiated = scaled['total']
-        with_gradient = [value for value in tensors_in(differentiated) if value.requires_grad]
+        with_gradient = [value for value in tensors_in(scaled) if value.requires_grad]
         for value in with_gradient[:1]:
             value.register_hook(observe)  # first, so it sees the gradient before the division
         if excess != 1.0:
@@ -176,11 +154,8 @@ class LossTerms:
 
         Composer sums each term over the ranks by its place in the dict, so all ranks need the same terms.
         """
-        names = list(self.units)
-        if 'total' in loss:
-            names.append('total')
         zero = next(iter(loss.values())).new_zeros(())
-        return {name: loss.get(name, zero) for name in names}
+        return {name: loss.get(name, zero) for name in self.units}
 
     def split(self, loss: Any, outputs: Any) -> Any:
         """Splits the loss of a mixture of experts into the mean over tokens and the load-balancing loss.
@@ -238,26 +213,18 @@ class LossTerms:
 
         ``'tokens'`` is the sum of all terms that are means over tokens, and ``'samples'`` of all that are means over
         samples. A unit without terms is left out. So are terms that couple rows, because a cut may change them. If
-        nothing remains, ``'tokens'`` is the sum of all terms, or the total of a dict without terms, because the check
-        needs a loss.
+        nothing remains, ``'tokens'`` is the sum of all terms, because the check needs a loss.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
-        has_units = bool(self.units) or isinstance(loss, SplitLoss)
-        has_several_terms = isinstance(loss, Mapping) and len(values) > 1
-        if has_several_terms and not has_units:
-            raise NotExactError(
-                f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
-                '`loss_units` (docs/errors.md#model-loss).'
-            )
-        if self.units and values and 'total' in loss:
+        if isinstance(loss, Mapping) and 'total' in loss:
             _check_total(loss['total'], values)
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
             if terms_of_unit:
                 sums[unit] = _sum(terms_of_unit)
-        return sums or {'tokens': _sum(values or [loss['total']])}
+        return sums or {'tokens': _sum(values)}
 
 
 def _check_total(total: Tensor, terms: Collection[Tensor]) -> None:

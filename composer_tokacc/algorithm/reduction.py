@@ -9,7 +9,6 @@ model (text without images), or if one rank has fewer microbatches, the others w
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -21,20 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import empty_sum
-from composer_tokacc.collectives import get_global_rank, get_world_size, max_over_ranks
+from composer_tokacc.collectives import get_world_size, max_over_ranks
 from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, state_of_gradient
-from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
+from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
-
-log = logging.getLogger(__name__)
 
 
 class ReductionWatch:
     """Watches which gradients the backward of each microbatch writes. Under DDP it adds those that DDP waits for.
 
     For each attempt to compute a step: :meth:`start_attempt`, then for each microbatch :meth:`begin_microbatch` before
-    its forward and :meth:`end_microbatch` after its backward, then :meth:`complete_for_composer` and
-    :meth:`check_gradients`. What they do depends on the wrapper of the model:
+    its forward and :meth:`end_microbatch` after its backward, then :meth:`check_gradients`. What they do depends on the
+    wrapper of the model:
 
     - DDP reduces in the backward of some microbatches, by Composer's default only of the last one. Parameters that such
       a backward does not reach get a gradient of zero.
@@ -43,12 +40,11 @@ class ReductionWatch:
 
     Args:
         state: The trainer's state.
-        is_coupled: Whether the loss may gather rows of other ranks.
+        may_gather: Whether the forward or the loss may gather rows of other ranks.
     """
 
-    def __init__(self, state: State, *, is_coupled: bool) -> None:
+    def __init__(self, state: State, *, may_gather: bool) -> None:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
-        self._parameters = list(state.model.parameters())
         # A model may tell DDP to ignore parameters (such as experts), because it reduces their gradients itself.
         self._parameters_of_ddp: list[torch.nn.Parameter] = []
         # Those that DDP was made to reduce. None: DDP does not tell which they are, only how many.
@@ -58,16 +54,12 @@ class ReductionWatch:
             for name, parameter in self._ddp.module.named_parameters():
                 if name not in self._ddp.parameters_to_ignore:
                     self._parameters_of_ddp.append(parameter)
-        self._parameters_of_fsdp = [parameter for parameter in self._parameters if isinstance(parameter, DTensor)]
+        self._parameters_of_fsdp = [
+            parameter for parameter in state.model.parameters() if isinstance(parameter, DTensor)
+        ]
         self.start_attempt()
-        modules = state.model.modules()
-        has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
-        self.waits_only_to_reduce = (
-            self._ddp is not None
-            and not state.auto_microbatching  # Composer asks all ranks after every forward whether memory ran out
-            and not is_coupled
-            and not has_synchronized_norms  # these gather statistics of other ranks in every forward
-        )
+        # With automatic microbatching Composer asks all ranks after every forward whether memory ran out.
+        self.waits_only_to_reduce = self._ddp is not None and not state.auto_microbatching and not may_gather
         """Whether ranks wait for each other only when DDP reduces gradients. If so, and if DDP reduces only in the last
         microbatch of a step, ranks may have unequal numbers of microbatches."""
 
@@ -168,11 +160,11 @@ class ReductionWatch:
         ranks have gradients of different parameters, and the tensors have the same size by chance, FSDP2 adds the
         gradients of different parameters without an error. In this case all ranks raise here.
         """
-        if self._ddp is not None and not is_reduced(self._ddp):
+        if self._ddp is not None and not (self._reduces[-1] and is_reduced(self._ddp)):
             raise NotExactError(
-                'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '
-                'Composer makes it, without `static_graph`, and freeze parameters before the Trainer is made '
-                '(docs/errors.md#ranks).'
+                'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer '
+                "makes it, without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before "
+                'the Trainer is made (docs/errors.md#ranks).'
             )
         if not self._parameters_of_fsdp:
             return
@@ -184,22 +176,6 @@ class ReductionWatch:
                 'mix up their gradients. Have every forward use them (add 0 times their output for any row), freeze '
                 'them, or train with DDP (docs/errors.md#ranks).'
             )
-
-    def complete_for_composer(self) -> None:
-        """Gives every trained parameter a gradient if Composer, and not DDP, reduces gradients.
-
-        With ``ddp_sync_strategy='forced_sync'`` DDP reduces in no microbatch. After the last one Composer reduces one
-        gradient after the other, and leaves out those that are None. So all ranks must have gradients of the same
-        parameters. Composer also reduces those that DDP ignores.
-        """
-        if self._ddp is None:
-            return
-        ddp_has_reduced = self._reduces[-1]
-        if ddp_has_reduced:
-            return
-        for parameter in self._parameters:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def reduced_once(self) -> bool | None:
         """Returns whether DDP reduced only in the last microbatch of this step, or not at all.
@@ -251,24 +227,3 @@ def excess_of_reduction(model: torch.nn.Module) -> float:
     embedding(torch.tensor([0])).sum().backward()
     gradient: Any = embedding.weight.grad
     return float(gradient.full_tensor())
-
-
-def warn_of_large_units(model: torch.nn.Module) -> None:
-    """Warns on rank 0 if FSDP gathers the whole model at once. This is exact, but needs the memory of all weights.
-
-    Composer makes each child of its model a unit of FSDP. It makes smaller units only if the child has `fsdp_wrap_fn`,
-    which the `HuggingFaceModel` of Composer 0.32 does not set.
-    """
-    if get_global_rank() != 0:
-        return
-    for name, child in model.named_children():
-        blocks = transformer_blocks(child)
-        if len(blocks) < 2 or fsdp_units(child) != [child]:
-            continue
-        log.warning(
-            'FSDP gathers all weights of `%s` at once, because they are one unit. Before the Trainer is made, add: '
-            'model.%s.fsdp_wrap_fn = lambda module: type(module).__name__ in %s  (docs/distributed.md#units-of-fsdp)',
-            name,
-            name,
-            sorted({type(unwrapped_block(block)).__name__ for block in blocks}),
-        )

@@ -166,7 +166,9 @@ class RunContext:
         if not options.loss_units:  # otherwise they may name the load-balancing loss as a term
             coefficient = router_coefficient(model)
         self.terms = LossTerms(options.loss_units, coefficient)
-        self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
+        # With `check_loss=False` a SyncBatchNorm may train, which gathers statistics in every forward.
+        may_gather = bool(self.terms.coupled) or not options.check_loss
+        self.reductions = ReductionWatch(state, may_gather=may_gather)
         self.has_bypass: bool | None = None
         """Whether the loss of earlier steps had a term that is not made of the logits. Later steps are compared with
         it. None: no step has ended that shows it."""

@@ -43,7 +43,7 @@ from composer_tokacc.algorithm.loss_terms import (
     tensors_in,
 )
 from composer_tokacc.algorithm.rank_widths import check_widths
-from composer_tokacc.algorithm.reduction import check_sharding, warn_of_large_units
+from composer_tokacc.algorithm.reduction import check_sharding
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_labels_and_ids, check_trains_something
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -205,11 +205,6 @@ class TokenAccumulation(Algorithm):
         return rule
 
     @property
-    def _step_number(self) -> int:
-        """The number of the step that runs now, from 0 in each fit."""
-        return self._token_choice.step
-
-    @property
     def has_logits(self) -> bool:
         """Whether the model returns logits. If not, it returns hidden states, and its loss computes the logits.
 
@@ -289,7 +284,6 @@ class TokenAccumulation(Algorithm):
         # Not 0 if a RegroupingBatchSampler resumes within an epoch.
         self._num_batches_read = first_batch_of(state.train_dataloader)
         check_sharding(state.model)
-        warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
                 '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
@@ -378,7 +372,7 @@ class TokenAccumulation(Algorithm):
         _check_has_weight(step, state.batch)
         # Not due in the first step, because prove() has just checked its rows. Due in steps 16, 32, 64 and so on even
         # without new rows, because a model may begin to treat known rows in another way.
-        is_check_due = run.check.is_due(self._step_number, has_new_rows=num_ranks_with_new_rows > 0)
+        is_check_due = run.check.is_due(self._token_choice.step, has_new_rows=num_ranks_with_new_rows > 0)
         if is_check_due:
             run.prove(state.batch)  # new rows are cut only by rules that were proven for them
         # Each rank pads to its own longest row. On the left more padding may change a row, and beyond a rotary limit
@@ -476,10 +470,9 @@ class TokenAccumulation(Algorithm):
         run.reductions.begin_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=step.is_weighted)
-        record = MicrobatchRecord(batch=_checked_entries(batch), rows=row_counts_of(batch))
+        record = MicrobatchRecord(batch=batch, rows=row_counts_of(batch))
         step.microbatches.append(record)
-        has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
-        adds_label = record.is_empty and has_only_token_terms
+        adds_label = record.is_empty and run.terms.are_over_tokens
         microbatch = CurrentMicrobatch(batch, record, hides_weights=step.is_weighted, adds_label=adds_label)
         self._microbatch = microbatch
         state.batch = microbatch.entries
@@ -525,7 +518,7 @@ class TokenAccumulation(Algorithm):
         if router_loss_of(state.outputs) is None:
             return
         run = self._run
-        step_number = self._step_number
+        step_number = self._token_choice.step
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_check_due = (step_number & (step_number - 1)) == 0
         # With a wrong coefficient the split would be wrong, so it is checked even with `check_loss=False`. Without a
@@ -762,18 +755,7 @@ class TokenAccumulation(Algorithm):
         Callbacks read the loss at the end of the batch.
         """
         self._check_no_added_term(state)  # a term that is added now is not scaled, whatever its unit is
-        run = self._run
-        step = run.step
-        run.reductions.end_microbatch()
-        if step.planned:
-            is_last = len(step.microbatches) == len(step.planned)
-        else:
-            # A microbatch of only repeated samples may still follow. Then this is True again, and gradients are
-            # completed again.
-            samples_so_far = sum(record.counts.samples for record in step.microbatches)
-            is_last = samples_so_far == step.counts.samples
-        if is_last:
-            run.reductions.complete_for_composer()
+        self._run.reductions.end_microbatch()
         state.loss = self._current.raw_loss
         self._microbatch = None
 
@@ -784,7 +766,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         run.reductions.check_gradients()
-        if self._step_number == 0 and not (step.is_weighted or step.is_measured):
+        if self._token_choice.step == 0 and not (step.is_weighted or step.is_measured):
             log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         check_step(step)
         run.has_bypass = step.has_bypass
@@ -932,15 +914,10 @@ def _scales_of(record: MicrobatchRecord, weight_of_mean: float) -> dict[str, flo
 
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
-    """Returns the loss with a number added to its first mean over tokens, and so to its total, if it has one.
-
-    The total is named here, because :meth:`.LossTerms.changed` sums it again only with ``loss_units``. Without them it
-    changes the total like a term.
-    """
+    """Returns the loss with a number added to its first mean over tokens."""
     means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
-    changed_names = {'total', *means_over_tokens[:1]}
 
     def with_added(term: Term) -> torch.Tensor:
-        return term.value + added if term.name in changed_names else term.value
+        return term.value + added if term.name in means_over_tokens[:1] else term.value
 
     return terms.changed(loss, with_added)

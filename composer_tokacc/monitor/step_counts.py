@@ -18,14 +18,13 @@ import torch
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_counts_of, sources_of, summed
+from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, row_counts_of, summed
 
 
 class StepCounts(NamedTuple):
     """Counts of one rank, or their sum over all ranks.
 
-    Ranks exchange them as a list of numbers in the order of the fields. The sums of ``loader_seconds`` and
-    ``peak_memory`` are not used, because the largest value of all ranks is logged.
+    The sums of ``loader_seconds`` and ``peak_memory`` are not used, because the largest value of all ranks is logged.
     """
 
     samples: float
@@ -101,28 +100,17 @@ def num_positions(batch: Batch) -> int:
     return total_rows * largest_width
 
 
-def rule_of(batch: Batch) -> str | None:
-    """Returns the loss rule of the counts in a batch; None if nobody has counted its tokens."""
-    return row_counts_of(batch)[0].rule if is_counted(batch) else None
-
-
-def rows_with_positions(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
+def rows_with_positions(batch: Batch) -> list[tuple[RowCounts, int]]:
     """Returns the counts of each row of a microbatch and its number of positions, in order, for sums by source.
 
-    A packed row is replaced by its documents. The list is empty if no row has a source. If nobody has counted the
-    tokens, they are counted by ``rule``, and the host waits for the device.
+    A packed row is replaced by its documents. The list is empty if no row has a source, or if nobody has counted the
+    tokens.
     """
-    if is_counted(batch):
-        rows = row_counts_of(batch)
-    elif sources_of(batch) is not None:
-        rows = count_rows(batch, rule)
-    else:
+    if not is_counted(batch):
         return []
-    counts = _unpacked(batch, rows)
+    counts = _unpacked(batch, row_counts_of(batch))
     has_source = any(row.source is not None for row, _ in counts)
-    if not has_source:
-        return []
-    return counts
+    return counts if has_source else []
 
 
 def rows_by_width(batch: Batch) -> Counter[int]:

@@ -17,10 +17,11 @@ from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import Algorithm, Callback, Event, State, TimeUnit
 from composer.loggers import Logger, ProgressBarLogger
 from composer.utils import dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import labels_of
 from composer_tokacc.checks.logits import logits_of
+from composer_tokacc.collectives import all_gather_object
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.model_structure import fsdp_units
@@ -61,8 +62,7 @@ class Flops(Protocol):
 class TokenMonitor(Callback):
     """Logs padding, balance and throughput in real tokens.
 
-    It takes one small all-gather per step, and two more collectives if a source is new. It waits for the device only at
-    the end of a step. But if nobody has counted the tokens of a batch with ``source``, it waits in each microbatch.
+    The ranks exchange their counts once per step. The monitor waits for the device only at the end of a step.
 
     The computed positions are the rows times the padded width of each microbatch, summed up. A real token is a position
     that is not padding.
@@ -101,7 +101,8 @@ class TokenMonitor(Callback):
         loss_tokens (str): The counting rule if no :class:`.TokenAccumulation` has counted the tokens.
             Default: ``'causal'``.
         sources (str | bool): ``'auto'``: logs each source by itself if batches have ``source``, a list with a name for
-            each row. ``False``: never. Default: ``'auto'``.
+            each row, and if :class:`.TokenAccumulation` has counted their tokens. ``False``: never. Default:
+            ``'auto'``.
         device_tflops (float, optional): Peak rate of a device, in 10^12 operations per second, for ``mfu``. Default:
             ``None``, the rate in Composer's table for the GPU and the precision.
         flops (Flops, optional): Predicts the operations of a microbatch, as :class:`.FlopModel` does. If it also has
@@ -148,7 +149,8 @@ class TokenMonitor(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Looks up the peak rate of the device, and adds the algorithm that measures the gradient."""
-        self._norm = GradientNorm.of_run(state)
+        if self._norm not in state.algorithms:
+            state.algorithms.append(self._norm)  # the last one, so that it runs before the gradient is clipped
         if self.device_tflops is not None:
             self._device_flops = 1e12 * self.device_tflops
         elif self.flops is not None:
@@ -191,15 +193,15 @@ class TokenMonitor(Callback):
         if self.sources:
             # Some models return hidden states in place of logits. Only `TokenAccumulation` knows, by its `has_logits`.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
-            self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
+            self._ledger.note(state.batch, state.outputs, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Gathers the counts of all ranks, and logs the metrics of the step."""
-        # One row of `table` is the `StepCounts` of one rank.
-        table, sources = self._ledger.gather(self._step_counts(), state.device)
-        ranks = [StepCounts(*row) for row in table.tolist()]
-        sums = table.sum(dim=0)
-        total = StepCounts(*sums.tolist())
+        reports = all_gather_object((self._step_counts(), self._ledger.sums_of_rank()))
+        ranks = [counts for counts, _ in reports]
+        sources = self._ledger.add_up(rank_sums for _, rank_sums in reports)
+        values_of_fields = zip(*ranks, strict=True)
+        total = StepCounts(*map(sum, values_of_fields))
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
         if not math.isnan(total.gradient_square):  # an overflow in half precision may make it NaN
@@ -378,34 +380,26 @@ class GradientNorm(Algorithm):
         self._norms: dict[int, torch.Tensor] = {}
         """Norms of this rank's part of the gradient, by the number of ranks that hold the same part."""
 
-    @classmethod
-    def of_run(cls, state: State) -> GradientNorm:
-        """Returns the ``GradientNorm`` among the algorithms of a run. If there is none, adds one at the end."""
-        for algorithm in state.algorithms:
-            if isinstance(algorithm, cls):
-                return algorithm
-        algorithm = cls()
-        state.algorithms.append(algorithm)
-        return algorithm
-
     def match(self, event: Event, state: State) -> bool:
         """Returns True at the event before the optimizer's step. Composer has unscaled the gradients by then."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
-        num_shards = _shards_of_fsdp1(state.model)
+        shards_of_fsdp1 = _shards_of_fsdp1(state.model)
         # This rank's part of each gradient, grouped by the number of ranks that hold the same part.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
-            num_copies = _num_copies(gradient, num_shards.get(parameter, 1))
+            num_shards = shards_of_fsdp1.get(parameter, 1)  # after DDP, all ranks hold the whole gradient
             if isinstance(gradient, DTensor):
+                num_shards = _num_shards(gradient)
                 gradient = gradient.to_local()
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()  # all other entries are 0
+            num_copies = dist.get_world_size() // num_shards
             gradients.setdefault(num_copies, []).append(gradient)
         self._norms = {}
         for num_copies, tensors in gradients.items():
@@ -439,19 +433,10 @@ def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
     return num_shards
 
 
-def _num_copies(gradient: torch.Tensor, num_shards: int) -> int:
-    """Returns how many ranks hold the same part of a gradient.
-
-    Args:
-        gradient: The gradient on this rank.
-        num_shards: Number of ranks over which a plain tensor is divided. A ``DTensor`` has this in its placements.
-    """
-    num_ranks = dist.get_world_size()
-    if not isinstance(gradient, DTensor):
-        return num_ranks // num_shards  # after DDP, with 1 shard, all ranks hold the whole gradient
-    mesh = gradient.device_mesh
-    num_copies = num_ranks // mesh.size()
+def _num_shards(gradient: DTensor) -> int:
+    """Returns the number of parts into which a gradient is divided among the ranks."""
+    num_shards = 1
     for dimension, placement in enumerate(gradient.placements):
-        if isinstance(placement, Replicate):
-            num_copies *= mesh.size(dimension)
-    return num_copies
+        if placement.is_shard():
+            num_shards *= gradient.device_mesh.size(dimension)
+    return num_shards

@@ -30,9 +30,10 @@ from composer_tokacc.compat import keep_from_accelerate, tree_map_only
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord, compare_plans, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
-from composer_tokacc.refusals import InvalidInputError, NotExactError
+from composer_tokacc.planning.plan import plan_checked_rows
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.repeated_samples import num_repeated_by
-from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate, plan_batch
+from composer_tokacc.sampling.rank_assignment import ENDED_BY_AN_ERROR, RankAssignment, collate
 
 Value = TypeVar('Value')
 DatasetSample = Mapping[str, Any]
@@ -74,9 +75,7 @@ class ExchangingDataLoader(DataLoader):
 
     Raises:
         ValueError: If an argument is out of range.
-        ValueError: On iterating, on all ranks, if reading a sample raises one on any rank.
-        RuntimeError: On iterating, on all ranks, if their arguments differ. If reading a sample raises another error,
-            that rank raises this error, and the other ranks raise a RuntimeError with its text.
+        RuntimeError: On iterating, on all ranks, if their arguments differ.
     """
 
     marks_added_rows = True
@@ -147,7 +146,8 @@ class ExchangingDataLoader(DataLoader):
         # The ranks may run out of samples at different times. A rank without samples still takes part in each step, and
         # computes samples of others, until no rank has any.
         for batch_index in count():
-            samples, sizes_of_ranks = self._read(reading, batch_index)
+            samples = self._read(reading, batch_index)
+            sizes_of_ranks = self._exchange.gather([self._size(sample) for sample in samples])
             sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
@@ -193,7 +193,7 @@ class ExchangingDataLoader(DataLoader):
             loss_tokens=loss_tokens,
             vision_cost=self._options.cost.vision(image_tokens, patches),
         )
-        plan = plan_batch(rows, get_world_size())
+        plan = plan_checked_rows(rows, get_world_size())
         numbers = np.arange(len(sizes))
         assignments = []
         for microbatches in plan.ranks:
@@ -204,41 +204,11 @@ class ExchangingDataLoader(DataLoader):
         self,
         reading: Iterator[list[DatasetSample] | torch.Tensor],
         batch_index: int,
-    ) -> tuple[list[DatasetSample], list[list[SampleSize]]]:
-        """Returns this rank's samples of a step, none if none are left, and the sizes of the samples of every rank.
-
-        If a rank cannot read, it tells the others, which would wait for it otherwise, and all ranks raise.
-        """
-        samples: list[DatasetSample] = []
-        sizes: list[SampleSize] = []
-        failure: Exception | None = None
-        # What the other ranks raise. Not the error itself, because its class may not survive pickling.
-        reported: Exception | None = None
-        try:
-            samples = self._read_own(reading, batch_index)
-            sizes = [self._size(sample) for sample in samples]
-        except ValueError as error:  # about the data
-            failure = error
-            reported = InvalidInputError(str(error))
-        except Exception as error:
-            failure = error
-            reported = NotExactError(
-                f'every rank must read its samples, got: an error on rank {get_global_rank()}: {error}'
-            )
-        reports = self._exchange.gather((sizes, reported))
-        if failure is not None:
-            raise failure
-        for _, failure_of_rank in reports:
-            if failure_of_rank is not None:
-                raise failure_of_rank
-        return samples, [sizes_of_rank for sizes_of_rank, _ in reports]
-
-    def _read_own(
-        self,
-        reading: Iterator[list[DatasetSample] | torch.Tensor],
-        batch_index: int,
     ) -> list[DatasetSample]:
-        """Returns this rank's samples of a step, without those that torch's DistributedSampler repeats."""
+        """Returns this rank's samples of a step, none if none are left.
+
+        Those that torch's DistributedSampler repeats are left out.
+        """
         loaded = next(reading, [])
         # The samplers of iterable datasets, and some of users, have no length.
         if len(loaded) == 0 and isinstance(self.sampler, Sized) and batch_index < len(self):

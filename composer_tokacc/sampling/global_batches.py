@@ -331,26 +331,19 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
         )
 
 
-def check_cap(
-    option: str,
-    cap: int,
-    sizes: np.ndarray,
-    *,
-    least: str = 'the longest sample',
-) -> None:
+def check_cap(option: str, cap: int, sizes: np.ndarray) -> None:
     """Raises ValueError if a single sample is larger than a cap on the sum over several samples.
 
     Args:
         option: The option that sets the cap.
         cap: The cap.
         sizes: Size of each sample, (n,).
-        least: What the cap must not be less than, for the message.
     """
     largest = int(sizes.argmax())
     if sizes[largest] > cap:
         raise InvalidInputError(
-            f'`{option}` must be at least {least}, got: {cap} < {sizes[largest]} (sample {largest}). Raise it, or '
-            'leave the sample out.'
+            f'`{option}` must be at least the size of the largest sample, got: {cap} < {sizes[largest]} (sample '
+            f'{largest}). Raise it, or leave the sample out.'
         )
 
 

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,8 +16,7 @@ import torch
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, common_padding_side, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
-from composer_tokacc.planning.plan import plan_checked_rows
+from composer_tokacc.planning import CutOptions, Microbatch
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, attach_row_counts
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -92,24 +90,6 @@ class RankAssignment:
             weights=weights_of_samples or None,
             plan_checksum=plan_checksum,
         )
-
-
-def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Plans a global batch as :func:`.plan_microbatches`, but every rank gets a sample if there are enough."""
-    plan = plan_checked_rows(rows, num_ranks)
-    # Under 'fsdp' the microbatches of a step slot all have images, or none has. So a rank may get only dummies: if a
-    # batch of two ranks has one sample with an image and one without, each needs a slot. Then the batch is planned as
-    # for 'ddp', which gives each rank a sample. That is safe, because the split adds dummy images where needed.
-    has_enough_samples = len(rows.lengths) >= num_ranks
-    if has_enough_samples and any(_has_only_dummies(rank) for rank in plan.ranks):
-        rows = copy.copy(rows)
-        rows.options = replace(rows.options, objective='ddp')
-        plan = plan_checked_rows(rows, num_ranks)
-    return plan
-
-
-def _has_only_dummies(microbatches: Sequence[Microbatch]) -> bool:
-    return all(microbatch.filled for microbatch in microbatches)
 
 
 def collate(

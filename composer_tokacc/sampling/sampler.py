@@ -29,16 +29,16 @@ from composer_tokacc.planning import (
     Rows,
     Table,
     check_choice,
-    check_count,
     check_kind,
     check_state,
     checked_table,
 )
+from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
 from composer_tokacc.sampling.mixture import LossShares, Mixture
 from composer_tokacc.sampling.progress import Item, Progress
-from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
+from composer_tokacc.sampling.rank_assignment import RankAssignment
 
 Result = TypeVar('Result')
 
@@ -64,8 +64,8 @@ class RegroupingBatchSampler(DistributedSampler):
     has at most ``b * G`` tokens. So a step has G tokens, give or take less than the longest sample, and the number of
     global batches only depends on the sum of the lengths. :meth:`window_tokens` returns the tokens of each.
 
-    Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
-    rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
+    Ranks may get unequal numbers of samples. If there are fewer samples than ranks, or for ``'fsdp'`` hardly more, some
+    ranks get a copy of another rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
 
     The assignments only depend on the arguments, the epoch and the rank, so ranks exchange nothing to make them. The
     order of the epoch and the lengths take 16 bytes of memory a sample. A background thread plans the next global
@@ -149,8 +149,6 @@ class RegroupingBatchSampler(DistributedSampler):
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
-        check_count('num_replicas', num_replicas)
-        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)
@@ -176,8 +174,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         check_cap('max_tokens', options.max_tokens, self.rows.lengths)
         for size, cap in options.caps.items():
-            unit = size.replace('_', ' ')
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size], least=f'the {unit} of each sample')
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         self.lengths = self.rows.lengths
         # Which samples each global batch holds.
         check_choice('modality', modality, ('mixed', 'per_step'))
@@ -287,13 +284,15 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks. Index ``i`` in it is ``window(batch)[i]``."""
-        return plan_batch(self.rows.of(self._window(batch)), self.num_replicas)
+        return plan_checked_rows(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
-        # With a sample for every rank, `plan_batch` gives each rank one. Then no plan is needed to tell.
-        return len(window) < self.num_replicas and self._assign(window).is_copy
+        # For 'ddp' each rank has a sample if there are enough. Then no plan is needed to tell. For 'fsdp' a rank may
+        # have only dummies, if few samples must be in slots with images and slots without.
+        may_have_copies = len(window) < self.num_replicas or self.rows.options.objective == 'fsdp'
+        return may_have_copies and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
@@ -398,7 +397,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
         """Plans a global batch for all ranks. Returns this rank's part, with a checksum of the whole plan."""
-        plan = plan_batch(self.rows.of(window), self.num_replicas)
+        plan = plan_checked_rows(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)
@@ -433,20 +432,14 @@ def prefetch(function: Callable[[Item], Result], items: Iterable[Item]) -> Itera
     thread starts when the first result is requested. It is joined when the iterator ends, is closed or is garbage
     collected. An error of `function` is raised where its result would have been yielded.
     """
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
-    try:
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch') as pool:
         for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > 2:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        # Not `shutdown(cancel_futures=True)`, which fails if the generator is collected while the interpreter ends.
-        for future in waiting:
-            future.cancel()
-        pool.shutdown(wait=True)
 
 
 def length_of(dataset: object) -> int:

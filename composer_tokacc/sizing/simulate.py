@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, cut_rows, padded_widths
-from composer_tokacc.planning.plan import Microbatch, time_in_slots
+from composer_tokacc.planning.plan import Microbatch, plan_checked_rows, time_in_slots
 from composer_tokacc.sampling.mixture import permutation
-from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
+from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
@@ -150,7 +150,7 @@ def _microbatches_of_ranks(
     if method == 'split':
         ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
     else:
-        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
+        plan = plan_checked_rows(planned_rows(table, batch, options), num_ranks)
         ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
     return _with_dummy_rows(table, batch, ranks, options)
 

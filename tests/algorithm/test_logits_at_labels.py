@@ -411,25 +411,23 @@ def assert_one_forward_is_exact(model, call):
     batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     with LogitsAtLabels(model):
-        outputs = call(batch)
+        outputs = call(**batch)
         assert outputs.logits.shape[0] == 1
         outputs.loss.backward()
     assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
-def test_arguments_by_position():
+def test_arguments_by_position_are_refused():
     model = one_layer_model()
-    assert_one_forward_is_exact(
-        model, lambda batch: model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
-    )
+    batch = batch_of()
+    with LogitsAtLabels(model), pytest.raises(ValueError, match=r'by name.*got: 1 arguments by position'):
+        model(batch['input_ids'], labels=batch['labels'])
 
 
 def test_adapted_model_without_a_task():
     """Its forward names no arguments."""
     model = with_lora()
-    assert_one_forward_is_exact(
-        model, lambda batch: model(batch['input_ids'], batch['attention_mask'], labels=batch['labels'])
-    )
+    assert_one_forward_is_exact(model, model)
 
 
 def test_logits_that_accelerate_converts():
@@ -452,7 +450,7 @@ def test_logits_that_accelerate_converts():
 def test_compiled_model_in_a_plain_loop():
     model = one_layer_model()
     compiled = torch.compile(model, backend='eager')
-    assert_one_forward_is_exact(model, lambda batch: compiled(**batch))
+    assert_one_forward_is_exact(model, compiled)
 
 
 def test_plain_loop_refuses_a_wrong_shift():
@@ -480,9 +478,3 @@ def test_validation_in_inference_mode_before_training():
         with torch.inference_mode():
             assert model(**batch).logits.shape[:2] == batch['labels'].shape
         assert model(**batch).logits.shape[0] == 1
-
-
-def test_hooks_are_removed_after_fit():
-    model = one_layer_model()
-    fit(model, batch_of(), logits='labels')
-    assert num_hooks(model) == 0

@@ -55,7 +55,7 @@ def with_ignored_head():
 def watch_of(model, **options):
     model = DistributedDataParallel(model, **options)
     state = SimpleNamespace(model=model, auto_microbatching=False)
-    return ReductionWatch(state, is_coupled=False), model
+    return ReductionWatch(state, may_gather=False), model
 
 
 def backward(watch, model, heads, *, num_microbatches=1, reduces=True, must_reduce_once=False):
@@ -132,7 +132,7 @@ def test_unfrozen_parameters_are_refused(options, freezes_others):
     backward(watch, model, ('first', 'second'))
     inner.second.requires_grad_(True)
     inner.first.requires_grad_(not freezes_others)  # DDP and the model then have equally many
-    # If Composer itself reduces the gradients, it reduces these too.
+    # In a microbatch that does not reduce, nothing is wrong yet.
     backward(watch, model, ('first', 'second'), reduces=False)
     with pytest.raises(RuntimeError, match='2 others that are trained now'):
         backward(watch, model, ('first', 'second'))
@@ -200,13 +200,18 @@ def launcher(monkeypatch):
 
 
 @pytest.mark.usefixtures('launcher')
-def test_parameters_frozen_later_are_refused():
-    """DDP waits for their gradients."""
+@pytest.mark.parametrize(
+    ('freezes_head', 'options'),
+    [(True, {}), (False, {'ddp_sync_strategy': 'forced_sync'})],
+    ids=['frozen later', 'reduced by Composer'],
+)
+def test_ddp_must_reduce_all_gradients(freezes_head, options):
+    """DDP waits for the gradients of frozen parameters. Composer reduces only gradients that are not None."""
     model = one_layer_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    algorithms = [WrapsInDDP(freezes_head=True), TokenAccumulation()]
-    with weights_unchanged(model), pytest.raises(RuntimeError, match='it still waits for some'):
-        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer)
+    algorithms = [WrapsInDDP(freezes_head=freezes_head), TokenAccumulation()]
+    with weights_unchanged(model), pytest.raises(RuntimeError, match='DDP must have reduced every gradient'):
+        fit(model, ragged_batch(), algorithms=algorithms, optimizer=optimizer, **options)
 
 
 @pytest.mark.usefixtures('launcher')

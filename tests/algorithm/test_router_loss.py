@@ -155,23 +155,29 @@ def test_router_loss_that_is_not_added():
         fit(model, ragged_batch(ONE_UNLABELLED))
 
 
-@pytest.mark.parametrize('is_copied', [False, True])
-def test_coefficient_of_a_float32_copy(is_copied):
-    """Autograd rounds the coefficient in a loss that was computed in bfloat16."""
-    balance = torch.tensor(1.25, requires_grad=True, dtype=torch.bfloat16 if is_copied else torch.float32)
-    router = (2 * balance).float()  # without a copy if it is float32 already
+@pytest.mark.parametrize(
+    ('dtype', 'is_copied', 'num_elements'),
+    [
+        (torch.float32, False, 1),
+        (torch.float32, False, 2),
+        (torch.float16, False, 1),
+        (torch.bfloat16, False, 1),
+        (torch.bfloat16, True, 1),
+    ],
+)
+def test_coefficient_is_measured(dtype, is_copied, num_elements):
+    """Autograd rounds it to the type of the router's loss, before a copy. One that is 10 % off is still refused."""
+    router = 2 * torch.tensor(1.25, requires_grad=True, dtype=dtype)
+    if is_copied:
+        router = router.float()
     terms = LossTerms(None, 0.001)
-    terms.check_coefficient(0.001 * router, {'aux_loss': router})
-    with pytest.raises(RuntimeError, match='times'):
-        terms.check_coefficient(0.0011 * router, {'aux_loss': router})
 
+    def loss(coefficient):
+        return (torch.tensor(2.0) + coefficient * router).expand(num_elements)
 
-def test_coefficient_in_a_loss_of_two_elements():
-    router = 2 * torch.tensor(1.25, requires_grad=True)
-    loss = (3 + 0.001 * router).expand(2)
-    LossTerms(None, 0.001).check_coefficient(loss, {'aux_loss': router})
-    with pytest.raises(RuntimeError, match='times'):
-        LossTerms(None, 0.002).check_coefficient(loss, {'aux_loss': router})
+    terms.check_coefficient(loss(0.001), {'aux_loss': router})
+    with pytest.raises(RuntimeError, match='load-balancing loss times'):
+        terms.check_coefficient(loss(0.0011), {'aux_loss': router})
 
 
 class WithUnnamedCoefficient(NativeModel):

@@ -104,14 +104,14 @@ def test_stock_composer_is_wrong(model, counts_tokens):
 # Composer's own flag.
 
 
-def test_flag_with_our_counters(model, batch):
-    data = token_data_spec(loader(batch), model=model)
-    assert_exact(model, data, batch=batch, algorithms=[], **COMPOSERS_FLAG)
-
-
-def test_flag_with_algorithm_and_composers_counter(model, batch):
+@pytest.mark.parametrize('counts_tokens', [False, True])
+def test_flag_with_one_counter_of_tokens(model, batch, counts_tokens):
     """Composer counts rows times one common width. On one rank that gives the same weights as counting rows."""
-    assert_exact(model, loader(batch), batch=batch, algorithms=[TokenAccumulation()], **COMPOSERS_FLAG)
+    data = loader(batch)
+    if counts_tokens:
+        data = token_data_spec(data, model=model)
+    algorithms = [] if counts_tokens else [TokenAccumulation()]
+    assert_exact(model, data, batch=batch, algorithms=algorithms, **COMPOSERS_FLAG)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
@@ -209,20 +209,18 @@ def adder_of_term(model, *, is_in_place):
 
 
 @pytest.mark.parametrize('is_in_place', [False, True])
-@pytest.mark.parametrize('event', [Event.AFTER_LOSS, Event.BEFORE_BACKWARD])
-def test_term_added_by_algorithm_is_refused(model, batch, event, is_in_place):
-    """Weighted by tokens, the term would depend on the cut."""
-    add_term = adder_of_term(model, is_in_place=is_in_place)
-    with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm'):
-        fit(model, loader(batch), algorithms=[AlgorithmOn(event, add_term), TokenAccumulation()])
-
-
-@pytest.mark.parametrize('is_in_place', [False, True])
-def test_term_added_before_the_backward_is_refused(model, batch, is_in_place):
-    """A callback comes after all algorithms, so the term would not be scaled."""
-    callback = On(Event.BEFORE_BACKWARD, adder_of_term(model, is_in_place=is_in_place))
+@pytest.mark.parametrize(
+    ('event', 'adder_class'),
+    [(Event.AFTER_LOSS, AlgorithmOn), (Event.BEFORE_BACKWARD, AlgorithmOn), (Event.BEFORE_BACKWARD, On)],
+)
+def test_added_term_is_refused(model, batch, event, adder_class, is_in_place):
+    """Weighted by tokens, the term would depend on the cut. A callback comes too late, so it would not be scaled."""
+    adder = adder_class(event, adder_of_term(model, is_in_place=is_in_place))
+    options = {'callbacks': [adder]}
+    if adder_class is AlgorithmOn:
+        options = {'algorithms': [adder, TokenAccumulation()]}
     with weights_unchanged(model), pytest.raises(RuntimeError, match='another term, which an algorithm or a callback'):
-        fit(model, loader(batch), callbacks=[callback])
+        fit(model, loader(batch), **options)
 
 
 def test_images_leave_the_device_after_their_microbatch(model, batch):
@@ -499,7 +497,7 @@ def test_step_of_several_closures_counts_once(model, batch):
     recorder = fit(model, loader(batch, empty_batch), algorithms=[algorithm], optimizer=optimizer, max_duration='2ba')
     assert len(recorder.steps) > 3
     assert algorithm.num_empty_steps == 1
-    assert algorithm._step_number == 2
+    assert algorithm._token_choice.step == 2
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])

@@ -427,13 +427,9 @@ def dict_loss(*losses):
     return {'lm': by_token(*losses)}
 
 
-def only_total(*losses):
-    return {'total': by_token(*losses)}
-
-
 @pytest.mark.parametrize(
     ('loss', 'token_weights', 'units'),
-    [(by_token, 'sqrt', None), (dict_loss, 'column', {'lm': 'tokens'}), (only_total, 'sqrt', None)],
+    [(by_token, 'sqrt', None), (dict_loss, 'column', {'lm': 'tokens'})],
 )
 def test_loss_computed_by_composer_model(loss, token_weights, units):
     """Weights are applied once, even if the loss is computed several times."""

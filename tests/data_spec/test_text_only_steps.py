@@ -51,7 +51,6 @@ def test_steps_without_media_are_exact():
     ('families', 'options', 'adds_rows'),
     [
         pytest.param(['llava', 'qwen2_5_vl', 'idefics3', 'qwen2_vl_video'], {}, False, id='reduced once'),
-        pytest.param(['llava'], {'ddp_sync_strategy': 'forced_sync'}, False, id='forced to reduce once'),
         pytest.param(['llava'], EARLY_REDUCTION, True, id='reduced in every microbatch'),
     ],
 )

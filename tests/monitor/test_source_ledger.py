@@ -11,6 +11,7 @@ import torch
 from composer_tokacc import TokenMonitor
 from composer_tokacc.checks import logits
 from composer_tokacc.monitor.source_ledger import MOST_SOURCES, OTHERS, _token_losses
+from composer_tokacc.row_counts import with_counts
 from tests.ranks.source_ledger import SHAPE as RANK_SHAPE
 from tests.ranks.source_ledger import STEPS
 from tests.support.launch import launch_json
@@ -28,8 +29,8 @@ def batch_of(shape=SHAPE, sources=SOURCES, side='right'):
 
 
 def fit_unplanned(*batches, **options):
-    """Trains on a stock loader, without TokenAccumulation: the monitor counts for itself."""
-    options = {'algorithms': [], 'callbacks': [TokenMonitor()], 'max_duration': f'{len(batches)}ba', **options}
+    """Trains on a stock loader."""
+    options = {'callbacks': [TokenMonitor()], 'max_duration': f'{len(batches)}ba', **options}
     return fit(text_model(), loader(*batches), **options)
 
 
@@ -90,7 +91,7 @@ def test_losses_are_computed_only_at_labels(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, 'cross_entropy', recorded)
     batch = batch_of()
     all_logits = torch.randn(*batch['labels'].shape, 64)
-    losses = _token_losses(batch, {'logits': all_logits}, 'causal', NUM_TOKENS)
+    losses = _token_losses(with_counts(batch), {'logits': all_logits}, NUM_TOKENS)
     assert sizes == [NUM_TOKENS]
     expected = next_token_loss(all_logits, batch['labels'], reduction='sum')
     assert float(losses.sum()) == pytest.approx(float(expected), rel=1e-6)
@@ -109,12 +110,6 @@ def test_shares_of_weight(token_weights, power):
         assert field(recorder, 'weight', source) == pytest.approx([share], rel=1e-6)
 
 
-def test_monitor_without_algorithm_counts_sources():
-    recorder = fit_unplanned(batch_of(), microbatch_size=3)
-    assert field(recorder, 'tokens', 'b') == [TOKENS['b']]
-    assert field(recorder, 'loss', 'b') == pytest.approx([loss_of('b')], rel=1e-6)
-
-
 def test_source_that_comes_late():
     all_of_a = batch_of(sources=['a'] * 7)
     first_unnamed = batch_of(sources=[None, *['a'] * 6])
@@ -127,12 +122,16 @@ def test_source_that_comes_late():
 
 
 @pytest.mark.parametrize(
-    ('source', 'monitor'),
-    [(['a'] * 7, TokenMonitor(sources=False)), (torch.zeros(7), TokenMonitor()), ([1] * 7, TokenMonitor())],
-    ids=['switched off', 'a tensor of the user', 'numbers of the user'],
+    ('source', 'options'),
+    [
+        pytest.param(['a'] * 7, {'callbacks': [TokenMonitor(sources=False)]}, id='switched off'),
+        pytest.param(['a'] * 7, {'algorithms': []}, id='not counted'),
+        pytest.param(torch.zeros(7), {}, id='a tensor of the user'),
+        pytest.param([1] * 7, {}, id='numbers of the user'),
+    ],
 )
-def test_nothing_is_logged_without_a_source(source, monitor):
-    recorder = fit_unplanned({**batch_of(), 'source': source}, callbacks=[monitor], microbatch_size=7)
+def test_nothing_is_logged_without_a_source(source, options):
+    recorder = fit_unplanned({**batch_of(), 'source': source}, microbatch_size=7, **options)
     assert not [name for name in recorder.memory.data if '/source/' in name]
 
 

@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the exchanging loader. Returns the rows of each rank in each step, and errors."""
+"""Under the composer launcher: the exchanging loader. Returns the rows of each rank in each step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,6 @@ from composer.utils import dist
 from torch.utils.data import IterableDataset
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.data import BadSampleError
 from composer_tokacc.row_counts import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
@@ -31,23 +30,13 @@ READ = {2: (7, 4), 4: (10, 3, 7, 0)}
 
 
 class SamplesOfRank(IterableDataset):
-    """Each rank reads a part of the samples. One of them may raise an error."""
-
-    def __init__(
-        self,
-        broken_sample: int | None = None,
-        error: Callable[[str], Exception] = BadSampleError,
-    ) -> None:
-        self.broken_sample = broken_sample
-        self.error = error
+    """Each rank reads a part of the samples."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         counts = READ[dist.get_world_size()]
         rank = dist.get_global_rank()
         first = sum(counts[:rank])
         for index in range(first, first + counts[rank]):
-            if index == self.broken_sample:
-                raise self.error(f'sample "{index}" is broken')
             yield SAMPLES[index]
 
 
@@ -98,15 +87,6 @@ def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
             earlier_samples |= samples_of_step
         epochs.append({'read': new_samples_of_steps, 'steps': rows_of_steps(loader), 'length': len(loader)})
     return epochs
-
-
-def errors_of_ranks(error: Callable[[str], Exception]) -> list[str]:
-    """Returns the error of each rank if the first sample of the second step of rank 0 raises one."""
-    try:
-        rows_of_steps(build(SamplesOfRank(BATCH, error)))
-    except Exception as raised:
-        return dist.all_gather_object(f'{type(raised).__name__}: {raised}')
-    raise AssertionError('nothing was raised')
 
 
 def first_names_amid_training() -> list[list[int]]:
@@ -160,8 +140,6 @@ def main() -> dict[str, Any]:
     results: dict[str, Any] = {
         'uneven': rows_of_steps(build(SamplesOfRank())),
         'sampler': epochs_of_sampler(),
-        'bad sample': errors_of_ranks(BadSampleError),
-        'other error': errors_of_ranks(OSError),
         'ddp': measure_steps('ddp'),
         'fsdp': measure_steps('fsdp'),
     }

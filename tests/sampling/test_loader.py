@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.row_counts import num_samples, row_counts_of, with_counts
+from composer_tokacc.sampling import ExchangingDataLoader
 from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
@@ -39,6 +40,15 @@ def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, persistent_workers=
         num_workers=num_workers,
         persistent_workers=persistent_workers,
     )
+
+
+def loader_over(dataset, loader_class=RegroupingDataLoader, collate_fn=collate_samples, **options):
+    """Returns a loader on one rank over a dataset of 30 samples."""
+    if loader_class is ExchangingDataLoader:
+        options = {'batch_size': 8, 'max_tokens': 2 * LONGEST, **options}
+    else:
+        options['batch_sampler'] = build(ranks=1, rank=0).batch_sampler
+    return loader_class(dataset, collate_fn=collate_fn, **options)
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -127,14 +137,16 @@ def test_batched_reads_happen_once_a_batch():
             return [self[index] for index in indices]
 
     dataset = Reader(30)
-    sampler = build(ranks=1, rank=0).batch_sampler
-    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    assert sample_numbers(loader) == list(map(list, sampler))
+    loader = loader_over(dataset)
+    assert sample_numbers(loader) == list(map(list, loader.batch_sampler))
     assert dataset.calls == 4
 
 
-@pytest.mark.parametrize('is_read_at_once', [False, True])
-def test_stopped_iteration_ends_no_epoch(is_read_at_once):
+@pytest.mark.parametrize(
+    ('loader_class', 'is_read_at_once'),
+    [(RegroupingDataLoader, False), (RegroupingDataLoader, True), (ExchangingDataLoader, False)],
+)
+def test_stopped_iteration_ends_no_epoch(loader_class, is_read_at_once):
     """A processor raises it for a text with too many image tokens (`next(image_sizes)` of LLaVA-NeXT)."""
 
     class Reader(LengthDataset):
@@ -144,11 +156,8 @@ def test_stopped_iteration_ends_no_epoch(is_read_at_once):
     dataset = Reader(30)
     if is_read_at_once:
         dataset.__getitems__ = lambda indices: [dataset[index] for index in indices]
-    loader = RegroupingDataLoader(
-        dataset, batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=collate_samples
-    )
     with pytest.raises(RuntimeError, match='StopIteration'):
-        list(loader)
+        list(loader_over(dataset, loader_class))
 
 
 def test_batched_reads_must_be_complete():
@@ -158,18 +167,17 @@ def test_batched_reads_must_be_complete():
         def __getitems__(self, indices):
             return [self[index] for index in indices if index != 11]
 
-    loader = RegroupingDataLoader(
-        Reader(30), batch_sampler=build(ranks=1, rank=0).batch_sampler, collate_fn=lambda samples: {}
-    )
     with pytest.raises(ValueError, match=r'7 samples for the indices \['):
-        list(loader)
+        list(loader_over(Reader(30), collate_fn=lambda samples: {}))
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_iterating_takes_no_random_numbers(num_workers):
+@pytest.mark.parametrize('loader_class', [RegroupingDataLoader, ExchangingDataLoader])
+def test_iterating_takes_no_random_numbers(loader_class, num_workers):
     """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
+    loader = loader_over(LengthDataset(30), loader_class, num_workers=num_workers)
     before = torch.get_rng_state()
-    list(build(num_workers=num_workers))
+    list(loader)
     assert torch.equal(before, torch.get_rng_state())
 
 

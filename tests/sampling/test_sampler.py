@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread
 import itertools
 import pickle
 import threading
@@ -104,6 +103,18 @@ def test_ranks_without_images_get_samples():
     assignments = list(itertools.chain(*batches_of_ranks))
     assert sorted(itertools.chain(*assignments)) == [0, 1, 2, 3]
     assert all(assignments)
+
+
+def test_rank_with_only_dummies_gets_a_copy():
+    """One sample with an image and one without fill a step slot each, both with a dummy of the other rank."""
+    options = {'global_batch_size': 2, 'image_tokens': [4, 0], 'objective': 'fsdp', 'max_tokens': 64}
+    samplers = samplers_of_ranks([8, 8], 2, **options)
+    assignments = [next(iter(sampler)) for sampler in samplers]
+    are_copies = [assignment.is_copy for assignment in assignments]
+    assert sorted(are_copies) == [False, True]
+    assert [sampler.has_only_copies(0) for sampler in samplers] == are_copies
+    samples = [sorted(assignment) for assignment in assignments if not assignment.is_copy]
+    assert samples == [[0, 1]]
 
 
 def test_ranks_finish_together():
@@ -253,16 +264,6 @@ def test_planning_thread_ends_with_the_iterator():
     assert planning_threads() <= before
     for _ in sampler:
         pass
-    assert planning_threads() <= before
-
-
-def test_planning_thread_ends_with_the_interpreter(monkeypatch):
-    """If a script ends while an iterator is alive, the iterator is closed after Python has emptied its modules."""
-    before = planning_threads()
-    iterator = iter(build(600, 12))
-    next(iterator)
-    monkeypatch.setattr(concurrent.futures.thread, 'queue', None)
-    iterator.close()
     assert planning_threads() <= before
 
 
