@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
@@ -19,13 +19,8 @@ from composer_tokacc.sizing.memory_model import warning_of_residual
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 SIGNIFICANT_GAIN = 0.02
 """A smaller share of the time of a step is within the error of the cost model, so it is not reported as a gain."""
-METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
-"""Styles of matplotlib for the lines in the picture. The last two differ, because one often covers the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +30,10 @@ class SizeRow:
     size: int
     """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own
     rows, even if they do not fit into memory."""
-    padding: dict[str, float]
-    """Padding ratio by method: ``stock``, ``split``, ``planned``."""
-    cost: dict[str, float]
-    """Cost of a step by method, in units of the cost model."""
+    figures: dict[str, StepFigures]
+    """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     peak_gib: float
     """Highest memory of a rank in a step, by the split or by planned batches."""
-    parts_gib: dict[str, float]
-    """The peak by part: ``text``, ``logits``, ``vision``, ``inputs``, and ``model`` for all else (parameters,
-    gradients, optimizer)."""
     fits: bool
     """Whether the peak is within the limit."""
 
@@ -161,27 +151,24 @@ class SizingReport:
 
     def yaml(self) -> str:
         """Returns the lines to paste into a run's YAML file. If the cost model was measured, they hold that one."""
-        section: dict[str, Any] = {
-            'device_train_microbatch_size': self.device_train_microbatch_size,
-            'slot_tokens': self.slot_tokens,
-            'regroup': self.regroup,
-        }
-        # These options are left out if they have the default of the YAML file.
-        defaults = {
-            'width_multiple': 1,
-            'max_image_tokens': None,
-            'max_loss_tokens': None,
-            'equal_counts': 'auto',
-            'packing': False,
-        }
-        for name, default in defaults.items():
+        names = (
+            'device_train_microbatch_size',
+            'slot_tokens',
+            'regroup',
+            'width_multiple',
+            'max_image_tokens',
+            'max_loss_tokens',
+            'equal_counts',
+            'packing',
+        )
+        section: dict[str, Any] = {}
+        for name in names:
             value = getattr(self, name)
-            if value != default:
+            if value is not None:
                 section[name] = value
-        if self.measured_cost is not None:
-            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)  # times are not more exact
-        elif self.cost is not None:
-            section['cost'] = _changed_terms(self.cost, num_digits=17)  # so that no float changes
+        cost = self.measured_cost or self.cost
+        if cost is not None:
+            section['cost'] = _changed_terms(cost)
         plain_section = json.loads(json.dumps(section, default=np.generic.item))  # YAML takes no numbers of numpy
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
@@ -206,9 +193,9 @@ class SizingReport:
                 'of one row.'
             )
         fitting_sizes = [row for row in self.sizes if row.fits]
-        fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
+        fastest = min(fitting_sizes, key=lambda row: row.figures['planned'].cost)
         suggested = self.figures['planned']
-        gain = 1 - self.time_of(fastest.cost['planned']) / self.time_of(suggested.cost)
+        gain = 1 - self.time_of(fastest.figures['planned'].cost) / self.time_of(suggested.cost)
         if gain > SIGNIFICANT_GAIN:
             warnings.append(
                 f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
@@ -252,14 +239,14 @@ def warning_of_too_large(names: Sequence[str]) -> str:
     )
 
 
-def _changed_terms(cost: CostModel, *, num_digits: int) -> dict[str, float]:
-    """Returns the terms of a cost model that differ from the default, with this number of significant digits."""
+def _changed_terms(cost: CostModel) -> dict[str, float]:
+    """Returns the terms of a cost model that differ from the default."""
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
         # The run cuts by units of cost, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
-            changed[name] = float(f'{value:.{num_digits}g}')
+            changed[name] = value
     return changed
 
 
@@ -277,7 +264,6 @@ def _summary_table(report: SizingReport) -> str:
         ('tokens a sample', length),
         ('longest sample', f'{profile.longest} tokens (variation of all lengths {profile.variation:.2f})'),
         ('image tokens', f'{profile.image_share:.0%} of the tokens'),
-        ('vision encoder', _vision(profile)),
         ('carry loss', loss_share),
         ('logits', logits),
         ('global batch', report.identity()),
@@ -288,16 +274,6 @@ def _summary_table(report: SizingReport) -> str:
         ('limited by', report.binds),
     ]
     return _table('Microbatch size', [], rows)
-
-
-def _vision(profile: DatasetProfile) -> str:
-    """Returns the cell about the patches of the vision encoder."""
-    if profile.patches_per_sample is None:
-        return '-'
-    text = f'{profile.patches_per_sample:.0f} patches a sample with images'
-    if profile.patches_per_image_token is not None:
-        text += f', {profile.patches_per_image_token:.3g} for each image token'
-    return text
 
 
 def _memory_table(report: SizingReport) -> str:
@@ -358,8 +334,8 @@ def _size_table(report: SizingReport) -> str:
             remark = 'suggested'
         elif not row.fits:
             remark = 'too large'
-        padding = [f'{row.padding[method]:.1%}' for method in METHOD_NAMES]
-        times = [_time(report, row.cost[method]) for method in METHOD_NAMES]
+        padding = [f'{figures.padding_ratio:.1%}' for figures in row.figures.values()]
+        times = [_time(report, figures.cost) for figures in row.figures.values()]
         rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', remark))
     return _table('Microbatch sizes', header, rows)
 
@@ -396,49 +372,17 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
     padding_axes, memory_axes = figure.subplots(1, 2)
-    comparison = 'where stock Composer may not fit'
-    if report.stock_microbatch_size > 0:
-        comparison = (
-            f'{_speedup(report, "split")} as fast as stock Composer, {_speedup(report, "planned")} with planned batches'
-        )
-    figure.suptitle(
-        f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {comparison}\n{report.identity()}'
-    )
-    _draw_padding(padding_axes, report)
-    _draw_memory(memory_axes, report)
-    tick_labels = []
-    for row in report.sizes:
-        is_suggested = row.size == report.device_train_microbatch_size
-        tick_labels.append(f'{row.size} *' if is_suggested else str(row.size))
+    figure.suptitle(f'Suggested: {report.device_train_microbatch_size} rows of {report.slot_tokens} tokens')
+    sizes = [str(row.size) for row in report.sizes]
+    for method, name in METHOD_NAMES.items():
+        percent = [100 * row.figures[method].padding_ratio for row in report.sizes]
+        padding_axes.plot(sizes, percent, 'o-', label=name)
+    padding_axes.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
+    memory_axes.bar(sizes, [row.peak_gib for row in report.sizes])
+    memory_axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
+    memory_axes.set(title='Peak memory of a rank', ylabel='GiB')
     for axes in (padding_axes, memory_axes):
-        axes.set_xticks(range(len(tick_labels)), tick_labels)
-        axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
+        axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens')
         axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _draw_padding(axes: Axes, report: SizingReport) -> None:
-    """Draws a line for each method: the padding in percent at each size."""
-    for method, name in METHOD_NAMES.items():
-        percent = [100 * row.padding[method] for row in report.sizes]
-        axes.plot(percent, METHOD_STYLES[method], label=name)
-    axes.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
-
-
-def _draw_memory(axes: Axes, report: SizingReport) -> None:
-    """Draws a bar for each size: the parts of its memory, stacked."""
-    tops = np.zeros(len(report.sizes))  # of the bars so far, in GiB
-    for part in report.sizes[0].parts_gib:
-        heights = [row.parts_gib[part] for row in report.sizes]
-        axes.bar(range(len(heights)), heights, bottom=tops, label=part)
-        tops += heights
-    for place, row in enumerate(report.sizes):
-        remark = f'{row.peak_gib:.3g}'
-        if not row.fits:
-            remark += '\ntoo large'
-        axes.text(place, row.peak_gib, remark, ha='center', va='bottom')
-    axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
-    axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
-    # Room for remarks and legend. The limit may be far above, and is left out then.
-    axes.set_ylim(0, 1.45 * tops.max())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
 from composer_tokacc.planning.plan import Microbatch, time_in_slots
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
@@ -36,7 +36,7 @@ class StepFigures:
     in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
     ``planning.plan.time_in_slots``."""
     padding_ratio: float
-    """Share of the computed positions that hold no token of the batch: padding and dummy rows."""
+    """Share of the computed positions that are padding. Dummy rows are not simulated."""
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float
@@ -63,8 +63,6 @@ def draw_batches(
 
     At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
     """
-    check_count('num_samples', num_samples)
-    check_count('global_batch_size', global_batch_size)
     size = min(global_batch_size, num_samples)
     num_batches = min(num_batches, num_samples // size)
     order = permutation(num_samples, seed)  # as in the first epoch of a run
@@ -141,32 +139,26 @@ def _microbatches_of_ranks(
 ) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of a global batch that each rank computes, rank by rank.
 
-    Unless batches are planned, ranks without a sample are left out.
+    Dummy rows are left out: they are short, and the other ranks compute more at the same time. Unless batches are
+    planned, ranks without a sample are left out, too.
     """
-    num_reading_ranks = min(num_ranks, len(batch))
-    samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
+    if method == 'planned':
+        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
+        if options.packing is not True:
+            return [_planned_microbatches(batch, planned) for planned in plan.ranks]
+        # The plan only decides which samples a rank reads. Then the rank packs them itself.
+        assignments = [RankAssignment.from_plan(planned, batch) for planned in plan.ranks]
+        samples_of_ranks = [np.array(list(assignment)) for assignment in assignments]
+    else:
+        num_reading_ranks = min(num_ranks, len(batch))
+        samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
-    if method == 'split':
-        ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
-    else:
-        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
-        ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
-    return _with_dummy_rows(table, batch, ranks, options)
+    return [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
 
 
-def _planned_microbatches(
-    table: SampleSizes,
-    batch: np.ndarray,
-    planned: Sequence[Microbatch],
-    options: CutOptions,
-) -> list[_ComputedMicrobatch]:
+def _planned_microbatches(batch: np.ndarray, planned: Sequence[Microbatch]) -> list[_ComputedMicrobatch]:
     """Returns the microbatches of one rank by its part of a plan."""
-    if options.packing is True:
-        # The plan only decides which samples the rank reads. Then the rank packs them itself.
-        assignment = RankAssignment.from_plan(planned, batch)
-        return _cut_by_split(table, np.array(list(assignment)), options)
-    # These include the dummies that the plan gives to ranks without samples. Equal counts may need more dummies.
     microbatches = []
     for microbatch in planned:
         samples = batch[list(microbatch.indices)]
@@ -226,30 +218,3 @@ def _cut_by_split(
             width = int(padded_lengths[rows].max())
         microbatches.append(_ComputedMicrobatch(samples[rows], width))
     return microbatches
-
-
-def _with_dummy_rows(
-    table: SampleSizes,
-    batch: np.ndarray,
-    ranks: list[list[_ComputedMicrobatch]],
-    options: CutOptions,
-) -> list[list[_ComputedMicrobatch]]:
-    """Adds microbatches of one dummy row to ranks that have fewer than others, if all must have equally many."""
-    if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
-        return ranks
-    most_microbatches = max(map(len, ranks))
-    # A dummy row is as long as the shortest sample. If the batch has images, only samples with an image are candidates,
-    # so that every rank uses the vision encoder.
-    has_image = table.image_tokens[batch] > 0
-    candidates = batch
-    if has_image.any():
-        candidates = batch[has_image]
-    place_of_shortest = np.argmin(table.tokens[candidates])
-    shortest = candidates[place_of_shortest]
-    width = int(table.tokens[shortest])
-    dummy = _ComputedMicrobatch(np.array([shortest]), width)
-    filled_ranks = []
-    for rank in ranks:
-        num_missing = most_microbatches - len(rank)
-        filled_ranks.append(rank + [dummy] * num_missing)
-    return filled_ranks

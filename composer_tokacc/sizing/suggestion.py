@@ -139,13 +139,10 @@ class Capacity:
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
         shortest = int(self.table.tokens.min())
-        terms = self.terms(shortest)
-        parts = ', '.join(f'{name} {num_bytes / GIB:.2f}' for name, num_bytes in terms.items())
         return (
             f'`device_memory_gib` must hold the model and a microbatch as short as the shortest sample. They need '
-            f'{self.peak(shortest) / GIB:.2f} GiB (for the microbatch: {parts}), and {self.limit / GIB:.2f} GiB may be '
-            'used. What would help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a '
-            'shorter context.'
+            f'{self.peak(shortest) / GIB:.2f} GiB, and {self.limit / GIB:.2f} GiB may be used. What would help: '
+            'sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a shorter context.'
         )
 
 
@@ -405,19 +402,12 @@ class _RunBySize:
     def size_row(self, size: int) -> SizeRow:
         """Returns padding, time and memory of one size. Stock Composer is simulated with as many rows."""
         capacity = self.capacity
-        figures = self.figures(size, stock_size=size)
         heaviest = self.heaviest_shape(size)
         peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
-        terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
-        parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
-        parts['inputs'] = terms['inputs'] / GIB
         return SizeRow(
             size=size,
-            padding={method: step.padding_ratio for method, step in figures.items()},
-            cost={method: step.cost for method, step in figures.items()},
+            figures=self.figures(size, stock_size=size),
             peak_gib=peak / GIB,
-            # 'model' is the rest of the peak, so it includes what the optimizer's step takes beyond the microbatch.
-            parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
             fits=peak <= capacity.limit,
         )
 

@@ -185,9 +185,9 @@ class StepTracer:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
 
-        def before_head(module: nn.Module, args: object, arguments: object) -> None:
+        def before_head(module: nn.Module, args: object) -> None:
             end_phase('forward')
-            end_at_gradient('head', (args, arguments))
+            end_at_gradient('head', args)
 
         def after_head(module: nn.Module, args: object, outputs: object) -> None:
             end_at_gradient('loss', outputs)
@@ -200,7 +200,7 @@ class StepTracer:
         handles = []
         if head is not None:
             # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
-            handles.append(head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True))
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True))
             handles.append(head.register_forward_hook(after_head))
         if embedding is not None:
             handles.append(embedding.register_forward_hook(after_embedding))
@@ -499,13 +499,7 @@ def _flops_of_logits(model: Any) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    num_products = 1  # in the forward
-    if weight.requires_grad:
-        num_products += 1
-    trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if getattr(input_embedding(model), 'weight', None) is not weight:
-        trained_before_head.discard(weight)  # a shared weight is also used before the head
-    if trained_before_head:
-        num_products += 1  # for the gradient of the hidden states
+    # One product is in the forward, one for the gradient of the hidden states, one for that of the weight.
+    num_products = 3 if weight.requires_grad else 2
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()
