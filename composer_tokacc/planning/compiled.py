@@ -27,6 +27,7 @@ def compiled(function: Function) -> Function:
     if njit is None:
         return function
     try:
-        return njit(function, cache=True)
+        dispatcher: Any = njit(function, cache=True)
     except RuntimeError:  # neither the folder of the package nor the user's cache folder can be written
-        return njit(function)
+        dispatcher = njit(function)
+    return dispatcher

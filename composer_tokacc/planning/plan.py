@@ -12,10 +12,10 @@ A *dummy* is a microbatch that is a copy of one sample and weighs nothing. It ta
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -92,7 +92,9 @@ class MicrobatchPlan:
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first. Under ``'fsdp'`` the k-th of all ranks are a step slot. Then the
     slots are sorted by their costliest microbatches, so the microbatches of one rank may be out of order."""
-    _rows: Rows = field(repr=False, compare=False)  # for `stats`
+    # For `stats`: the rows, and the modelled time of the step.
+    _rows: Rows = field(repr=False, compare=False)
+    _time: float = field(repr=False, compare=False)
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -104,10 +106,6 @@ class MicrobatchPlan:
             costs_of_ranks.append(sum(microbatch.cost for microbatch in rank))
         cost_of_mean_rank = float(np.mean(costs_of_ranks))
         cost_of_slowest_rank = max(costs_of_ranks)
-        time = cost_of_slowest_rank
-        if rows.options.objective == 'fsdp':
-            vision_cost = rows.vision_cost
-            time = time_in_slots([_vision_and_text_costs(rank, vision_cost) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
@@ -116,41 +114,11 @@ class MicrobatchPlan:
             padding_before=1.0 - num_tokens / tokens_padded_to_longest,
             padding_after=1.0 - num_tokens / tokens_computed,
             rank_imbalance=cost_of_slowest_rank / cost_of_mean_rank,
-            cost=time,
+            cost=self._time,
             bound=lower_bound(rows, len(self.ranks)),
             oversize=tuple(np.flatnonzero(rows.is_over).tolist()),
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
-
-
-def _vision_and_text_costs(rank: Sequence[Microbatch], vision_cost: np.ndarray) -> list[tuple[float, float]]:
-    """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost.
-
-    Args:
-        rank: The microbatches of the rank.
-        vision_cost: Cost of each sample in the vision encoder, float64 (n,).
-    """
-    costs = []
-    for microbatch in rank:
-        vision = float(vision_cost[list(microbatch.indices)].sum())
-        costs.append((vision, microbatch.cost - vision))
-    return costs
-
-
-def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
-
-    Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
-
-    Args:
-        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
-    """
-    time = 0.0
-    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
-        slowest_vision = max(vision for vision, _ in slot)
-        slowest_text = max(text for _, text in slot)
-        time += slowest_vision + slowest_text
-    return time
 
 
 def plan_microbatches(
@@ -242,19 +210,22 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
         groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
+    time = 0.0
     ranks_of_groups = []
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
-        ranks_of_groups.append(search.microbatches_of_ranks())
+        best = search.best()
+        time += best.time
+        ranks_of_groups.append(search.microbatches_of_ranks(best))
     if not in_slots:
         [ranks] = ranks_of_groups
-        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows)
+        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows, _time=time)
     # The step slots of all groups are sorted together, the costliest first.
     slots: list[tuple[Microbatch, ...]] = []
     for ranks_of_group in ranks_of_groups:
         slots.extend(zip(*ranks_of_group, strict=True))
     slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
-    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows)
+    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows, _time=time)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -268,10 +239,9 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     # Any plan needs a microbatch for each rank, and as many as the caps demand.
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
-        # A size over the cap has a microbatch of its own. At best, all other microbatches are full.
-        is_over = sizes > cap
-        num_full = -(-int(sizes[~is_over].sum()) // cap)
-        fewest = max(fewest, int(is_over.sum()) + num_full)
+        # A size over the cap has a microbatch of its own, so it counts like the cap. At best, all others are full, too.
+        total_size = int(np.minimum(sizes, cap).sum())
+        fewest = max(fewest, math.ceil(total_size / cap))
     total = float(row_costs.sum()) + fewest * cost.launch
     mean_of_ranks = total / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
@@ -337,14 +307,13 @@ class _CutSearch:
         self._cheapest = int(np.argmin(self._costs_alone))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
-    def microbatches_of_ranks(self) -> list[list[Microbatch]]:
-        """Returns the microbatches of each rank under the best cut, costliest first, or in the order of step slots."""
-        best = self._best()
-        microbatches = self._microbatches(best)
+    def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
+        """Returns the microbatches of each rank under a cut, costliest first, or in the order of step slots."""
+        microbatches = self._microbatches(cut)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
-        for k in np.argsort(-best.order_by, kind='stable').tolist():
-            ranks[best.rank_of_microbatch[k]].append(microbatches[k])
+        for k in np.argsort(-cut.order_by, kind='stable').tolist():
+            ranks[cut.rank_of_microbatch[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
@@ -363,7 +332,7 @@ class _CutSearch:
             microbatches.append(Microbatch(row_of_dummy, width_of_dummy, cost, filled=True))
         return microbatches
 
-    def _best(self) -> _Cut:
+    def best(self) -> _Cut:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
         for count in self._counts_to_try():

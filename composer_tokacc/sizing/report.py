@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import yaml
+from tabulate import tabulate
 
 from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.sizing.memory_model import warning_of_residual
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
-
-SIGNIFICANT_GAIN = 0.02
-"""A smaller share of the time of a step is within the error of the cost model, so it is not reported as a gain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,33 +171,18 @@ class SizingReport:
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings, such as those about rough figures, samples that are too large, and a faster size."""
+        """Returns warnings about rough figures, samples that are too large, and a comparison that is not possible."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
-        # Samples that are too large are also over a cap. If there are any, only these are named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
-        elif self.oversize:
-            warnings.append(
-                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone. The longest is '
-                f'{self.oversize[0]}.'
-            )
         if self.stock_microbatch_size == 0:
             warnings.append(
                 'stock Composer has no safe microbatch size, because even one row of the longest sample '
                 f'({self.profile.longest} tokens) may not fit. So there is no speed-up over it. Its figures are those '
                 'of one row.'
-            )
-        fitting_sizes = [row for row in self.sizes if row.fits]
-        fastest = min(fitting_sizes, key=lambda row: row.figures['planned'].cost)
-        suggested = self.figures['planned']
-        gain = 1 - self.time_of(fastest.figures['planned'].cost) / self.time_of(suggested.cost)
-        if gain > SIGNIFICANT_GAIN:
-            warnings.append(
-                f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
-                'that fits: smaller microbatches have less padding.'
             )
         return warnings
 
@@ -273,14 +256,14 @@ def _summary_table(report: SizingReport) -> str:
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
         ('limited by', report.binds),
     ]
-    return _table('Microbatch size', [], rows)
+    return _table('Microbatch size', rows)
 
 
 def _memory_table(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the heaviest microbatch', [('held by', 'GiB', 'share')], rows)
+    return _table('Memory at the peak of the heaviest microbatch', rows, [('held by', 'GiB', 'share')])
 
 
 def _method_table(report: SizingReport) -> str:
@@ -301,7 +284,7 @@ def _method_table(report: SizingReport) -> str:
             f'{report.share_of_bound(method):.0%}',
         )
         rows.append(row)
-    return _table('A step', header, rows)
+    return _table('A step', rows, header)
 
 
 def _speedup(report: SizingReport, method: str) -> str:
@@ -323,10 +306,8 @@ def _time(report: SizingReport, cost: float) -> str:
 
 def _size_table(report: SizingReport) -> str:
     """Returns the table of the sizes: padding of each method, time of each method, peak, and a remark."""
-    header = [
-        ('', 'padding', '', '', f'time, {_unit_of_time(report)}', '', '', 'peak', ''),
-        ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
-    ]
+    methods = list(METHOD_NAMES)
+    header = [('size', *methods, *methods, 'GiB', '')]
     rows = []
     for row in report.sizes:
         remark = ''
@@ -337,28 +318,22 @@ def _size_table(report: SizingReport) -> str:
         padding = [f'{figures.padding_ratio:.1%}' for figures in row.figures.values()]
         times = [_time(report, figures.cost) for figures in row.figures.values()]
         rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', remark))
-    return _table('Microbatch sizes', header, rows)
+    return _table(f'Microbatch sizes: padding, time ({_unit_of_time(report)}) and peak memory', rows, header)
 
 
 def _table(
     title: str,
-    header: Sequence[Sequence[str]],
     rows: Sequence[Sequence[str]],
+    header: Sequence[Sequence[str]] = (),
 ) -> str:
     """Returns a table as text.
 
     Its first column has names. If it has a header, the other columns have figures, so they are aligned to the right.
     """
-    lines = [*header, *rows]
-    columns = zip(*lines, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    aligned_lines = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])]
-        for cell, width in zip(line[1:], widths[1:], strict=True):
-            cells.append(cell.rjust(width) if header else cell.ljust(width))
-        aligned_lines.append('  '.join(cells).rstrip())
-    return '\n'.join([title, '-' * len(title), *aligned_lines])
+    alignment = 'right' if header else 'left'
+    alignments = ['left'] + [alignment] * (len(rows[0]) - 1)
+    lines = tabulate([*header, *rows], tablefmt='plain', disable_numparse=True, colalign=alignments)
+    return '\n'.join([title, '-' * len(title), lines])
 
 
 def draw_report(path: str | Path, report: SizingReport) -> None:

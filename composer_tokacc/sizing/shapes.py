@@ -103,8 +103,6 @@ def batch_of_width(
     If it has several rows, at least one position is padding.
     """
     batch = layout.concat(samples)
-    if width < layout.width(batch):
-        raise InvalidInputError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
     widened = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):

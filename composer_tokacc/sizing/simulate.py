@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
-from composer_tokacc.planning.plan import Microbatch, time_in_slots
+from composer_tokacc.planning.plan import Microbatch
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
@@ -34,7 +35,7 @@ class StepFigures:
     cost: float
     """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
     in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
-    ``planning.plan.time_in_slots``."""
+    ``_time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that are padding. Dummy rows are not simulated."""
     microbatches: float
@@ -117,7 +118,7 @@ def simulate_steps(
         loads = [sum(map(sum, costs_of_rank)) for costs_of_rank in costs_of_ranks]
         step_cost = max(loads)
         if options.objective == 'fsdp':
-            step_cost = time_in_slots(costs_of_ranks)
+            step_cost = _time_in_slots(costs_of_ranks)
         step_costs.append(step_cost)
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
@@ -127,6 +128,22 @@ def simulate_steps(
         microbatches=float(np.mean(num_microbatches)),
         imbalance=float(np.mean(imbalances)),
     )
+
+
+def _time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
+
+    Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
+
+    Args:
+        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
+    """
+    time = 0.0
+    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
+        slowest_vision = max(vision for vision, _ in slot)
+        slowest_text = max(text for _, text in slot)
+        time += slowest_vision + slowest_text
+    return time
 
 
 def _microbatches_of_ranks(

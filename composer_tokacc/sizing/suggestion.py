@@ -355,14 +355,9 @@ class _RunBySize:
         if memory.logits == 'labels' and table.loss_tokens is not None:
             # A model that does not shift labels also counts the first label, which the table leaves out.
             labels = logit_positions(int(table.loss_tokens[sample]) + 1, width)
-        return BatchShape(
-            rows=1,
-            width=width,
-            image_tokens=image_tokens,
-            image_area=float(image_tokens**2),  # an upper bound, reached by a single image
-            pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
-            labels=labels,
-        )
+        shape = self.capacity.worst_shape(width, image_tokens)
+        # The square of the sum is an upper bound of the sum of squares, reached by a single image.
+        return replace(shape, image_area=float(image_tokens**2), labels=labels)
 
     def heaviest_shape(self, size: int) -> BatchShape:
         """Returns the shape with the highest peak: the worst within the caps, or a sample that goes alone and fits."""

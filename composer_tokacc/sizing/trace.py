@@ -46,7 +46,6 @@ from composer_tokacc.sizing.memory_model import (
     bytes_of_states,
     fit_activations,
     relative_fit,
-    warning_of_residual,
 )
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches, with_spaced_labels
 from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, OnesForValues, RealInputs, SharedFakeMode
@@ -355,9 +354,6 @@ def calibrate_fake(
             logits = 'all'
     if memory is None:
         memory = _traced_memory(make_step, batches, logits, has_mask=has_mask)
-    warning = warning_of_residual(memory.residual)
-    if warning is not None:
-        log.warning(warning)
     return memory
 
 

@@ -264,16 +264,6 @@ def test_cost_of_the_run_cuts_steps() -> None:
     assert cheap['stock'] == dear['stock']
 
 
-def test_gain_counts_the_whole_step() -> None:
-    """Microbatches of equally long rows are faster. The seconds outside of them stay."""
-    lengths = [10, 100, 30, 200] * 16
-    costs = {'cost': CostModel(launch=1e6), 'measured_cost': CostModel(launch=1.0, seconds_per_token=1e-4)}
-    no_time_outside = suggest_for_one_rank(lengths, **costs)
-    assert 'smaller microbatches have less padding' in no_time_outside.warnings()[0]
-    most_time_outside = suggest_for_one_rank(lengths, **costs, seconds_per_step=1e3)
-    assert most_time_outside.warnings() == []
-
-
 def test_measured_encoder_time_counts() -> None:
     """One rank, one microbatch of four rows of 100 tokens: 440 units, 5 of launch, and two images in the encoder."""
     patches = np.array([10, 0, 30, 0])
