@@ -10,8 +10,6 @@ microbatch of each rank.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
@@ -28,16 +26,13 @@ def assign_longest_first(
         The ranks, and the greatest load.
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
-    heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
-    greatest_load = 0.0
+    loads = np.zeros(num_ranks)
     for k in np.argsort(-costs, kind='mergesort'):
-        # So far: all costlier microbatches have a rank, and the top of the heap is the rank with the least load.
-        load, rank = heap[0]
-        load += float(costs[k])
-        ranks[k] = rank
-        greatest_load = max(greatest_load, load)
-        heapq.heapreplace(heap, (load, rank))
-    return ranks, greatest_load
+        # So far: all costlier microbatches have a rank.
+        least_loaded = np.argmin(loads)  # ties go to the lower rank
+        ranks[k] = least_loaded
+        loads[least_loaded] += costs[k]
+    return ranks, loads.max()
 
 
 @compiled

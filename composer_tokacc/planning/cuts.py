@@ -243,20 +243,16 @@ def equal_cost_cut(
 
     ``count`` is at least the number of microbatches that the caps demand.
     """
-    # `low` is the cost of the costliest row alone, `high` that of the costliest microbatch under the caps. Both are
-    # computed by the same operations as in `fill`. Otherwise, by rounding, `fill` could find that such a microbatch
-    # costs more than its own limit.
+    # `low` is the cost of the costliest row alone, `high` that of all rows in one microbatch.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
-    most_rows = reach - np.arange(len(reach))
-    cost_of_most_rows = most_rows * row_costs + (vision[reach] - vision[:-1])
-    high = cost_of_most_rows.max()
+    high = len(row_costs) * row_costs[0] + vision[-1]
     # No limit below the cost of the costliest row does better, because that row is in some microbatch.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
     # Bisection. The limit `low` needs more than `count` microbatches. The limit `high` does not, because no microbatch
-    # that the caps allow costs more.
+    # costs more.
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)
         if len(fill(row_costs, vision, reach, middle)) - 1 <= count:

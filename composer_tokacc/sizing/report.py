@@ -176,8 +176,14 @@ class SizingReport:
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
             warnings.append(warning)
+        # Samples that are too large are also over a cap. If there are any, only these are named.
         if self.too_large:
             warnings.append(warning_of_too_large(self.too_large))
+        elif self.oversize:
+            warnings.append(
+                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone. The longest is '
+                f'{self.oversize[0]}.'
+            )
         if self.stock_microbatch_size == 0:
             warnings.append(
                 'stock Composer has no safe microbatch size, because even one row of the longest sample '
