@@ -80,7 +80,7 @@ def cut_rows(
         microbatches.append(sorted(rows.order[start:end].tolist()))
     if not options.regroup:
         return microbatches
-    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, fixed_cost)
+    costs = microbatch_costs(rows.row_costs, rows.vision, bounds[:-1], bounds[1:], fixed_cost)
     costliest_first = np.argsort(-costs, kind='stable')
     return [microbatches[k] for k in costliest_first.tolist()]
 
@@ -136,12 +136,11 @@ def _pack(rows: Rows) -> list[list[int]]:
 def microbatch_costs(
     row_costs: np.ndarray,
     vision: np.ndarray,
-    bounds: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
     fixed_cost: float,
 ) -> np.ndarray:
-    """Returns the cost of each microbatch of a cut of sorted rows, float64 (K,)."""
-    starts = bounds[:-1]
-    ends = bounds[1:]
+    """Returns the cost of each microbatch of sorted rows ``starts[k]`` to ``ends[k] - 1``, float64 (K,)."""
     padded = (ends - starts) * row_costs[starts]
     return padded + (vision[ends] - vision[starts]) + fixed_cost
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
@@ -249,19 +248,22 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
 
 
 class _Cut(NamedTuple):
-    """A cut of sorted rows into K microbatches, and how these are assigned together with the dummies."""
+    """A cut of sorted rows into K microbatches, and how these are assigned. The last of the K may be dummies."""
 
     time: float
     """Modelled time of the step under the objective."""
-    bounds: np.ndarray
-    """Bounds of the microbatches in the sorted rows, int64 (K + 1,), see :mod:`.cuts`."""
+    num_dummies: int
+    starts: np.ndarray
+    """Place of the first row of each microbatch among the sorted rows, int64 (K,)."""
+    ends: np.ndarray
+    """Place after the last row of each microbatch, int64 (K,)."""
     costs: np.ndarray
-    """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
+    """Cost of each microbatch, float64 (K,)."""
     order_by: np.ndarray
-    """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots see
+    """The cost by which microbatches are sorted, the greatest first, float64 (K,). With step slots see
     :func:`.best_slot_order`."""
     rank_of_microbatch: np.ndarray
-    """Int64 (K + dummies,)."""
+    """Int64 (K,)."""
 
 
 class _CutSearch:
@@ -302,9 +304,7 @@ class _CutSearch:
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
         self._least_padded = least_padded_cuts(rows)
-        self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
-        """Cost of a microbatch of each row alone, float64 (n,)."""
-        self._cheapest = int(np.argmin(self._costs_alone))
+        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
     def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
@@ -317,19 +317,18 @@ class _CutSearch:
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
-        """Returns the microbatches of a cut, and after them its dummies."""
+        """Returns the microbatches of a cut, its dummies included."""
         # Lists, because reading single elements of arrays is slow.
         order = self._rows.order.tolist()
+        widths = self._rows.widths[cut.starts].tolist()
+        starts = cut.starts.tolist()
+        ends = cut.ends.tolist()
         costs = cut.costs.tolist()
-        widths = self._rows.widths[cut.bounds[:-1]].tolist()
+        num_real = len(costs) - cut.num_dummies
         microbatches = []
-        for k, (start, end) in enumerate(pairwise(cut.bounds.tolist())):
-            indices = tuple(sorted(order[start:end]))
-            microbatches.append(Microbatch(indices, widths[k], costs[k]))
-        row_of_dummy = (order[self._cheapest],)
-        width_of_dummy = int(self._rows.widths[self._cheapest])
-        for cost in costs[len(microbatches) :]:
-            microbatches.append(Microbatch(row_of_dummy, width_of_dummy, cost, filled=True))
+        for k in range(len(costs)):
+            indices = tuple(sorted(order[starts[k] : ends[k]]))
+            microbatches.append(Microbatch(indices, widths[k], costs[k], filled=k >= num_real))
         return microbatches
 
     def best(self) -> _Cut:
@@ -379,18 +378,16 @@ class _CutSearch:
     ) -> _Cut:
         """Returns a cut with its modelled time. If it has fewer microbatches than ``count``, dummies are added."""
         rows = self._rows
-        num_microbatches = len(bounds) - 1
-        num_dummies = count - num_microbatches
-        costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
-        cheapest = self._cheapest
-        cost_of_dummy = self._costs_alone[cheapest]
-        costs = np.append(costs, [cost_of_dummy] * num_dummies)
+        num_dummies = count - (len(bounds) - 1)
+        place_of_dummies = np.full(num_dummies, self._cheapest)
+        starts = np.append(bounds[:-1], place_of_dummies)
+        ends = np.append(bounds[1:], place_of_dummies + 1)
+        costs = microbatch_costs(rows.row_costs, rows.vision, starts, ends, self._fixed_cost)
         if self._in_slots:
-            vision_of_dummy = rows.vision[cheapest + 1] - rows.vision[cheapest]
-            vision_of_microbatches = np.diff(rows.vision[bounds])
-            vision = np.append(vision_of_microbatches, [vision_of_dummy] * num_dummies)
-            text = costs - vision
-            order_by, time = best_slot_order(text, vision, self._num_ranks)
-            return _Cut(time, bounds, costs, order_by, assign_slots(order_by, self._num_ranks))
-        rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, costs, rank_of_microbatch)
+            vision = rows.vision[ends] - rows.vision[starts]
+            order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
+            rank_of_microbatch = assign_slots(order_by, self._num_ranks)
+        else:
+            order_by = costs
+            rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)
+        return _Cut(time, num_dummies, starts, ends, costs, order_by, rank_of_microbatch)
