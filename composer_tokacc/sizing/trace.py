@@ -344,17 +344,14 @@ def calibrate_fake(
         strategy=strategy,
         on_gpu=on_gpu,
     )
-    memory = None
     if logits == 'auto':
         try:
-            memory = _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
+            return _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
         # A model that needs all logits fails with one of these errors. The first-batch check catches the same ones.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
             logits = 'all'
-    if memory is None:
-        memory = _traced_memory(make_step, batches, logits, has_mask=has_mask)
-    return memory
+    return _traced_memory(make_step, batches, logits, has_mask=has_mask)
 
 
 def _traced_memory(
