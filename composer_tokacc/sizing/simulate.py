@@ -37,7 +37,7 @@ class StepFigures:
     in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
     ``_time_in_slots``."""
     padding_ratio: float
-    """Share of the computed positions that are padding. Dummy rows are not simulated."""
+    """Share of the computed positions that hold no token of the batch: padding and dummy rows."""
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float
@@ -156,26 +156,33 @@ def _microbatches_of_ranks(
 ) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of a global batch that each rank computes, rank by rank.
 
-    Dummy rows are left out: they are short, and the other ranks compute more at the same time. Unless batches are
-    planned, ranks without a sample are left out, too.
+    Unless batches are planned, ranks without a sample are left out.
     """
-    if method == 'planned':
-        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
-        if options.packing is not True:
-            return [_planned_microbatches(batch, planned) for planned in plan.ranks]
-        # The plan only decides which samples a rank reads. Then the rank packs them itself.
-        assignments = [RankAssignment.from_plan(planned, batch) for planned in plan.ranks]
-        samples_of_ranks = [np.array(list(assignment)) for assignment in assignments]
-    else:
-        num_reading_ranks = min(num_ranks, len(batch))
-        samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
+    num_reading_ranks = min(num_ranks, len(batch))
+    samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
-    return [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+    if method == 'split':
+        ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+    else:
+        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
+        ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
+    _add_dummy_rows(table, batch, ranks, options)
+    return ranks
 
 
-def _planned_microbatches(batch: np.ndarray, planned: Sequence[Microbatch]) -> list[_ComputedMicrobatch]:
+def _planned_microbatches(
+    table: SampleSizes,
+    batch: np.ndarray,
+    planned: Sequence[Microbatch],
+    options: CutOptions,
+) -> list[_ComputedMicrobatch]:
     """Returns the microbatches of one rank by its part of a plan."""
+    if options.packing is True:
+        # The plan only decides which samples the rank reads. Then the rank packs them itself.
+        assignment = RankAssignment.from_plan(planned, batch)
+        return _cut_by_split(table, np.array(list(assignment)), options)
+    # These include the dummies that the plan gives to ranks without samples. Equal counts may need more dummies.
     microbatches = []
     for microbatch in planned:
         samples = batch[list(microbatch.indices)]
@@ -235,3 +242,24 @@ def _cut_by_split(
             width = int(padded_lengths[rows].max())
         microbatches.append(_ComputedMicrobatch(samples[rows], width))
     return microbatches
+
+
+def _add_dummy_rows(
+    table: SampleSizes,
+    batch: np.ndarray,
+    ranks: list[list[_ComputedMicrobatch]],
+    options: CutOptions,
+) -> None:
+    """Adds microbatches of one dummy row to ranks that have fewer than others, if all must have equally many."""
+    if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
+        return
+    # A dummy row is as long as the shortest sample with an image, so that every rank uses the vision encoder. If no
+    # sample has one, it is as long as the shortest sample.
+    has_no_image = table.image_tokens[batch] == 0
+    images_first_then_shortest = np.lexsort((table.tokens[batch], has_no_image))
+    shortest = batch[images_first_then_shortest[:1]]
+    dummy = _ComputedMicrobatch(shortest, int(table.tokens[shortest].max()))
+    most_microbatches = max(map(len, ranks))
+    for rank in ranks:
+        num_missing = most_microbatches - len(rank)
+        rank.extend([dummy] * num_missing)

@@ -332,6 +332,22 @@ def test_dummies_of_plans_are_not_packed() -> None:
     assert padding_of_a_step('planned', [40, 10, 10, 10], [20, 0, 0, 0], **options) == 0
 
 
+@pytest.mark.parametrize(
+    ('equal_counts', 'image_tokens', 'dummy_tokens'),
+    [
+        pytest.param(False, 0, 0, id='no dummy row'),
+        pytest.param(True, 0, 10, id='the shortest row'),
+        pytest.param(True, 8, 30, id='the shortest row with an image'),
+    ],
+)
+def test_dummy_rows_of_equal_counts(equal_counts: bool, image_tokens: int, dummy_tokens: int) -> None:
+    """Rank 0 makes two microbatches of 500 tokens, rank 1 only one. For equal counts it repeats a row."""
+    images = [image_tokens, 0, image_tokens, image_tokens]
+    padding = padding_of_a_step('split', [500, 10, 500, 30], images, max_tokens=500, equal_counts=equal_counts)
+    computed = 500 + 500 + 2 * 30 + dummy_tokens
+    assert padding == pytest.approx(1 - 1040 / computed)
+
+
 def test_planning_is_best_within_the_bound() -> None:
     report = suggest()
     assert 0 < report.share_of_bound('split') <= report.share_of_bound('planned') <= 1
