@@ -492,7 +492,6 @@ def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, width: in
     assert enough.too_large == []
     assert enough.max_tokens == 800
     assert enough.peak_gib == pytest.approx(needed_gib)
-    assert sum(enough.terms.values()) == pytest.approx(needed_gib)
     assert [row.peak_gib for row in enough.sizes] == pytest.approx([needed_gib] * len(enough.sizes))
     too_little = suggest_for_one_rank(sizes, device_memory_gib=(needed_gib - 0.1) / SAFETY, **arguments)
     assert too_little.too_large == ['sample 7: 5000 tokens']
