@@ -215,19 +215,13 @@ def fill(
     bounds = [0]
     while bounds[-1] < n:
         start = bounds[-1]
-        # Find the last end under the limit by bisection, because the cost grows with every row.
-        low = start + 1
-        high = reach[start]
-        while low < high:
-            middle = (low + high + 1) // 2
-            padded = (middle - start) * row_costs[start]
-            cost = padded + (vision[middle] - vision[start])
-            if cost <= limit:
-                low = middle
-            else:
-                high = middle - 1
-        # Now `low` is that end. The next microbatch starts there.
-        bounds.append(low)
+        end = start + 1
+        while end < reach[start]:
+            padded = (end + 1 - start) * row_costs[start]
+            if padded + (vision[end + 1] - vision[start]) > limit:
+                break
+            end += 1
+        bounds.append(end)
     return np.array(bounds)
 
 
