@@ -97,11 +97,6 @@ class SampleSizes:
 
     def profile(self) -> DatasetProfile:
         """Returns the figures of the dataset for the report."""
-        num_tokens = int(self.tokens.sum())
-        num_image_tokens = int(self.image_tokens.sum())
-        loss_share = None
-        if self.loss_tokens is not None:
-            loss_share = float(self.loss_tokens.sum() / num_tokens)
         quantiles = {}
         for percent in PERCENTS:
             quantiles[str(percent)] = int(np.percentile(self.tokens, percent))
@@ -110,9 +105,6 @@ class SampleSizes:
             mean=float(self.tokens.mean()),
             longest=int(self.tokens.max()),
             quantiles=quantiles,
-            variation=float(self.tokens.std() / self.tokens.mean()),
-            loss_share=loss_share,
-            image_share=num_image_tokens / num_tokens,
             text_only_share=float((self.image_tokens == 0).mean()),
         )
 
@@ -127,11 +119,5 @@ class DatasetProfile:
     longest: int
     quantiles: dict[str, int]
     """Quantiles of the lengths, by percent: ``{'5': 31, ...}``."""
-    variation: float
-    """Coefficient of variation: standard deviation of the lengths, divided by their mean."""
-    loss_share: float | None
-    """Share of the tokens that carry loss. None: unknown."""
-    image_share: float
-    """Share of the tokens that stand for images, videos and audio."""
     text_only_share: float
     """Share of the samples without an image, a video or an audio."""

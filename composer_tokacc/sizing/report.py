@@ -243,7 +243,6 @@ def _summary_table(report: SizingReport) -> str:
     """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
-    loss_share = 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'
     logits = 'at all positions'
     if report.most_logits < report.max_tokens:
         logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
@@ -251,9 +250,7 @@ def _summary_table(report: SizingReport) -> str:
     rows = [
         ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
         ('tokens a sample', length),
-        ('longest sample', f'{profile.longest} tokens (variation of all lengths {profile.variation:.2f})'),
-        ('image tokens', f'{profile.image_share:.0%} of the tokens'),
-        ('carry loss', loss_share),
+        ('longest sample', f'{profile.longest} tokens'),
         ('logits', logits),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),

@@ -239,8 +239,6 @@ def test_profile_against_a_plain_count() -> None:
     profile = report.profile
     is_text = sizes.image_tokens == 0
     assert profile.text_only_share == pytest.approx(is_text.mean())
-    loss_share = sizes.loss_tokens.sum() / sizes.lengths.sum()
-    assert profile.loss_share == pytest.approx(loss_share)
     assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
 
 
