@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Private names of Composer, torch, transformers and numba: each still exists, and still does what we use it for."""
+"""Private names of Composer, torch and transformers: each still exists, and still does what we use it for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 
 import composer
-import numba
-import numpy as np
 import pytest
 import torch
 from composer.models import HuggingFaceModel
@@ -213,26 +211,6 @@ def test_attention_chosen_by_transformers():
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     config._attn_implementation = 'eager'
     assert compat.attention_of(LlamaForCausalLM(config).config) == 'eager'
-
-
-def test_numba_reads_from_the_assigned_cache():
-    signatures = []
-    numbas_cache = type(numba.njit(cache=True)(lambda: 0)._cache)
-
-    class Cache(numbas_cache):
-        def load_overload(self, sig, target_context):
-            signatures.append(sig)
-
-        def save_overload(self, sig, data):
-            pass
-
-    def double(numbers):
-        return numbers * 2
-
-    compiled = numba.njit(double)
-    compiled._cache = Cache(double)
-    assert compiled(np.ones(1)) == 2
-    assert signatures
 
 
 def test_composers_check_of_embeddings_is_off():

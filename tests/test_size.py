@@ -175,7 +175,7 @@ def test_sizes_without_data(tmp_path, capsys):
     assert len(figures['sizes']) > 2
     stock_cost = figures['figures']['stock']['cost']
     for row in figures['sizes']:
-        relative_cost = row['cost']['planned'] / stock_cost
+        relative_cost = row['figures']['planned']['cost'] / stock_cost
         assert f'{relative_cost:.2f}' in table
 
 

@@ -10,15 +10,9 @@ microbatch of each rank.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-
-CLOSE_ENOUGH = 1e-3
-"""Rebalancing stops when the greatest load exceeds the mean load by this share. Predicted times of steps are off by ten
-times as much."""
 
 
 @compiled
@@ -32,16 +26,13 @@ def assign_longest_first(
         The ranks, and the greatest load.
     """
     ranks = np.zeros(len(costs), dtype=np.int64)
-    heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
-    greatest_load = 0.0
+    loads = np.zeros(num_ranks)
     for k in np.argsort(-costs, kind='mergesort'):
-        # So far: all costlier microbatches have a rank, and the top of the heap is the rank with the least load.
-        load, rank = heap[0]
-        load += float(costs[k])
-        ranks[k] = rank
-        greatest_load = max(greatest_load, load)
-        heapq.heapreplace(heap, (load, rank))
-    return ranks, greatest_load
+        # So far: all costlier microbatches have a rank.
+        least_loaded = np.argmin(loads)  # ties go to the lower rank
+        ranks[k] = least_loaded
+        loads[least_loaded] += costs[k]
+    return ranks, loads.max()
 
 
 @compiled
@@ -54,83 +45,39 @@ def rebalance(
 
     In each round the rank with the greatest load exchanges a microbatch for a cheaper one of another rank, or gives one
     away. Of all possible exchanges it takes the one after which the greater load of the two ranks is least. There are
-    at most four rounds a rank, to limit the time of a plan. Every rank must have a microbatch, and keeps at least one.
+    at most four rounds a rank, to limit the time of a plan. No rank loses its only microbatch, because the other rank
+    would then have the greatest load.
 
     Returns:
         The new ranks, and the greatest load.
     """
-    ranks = ranks.copy()
+    # Each rank has a free place, which costs nothing. To give a microbatch away is to exchange it for such a place.
+    costs = np.concatenate((costs, np.zeros(num_ranks)))
+    ranks = np.concatenate((ranks, np.arange(num_ranks)))
     loads = np.bincount(ranks, costs, num_ranks)
-    counts = np.bincount(ranks, None, num_ranks)
-    total = 0.0  # not `costs.sum()`, which numpy and numba round differently
-    for cost in costs:
-        total += cost
-    close_to_mean = total / num_ranks * (1.0 + CLOSE_ENOUGH)
     for _ in range(4 * num_ranks):
-        # So far: loads and counts are those of `ranks`, and the greatest load has not grown.
+        # So far: the greatest load has not grown.
         slowest = np.argmax(loads)
-        if loads[slowest] <= close_to_mean:
-            break
-        outgoing, incoming, target = _best_exchange(costs, ranks, loads, slowest, counts[slowest] > 1)
+        # The greater load of the two ranks after the best exchange so far. A gain that is only rounding does not count.
+        least = loads[slowest] * (1.0 - 1e-9)
+        outgoing = -1
+        incoming = -1
+        for k in np.flatnonzero(ranks == slowest):
+            for other in np.flatnonzero(ranks != slowest):
+                saving = costs[k] - costs[other]
+                greater_load = max(loads[slowest] - saving, loads[ranks[other]] + saving)
+                if greater_load < least:
+                    least = greater_load
+                    outgoing = k
+                    incoming = other
         if outgoing < 0:
             break  # no exchange helps
-        ranks[outgoing] = target
-        saving = costs[outgoing]
-        if incoming < 0:
-            counts[slowest] -= 1
-            counts[target] += 1
-        else:
-            ranks[incoming] = slowest
-            saving -= costs[incoming]
-        loads[slowest] -= saving
-        loads[target] += saving
-    return ranks, loads.max()
+        ranks[outgoing] = ranks[incoming]
+        ranks[incoming] = slowest
+        loads = np.bincount(ranks, costs, num_ranks)
+    return ranks[:-num_ranks], loads.max()
 
 
-@compiled
-def _best_exchange(
-    costs: np.ndarray,
-    ranks: np.ndarray,
-    loads: np.ndarray,
-    slowest: int | np.intp,
-    may_give_away: bool | np.bool_,
-) -> tuple[int, int, int | np.intp]:
-    """Returns the microbatch that the slowest rank gives, the one that it gets, and the other rank.
-
-    The second is -1 if it gets none. All are -1 if no exchange helps.
-    """
-    # The greater load of the two ranks after the best exchange so far. A gain that is only rounding does not count.
-    best = loads[slowest] * (1.0 - 1e-9)
-    outgoing = -1
-    incoming = -1
-    target = -1
-    fastest = np.argmin(loads)
-    for k in range(len(costs)):
-        if ranks[k] != slowest:
-            continue
-        cost = costs[k]
-        for other in range(len(costs)):
-            rank = ranks[other]
-            saving = cost - costs[other]
-            if rank == slowest or saving <= 0.0:
-                continue  # the load of the slowest rank would not fall
-            greater_load = max(loads[slowest] - saving, loads[rank] + saving)
-            if greater_load < best:
-                best = greater_load
-                outgoing = k
-                incoming = other
-                target = rank
-        # Or the microbatch is given away, to the rank with the least load.
-        greater_load = max(loads[slowest] - cost, loads[fastest] + cost)
-        if may_give_away and greater_load < best:
-            best = greater_load
-            outgoing = k
-            incoming = -1
-            target = fastest
-    return outgoing, incoming, target
-
-
-@compiled
 def best_slot_order(
     text: np.ndarray,
     vision: np.ndarray,
@@ -166,7 +113,6 @@ def best_slot_order(
     return best, least
 
 
-@compiled
 def _time_of_slots(
     order_by: np.ndarray,
     text: np.ndarray,
@@ -174,17 +120,11 @@ def _time_of_slots(
     num_ranks: int,
 ) -> float:
     """Returns the time of all slots if microbatches are sorted by ``order_by``, the greatest first."""
-    order = np.argsort(-order_by, kind='mergesort')
-    time = 0.0
+    order = np.argsort(-order_by, kind='stable')
     # Every slot takes the next `num_ranks` microbatches, one a rank.
-    for start in range(0, len(order), num_ranks):
-        slowest_text = 0.0
-        slowest_vision = 0.0
-        for k in order[start : start + num_ranks]:
-            slowest_text = max(slowest_text, text[k])
-            slowest_vision = max(slowest_vision, vision[k])
-        time += slowest_text + slowest_vision
-    return float(time)
+    slowest_text = text[order].reshape(-1, num_ranks).max(axis=1)
+    slowest_vision = vision[order].reshape(-1, num_ranks).max(axis=1)
+    return float((slowest_text + slowest_vision).sum())
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:

@@ -11,35 +11,29 @@ A *dummy* is a microbatch that is a copy of one sample and weighs nothing. It ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning.assignment import assign_longest_first, assign_slots, best_slot_order, rebalance
-from composer_tokacc.planning.cuts import LeastPaddedCuts, equal_cost_cut, microbatch_costs, split_largest
+from composer_tokacc.planning.cuts import equal_cost_cut, least_padded_cuts, microbatch_costs, split_largest
 from composer_tokacc.planning.options import CostModel, CutOptions, Table, check_count
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
-# These four were chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal
-# length, 2 to 64 ranks, budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is, in the
-# mean over these plans, with other values.
-STEPS = 8
-"""In about how many growing jumps the search goes from the fewest microbatches to one for each sample. With 4 jumps
-the training step takes 0.05 % longer (3.6 % at worst), with 12 it is as short, to 0.1 %."""
-NEAR = 4
-"""With step slots: how many further numbers of microbatches are tried on each side of the best one. With 2 a step takes
-up to 0.6 % longer, with none up to 1.7 %."""
-TOLERANCE = 0.001
-"""Largest share by which the padded cost of a cut may exceed the least one. With 0.01 a step takes 0.1 % longer under
-``'ddp'``. With 0 it is as short, to 0.02 %, but more cuts are tried."""
+# Both were chosen on plans of 2 to 1,024 samples of lognormal and uniform length, with and without images, 1 to 32
+# ranks, budgets of 1 to 8 long rows. Each docstring says how much longer the modelled step is, in the mean, with other
+# values.
+GROWTH = 1.1
+"""Factor from one tried number of microbatches to the next. With 1.25 a step takes 0.1 % longer (5 % at worst), with
+1.05 it is as short."""
 PROMISING = 8
-"""How many of the best cuts, once they are assigned longest first, are also rebalanced. With 4 a step takes 0.08 %
-longer, with 1 it takes 0.3 % longer (4.7 % at worst). With 16 it is 0.02 % shorter, but planning takes longer."""
+"""Under ``'ddp'``: how many of the best cuts, once they are assigned longest first, are also rebalanced. With 1 a step
+takes 0.3 % longer (4.7 % at worst). With 16 it is 0.02 % shorter, but planning takes longer."""
 
 _TIME = attrgetter('time')
 
@@ -97,7 +91,9 @@ class MicrobatchPlan:
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first. Under ``'fsdp'`` the k-th of all ranks are a step slot. Then the
     slots are sorted by their costliest microbatches, so the microbatches of one rank may be out of order."""
-    _rows: Rows = field(repr=False, compare=False)  # for `stats`
+    # For `stats`: the rows, and the modelled time of the step.
+    _rows: Rows = field(repr=False, compare=False)
+    _time: float = field(repr=False, compare=False)
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -109,10 +105,6 @@ class MicrobatchPlan:
             costs_of_ranks.append(sum(microbatch.cost for microbatch in rank))
         cost_of_mean_rank = float(np.mean(costs_of_ranks))
         cost_of_slowest_rank = max(costs_of_ranks)
-        time = cost_of_slowest_rank
-        if rows.options.objective == 'fsdp':
-            vision_cost = rows.vision_cost
-            time = time_in_slots([_vision_and_text_costs(rank, vision_cost) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
@@ -121,41 +113,11 @@ class MicrobatchPlan:
             padding_before=1.0 - num_tokens / tokens_padded_to_longest,
             padding_after=1.0 - num_tokens / tokens_computed,
             rank_imbalance=cost_of_slowest_rank / cost_of_mean_rank,
-            cost=time,
+            cost=self._time,
             bound=lower_bound(rows, len(self.ranks)),
             oversize=tuple(np.flatnonzero(rows.is_over).tolist()),
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
-
-
-def _vision_and_text_costs(rank: Sequence[Microbatch], vision_cost: np.ndarray) -> list[tuple[float, float]]:
-    """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost.
-
-    Args:
-        rank: The microbatches of the rank.
-        vision_cost: Cost of each sample in the vision encoder, float64 (n,).
-    """
-    costs = []
-    for microbatch in rank:
-        vision = float(vision_cost[list(microbatch.indices)].sum())
-        costs.append((vision, microbatch.cost - vision))
-    return costs
-
-
-def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
-
-    Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
-
-    Args:
-        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
-    """
-    time = 0.0
-    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
-        slowest_vision = max(vision for vision, _ in slot)
-        slowest_text = max(text for _, text in slot)
-        time += slowest_vision + slowest_text
-    return time
 
 
 def plan_microbatches(
@@ -247,19 +209,22 @@ def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
         groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
+    time = 0.0
     ranks_of_groups = []
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
-        ranks_of_groups.append(search.microbatches_of_ranks())
+        best = search.best()
+        time += best.time
+        ranks_of_groups.append(search.microbatches_of_ranks(best))
     if not in_slots:
         [ranks] = ranks_of_groups
-        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows)
+        return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=rows, _time=time)
     # The step slots of all groups are sorted together, the costliest first.
     slots: list[tuple[Microbatch, ...]] = []
     for ranks_of_group in ranks_of_groups:
         slots.extend(zip(*ranks_of_group, strict=True))
     slots.sort(key=lambda slot: max(microbatch.cost for microbatch in slot), reverse=True)
-    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows)
+    return MicrobatchPlan(ranks=tuple(zip(*slots, strict=True)), _rows=rows, _time=time)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
@@ -273,10 +238,9 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     # Any plan needs a microbatch for each rank, and as many as the caps demand.
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
-        # A size over the cap has a microbatch of its own. At best, all other microbatches are full.
-        is_over = sizes > cap
-        num_full = -(-int(sizes[~is_over].sum()) // cap)
-        fewest = max(fewest, int(is_over.sum()) + num_full)
+        # A size over the cap has a microbatch of its own, so it counts like the cap. At best, all others are full, too.
+        total_size = int(np.minimum(sizes, cap).sum())
+        fewest = max(fewest, math.ceil(total_size / cap))
     total = float(row_costs.sum()) + fewest * cost.launch
     mean_of_ranks = total / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
@@ -284,19 +248,22 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
 
 
 class _Cut(NamedTuple):
-    """A cut of sorted rows into K microbatches, and how these are assigned together with the dummies."""
+    """A cut of sorted rows into K microbatches, and how these are assigned. The last of the K may be dummies."""
 
     time: float
     """Modelled time of the step under the objective."""
-    bounds: np.ndarray
-    """Bounds of the microbatches in the sorted rows, int64 (K + 1,), see :mod:`.cuts`."""
+    num_dummies: int
+    starts: np.ndarray
+    """Place of the first row of each microbatch among the sorted rows, int64 (K,)."""
+    ends: np.ndarray
+    """Place after the last row of each microbatch, int64 (K,)."""
     costs: np.ndarray
-    """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
+    """Cost of each microbatch, float64 (K,)."""
     order_by: np.ndarray
-    """The cost by which microbatches are sorted, the greatest first, float64 (K + dummies,). With step slots see
+    """The cost by which microbatches are sorted, the greatest first, float64 (K,). With step slots see
     :func:`.best_slot_order`."""
-    rank_of_microbatch: np.ndarray | None
-    """Int64 (K + dummies,). None with step slots, where only the best cut is assigned to ranks."""
+    rank_of_microbatch: np.ndarray
+    """Int64 (K,)."""
 
 
 class _CutSearch:
@@ -336,125 +303,73 @@ class _CutSearch:
             without_vision = (rows.row_costs, np.zeros_like(rows.vision))
             only_vision = (np.zeros_like(rows.row_costs), rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
-        self._least_padded = LeastPaddedCuts(rows, TOLERANCE)
-        self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
-        """Cost of a microbatch of each row alone, float64 (n,)."""
-        self._cheapest = int(np.argmin(self._costs_alone))
+        self._least_padded = least_padded_cuts(rows)
+        self._cheapest = int(np.argmin(rows.row_costs + np.diff(rows.vision)))
         """Place of the cheapest row among the sorted rows. Dummies copy it."""
 
-    def microbatches_of_ranks(self) -> list[list[Microbatch]]:
-        """Returns the microbatches of each rank under the best cut, costliest first, or in the order of step slots."""
-        best = self._best()
-        rank_of_microbatch = best.rank_of_microbatch
-        if rank_of_microbatch is None:  # with step slots
-            rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
-        microbatches = self._microbatches(best)
+    def microbatches_of_ranks(self, cut: _Cut) -> list[list[Microbatch]]:
+        """Returns the microbatches of each rank under a cut, costliest first, or in the order of step slots."""
+        microbatches = self._microbatches(cut)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         # In the order in which slots were filled, so that the k-th microbatches of all ranks are a slot.
-        for k in np.argsort(-best.order_by, kind='stable').tolist():
-            ranks[rank_of_microbatch[k]].append(microbatches[k])
+        for k in np.argsort(-cut.order_by, kind='stable').tolist():
+            ranks[cut.rank_of_microbatch[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
-        """Returns the microbatches of a cut, and after them its dummies."""
+        """Returns the microbatches of a cut, its dummies included."""
         # Lists, because reading single elements of arrays is slow.
         order = self._rows.order.tolist()
+        widths = self._rows.widths[cut.starts].tolist()
+        starts = cut.starts.tolist()
+        ends = cut.ends.tolist()
         costs = cut.costs.tolist()
-        widths = self._rows.widths[cut.bounds[:-1]].tolist()
+        num_real = len(costs) - cut.num_dummies
         microbatches = []
-        for k, (start, end) in enumerate(pairwise(cut.bounds.tolist())):
-            indices = tuple(sorted(order[start:end]))
-            microbatches.append(Microbatch(indices, widths[k], costs[k]))
-        row_of_dummy = (order[self._cheapest],)
-        width_of_dummy = int(self._rows.widths[self._cheapest])
-        for cost in costs[len(microbatches) :]:
-            microbatches.append(Microbatch(row_of_dummy, width_of_dummy, cost, filled=True))
+        for k in range(len(costs)):
+            indices = tuple(sorted(order[starts[k] : ends[k]]))
+            microbatches.append(Microbatch(indices, widths[k], costs[k], filled=k >= num_real))
         return microbatches
 
-    def _best(self) -> _Cut:
+    def best(self) -> _Cut:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
-        # `count` is the number of microbatches. With few of them there is much padding, with many there are many fixed
-        # costs. The best number is between.
         for count in self._counts_to_try():
             cuts.extend(self._cuts_into(count))
-            # The least possible time grows with the count. Once it reaches the best time so far, no greater count can
-            # win.
-            if self._least_time(count) >= min(cut.time for cut in cuts):
-                break
-        if self._in_slots:
-            # A slot more or less changes the time by much, so the counts next to the best one are tried, too.
-            for count in self._counts_near_best(cuts):
-                cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
             # After rebalancing another cut may be the best. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
-                assert cut.rank_of_microbatch is not None, 'only slots are assigned afterwards'
                 rank_of_microbatch, time = rebalance(cut.costs, cut.rank_of_microbatch, self._num_ranks)
                 cuts[k] = cut._replace(rank_of_microbatch=rank_of_microbatch, time=time)
         return min(cuts[:PROMISING], key=_TIME)
 
     def _counts_to_try(self) -> Iterator[int]:
-        """Yields numbers of microbatches to try, rising: the fewest and the next two, then with growing distances.
+        """Yields numbers of microbatches, from the fewest up to one for each row, each about ``GROWTH`` times the last.
 
-        The distances are small at first, because there one more microbatch changes the cost of a rank the most. With
-        step slots only whole slots are tried.
+        With few microbatches there is much padding, with many there are many fixed costs. The best number is between.
+        With step slots only whole slots are tried.
         """
         # Slots are counted here. Without step slots each microbatch counts as one.
         slot_size = self._num_ranks if self._in_slots else 1
-        fewest = -(-max(self._least_padded.fewest, self._num_ranks) // slot_size)
-        most = max(fewest, -(-len(self._rows) // slot_size))
-        # The factor of a jump, so that `STEPS` of them lead to `most`. It is at least 1.06, so that fewer numbers are
-        # tried if `most` is close to the fewest.
-        growth = max(1.06, (most / fewest) ** (1 / STEPS))
-        num_slots = float(fewest)
-        tried = 0
-        while int(num_slots) <= most:
-            yield int(num_slots) * slot_size
-            tried += 1
-            next_number = int(num_slots) + 1
-            if tried < 3:
-                num_slots = next_number
-            else:
-                num_slots = max(next_number, num_slots * growth)
-
-    def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
-        """Returns some untried numbers of microbatches, in whole slots, on both sides of the best number.
-
-        They lie between the best number and its tried neighbours, at most ``NEAR`` on each side.
-        """
-        tried = sorted({len(cut.costs) for cut in cuts})
-        best_cut = min(cuts, key=_TIME)
-        best = len(best_cut.costs)
-        index = tried.index(best)
-        below = tried[max(index - 1, 0)]
-        above = tried[min(index + 1, len(tried) - 1)]
-        slot_size = self._num_ranks
-        fewer = range(best - slot_size, below, -slot_size)
-        more = range(best + slot_size, above, slot_size)
-        return [*fewer[:NEAR], *more[:NEAR]]
-
-    def _least_time(self, count: int) -> float:
-        """Returns a time that no cut into ``count`` or more microbatches beats: no padding, and ranks of equal cost."""
-        fixed_costs_alone = len(self._rows) * self._fixed_cost
-        cost_without_padding = float(self._costs_alone.sum()) - fixed_costs_alone
-        return (cost_without_padding + count * self._fixed_cost) / self._num_ranks
+        fewest_microbatches = len(self._least_padded[0]) - 1
+        num_slots = math.ceil(max(fewest_microbatches, self._num_ranks) / slot_size)
+        most = max(num_slots, math.ceil(len(self._rows) / slot_size))
+        while num_slots <= most:
+            yield num_slots * slot_size
+            num_slots = max(num_slots + 1, int(num_slots * GROWTH))
 
     def _cuts_into(self, count: int) -> list[_Cut]:
-        """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
+        """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost.
+
+        Cuts into fewer microbatches are split further. That makes no microbatch costlier.
+        """
         rows = self._rows
-        if count > len(rows):
-            # Every row is a microbatch, and the others are dummies.
-            return [self._timed(self._least_padded.exactly(len(rows)), count)]
-        cuts = [self._least_padded.exactly(count)]
+        into_at_most_count = [bounds for bounds in self._least_padded if len(bounds) - 1 <= count]
+        cuts = [into_at_most_count[-1]]
         for row_costs, vision in self._costs_to_equalize:
-            equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            # It may have fewer microbatches than `count`. Then the largest are split, which makes none costlier.
-            if len(equal) - 1 != count:
-                equal = split_largest(rows.row_costs, equal, count)
-            cuts.append(equal)
-        return [self._timed(bounds, count) for bounds in cuts]
+            cuts.append(equal_cost_cut(row_costs, vision, rows.reach, count))
+        return [self._timed(split_largest(rows.row_costs, bounds, count), count) for bounds in cuts]
 
     def _timed(
         self,
@@ -463,18 +378,16 @@ class _CutSearch:
     ) -> _Cut:
         """Returns a cut with its modelled time. If it has fewer microbatches than ``count``, dummies are added."""
         rows = self._rows
-        num_microbatches = len(bounds) - 1
-        num_dummies = count - num_microbatches
-        costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
-        cheapest = self._cheapest
-        cost_of_dummy = self._costs_alone[cheapest]
-        costs = np.append(costs, [cost_of_dummy] * num_dummies)
+        num_dummies = count - (len(bounds) - 1)
+        place_of_dummies = np.full(num_dummies, self._cheapest)
+        starts = np.append(bounds[:-1], place_of_dummies)
+        ends = np.append(bounds[1:], place_of_dummies + 1)
+        costs = microbatch_costs(rows.row_costs, rows.vision, starts, ends, self._fixed_cost)
         if self._in_slots:
-            vision_of_dummy = rows.vision[cheapest + 1] - rows.vision[cheapest]
-            vision_of_microbatches = np.diff(rows.vision[bounds])
-            vision = np.append(vision_of_microbatches, [vision_of_dummy] * num_dummies)
-            text = costs - vision
-            order_by, time = best_slot_order(text, vision, self._num_ranks)
-            return _Cut(time, bounds, costs, order_by, None)
-        rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)
-        return _Cut(time, bounds, costs, costs, rank_of_microbatch)
+            vision = rows.vision[ends] - rows.vision[starts]
+            order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
+            rank_of_microbatch = assign_slots(order_by, self._num_ranks)
+        else:
+            order_by = costs
+            rank_of_microbatch, time = assign_longest_first(costs, self._num_ranks)
+        return _Cut(time, num_dummies, starts, ends, costs, order_by, rank_of_microbatch)

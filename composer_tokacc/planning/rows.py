@@ -68,10 +68,10 @@ class Rows:
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
         """Tables of image tokens and loss tokens, int64 (n,), by name. A size without a cap may have no table."""
-        self.vision_cost_table: np.ndarray | None = None
-        """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it from image tokens."""
+        self.vision_cost = options.cost.vision(self.image_tokens)
+        """Cost of each row in the vision encoder, float64 (n,)."""
         if vision_cost is not None:
-            self.vision_cost_table = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+            self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     def of(self, indices: np.ndarray) -> Rows:
         """Returns the rows with these indices, with the same options."""
@@ -80,21 +80,13 @@ class Rows:
         rows.sizes = {}
         for size, table in self.sizes.items():
             rows.sizes[size] = table[indices]
-        if self.vision_cost_table is not None:
-            rows.vision_cost_table = self.vision_cost_table[indices]
+        rows.vision_cost = self.vision_cost[indices]
         return rows
 
     @property
     def image_tokens(self) -> np.ndarray:
         """Image tokens of each row, int64 (n,). Zeros if there is no table."""
         return self.sizes.get('image_tokens', np.zeros_like(self.lengths))
-
-    @property
-    def vision_cost(self) -> np.ndarray:
-        """Cost of each row in the vision encoder, float64 (n,)."""
-        if self.vision_cost_table is None:
-            return self.options.cost.vision(self.image_tokens)
-        return self.vision_cost_table
 
     @property
     def caps(self) -> np.ndarray:

@@ -359,7 +359,7 @@ class RegroupingBatchSampler(DistributedSampler):
             'lengths': self.lengths,
             **self.rows.sizes,
             'media': self._global_batches.media,
-            'vision_cost': self.rows.vision_cost_table,
+            'vision_cost': self.rows.vision_cost,
         }
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares

@@ -97,22 +97,6 @@ class SampleSizes:
 
     def profile(self) -> DatasetProfile:
         """Returns the figures of the dataset for the report."""
-        num_tokens = int(self.tokens.sum())
-        num_image_tokens = int(self.image_tokens.sum())
-        loss_share = None
-        if self.loss_tokens is not None:
-            loss_share = float(self.loss_tokens.sum() / num_tokens)
-        patches_per_sample = None
-        patches_per_image_token = None
-        if self.vision_patches is not None:
-            has_patches = self.vision_patches > 0  # the samples with images or videos
-            patches = self.vision_patches[has_patches]
-            patches_per_sample = float(patches.mean())
-            # Samples with audio only are left out. They have image tokens, but no patches.
-            image_tokens = self.image_tokens[has_patches]
-            num_tokens_of_patches = int(image_tokens.sum())
-            if num_tokens_of_patches:
-                patches_per_image_token = float(patches.sum() / num_tokens_of_patches)
         quantiles = {}
         for percent in PERCENTS:
             quantiles[str(percent)] = int(np.percentile(self.tokens, percent))
@@ -120,14 +104,8 @@ class SampleSizes:
             num_samples=len(self),
             mean=float(self.tokens.mean()),
             longest=int(self.tokens.max()),
-            shortest=int(self.tokens.min()),
             quantiles=quantiles,
-            variation=float(self.tokens.std() / self.tokens.mean()),
-            loss_share=loss_share,
-            image_share=num_image_tokens / num_tokens,
             text_only_share=float((self.image_tokens == 0).mean()),
-            patches_per_sample=patches_per_sample,
-            patches_per_image_token=patches_per_image_token,
         )
 
 
@@ -139,20 +117,7 @@ class DatasetProfile:
     mean: float
     """Mean length."""
     longest: int
-    shortest: int
     quantiles: dict[str, int]
     """Quantiles of the lengths, by percent: ``{'5': 31, ...}``."""
-    variation: float
-    """Coefficient of variation: standard deviation of the lengths, divided by their mean."""
-    loss_share: float | None
-    """Share of the tokens that carry loss. None: unknown."""
-    image_share: float
-    """Share of the tokens that stand for images, videos and audio."""
     text_only_share: float
     """Share of the samples without an image, a video or an audio."""
-    patches_per_sample: float | None
-    """Mean number of patches of the samples that have any. None: no images, or unknown."""
-    patches_per_image_token: float | None
-    """Patches, divided by the image tokens of the samples that have patches. These are the patches that become one
-    image token: 4 if the model merges squares of 2 x 2, and more for a resampler. It is too low if these samples also
-    have audio. None: no images, or unknown."""

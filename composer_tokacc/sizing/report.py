@@ -9,23 +9,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
+from tabulate import tabulate
 
 from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.sizing.memory_model import warning_of_residual
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SIGNIFICANT_GAIN = 0.02
-"""A smaller share of the time of a step is within the error of the cost model, so it is not reported as a gain."""
-METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
-"""Styles of matplotlib for the lines in the picture. The last two differ, because one often covers the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +28,10 @@ class SizeRow:
     size: int
     """Microbatch size, in rows of ``SizingReport.slot_tokens``. Stock Composer is simulated with as many of its own
     rows, even if they do not fit into memory."""
-    padding: dict[str, float]
-    """Padding ratio by method: ``stock``, ``split``, ``planned``."""
-    cost: dict[str, float]
-    """Cost of a step by method, in units of the cost model."""
+    figures: dict[str, StepFigures]
+    """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     peak_gib: float
     """Highest memory of a rank in a step, by the split or by planned batches."""
-    parts_gib: dict[str, float]
-    """The peak by part: ``text``, ``logits``, ``vision``, ``inputs``, and ``model`` for all else (parameters,
-    gradients, optimizer)."""
     fits: bool
     """Whether the peak is within the limit."""
 
@@ -161,32 +149,29 @@ class SizingReport:
 
     def yaml(self) -> str:
         """Returns the lines to paste into a run's YAML file. If the cost model was measured, they hold that one."""
-        section: dict[str, Any] = {
-            'device_train_microbatch_size': self.device_train_microbatch_size,
-            'slot_tokens': self.slot_tokens,
-            'regroup': self.regroup,
-        }
-        # These options are left out if they have the default of the YAML file.
-        defaults = {
-            'width_multiple': 1,
-            'max_image_tokens': None,
-            'max_loss_tokens': None,
-            'equal_counts': 'auto',
-            'packing': False,
-        }
-        for name, default in defaults.items():
+        names = (
+            'device_train_microbatch_size',
+            'slot_tokens',
+            'regroup',
+            'width_multiple',
+            'max_image_tokens',
+            'max_loss_tokens',
+            'equal_counts',
+            'packing',
+        )
+        section: dict[str, Any] = {}
+        for name in names:
             value = getattr(self, name)
-            if value != default:
+            if value is not None:
                 section[name] = value
-        if self.measured_cost is not None:
-            section['cost'] = _changed_terms(self.measured_cost, num_digits=4)  # times are not more exact
-        elif self.cost is not None:
-            section['cost'] = _changed_terms(self.cost, num_digits=17)  # so that no float changes
+        cost = self.measured_cost or self.cost
+        if cost is not None:
+            section['cost'] = _changed_terms(cost)
         plain_section = json.loads(json.dumps(section, default=np.generic.item))  # YAML takes no numbers of numpy
         return yaml.safe_dump({'microbatching': plain_section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings, such as those about rough figures, samples that are too large, and a faster size."""
+        """Returns warnings about rough figures, samples that are too large, and a comparison that is not possible."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:
@@ -204,15 +189,6 @@ class SizingReport:
                 'stock Composer has no safe microbatch size, because even one row of the longest sample '
                 f'({self.profile.longest} tokens) may not fit. So there is no speed-up over it. Its figures are those '
                 'of one row.'
-            )
-        fitting_sizes = [row for row in self.sizes if row.fits]
-        fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
-        suggested = self.figures['planned']
-        gain = 1 - self.time_of(fastest.cost['planned']) / self.time_of(suggested.cost)
-        if gain > SIGNIFICANT_GAIN:
-            warnings.append(
-                f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
-                'that fits: smaller microbatches have less padding.'
             )
         return warnings
 
@@ -252,14 +228,14 @@ def warning_of_too_large(names: Sequence[str]) -> str:
     )
 
 
-def _changed_terms(cost: CostModel, *, num_digits: int) -> dict[str, float]:
-    """Returns the terms of a cost model that differ from the default, with this number of significant digits."""
+def _changed_terms(cost: CostModel) -> dict[str, float]:
+    """Returns the terms of a cost model that differ from the default."""
     defaults = asdict(CostModel())
     changed = {}
     for name, value in asdict(cost).items():
         # The run cuts by units of cost, so it needs no seconds.
         if name != 'seconds_per_token' and value != defaults[name]:
-            changed[name] = float(f'{value:.{num_digits}g}')
+            changed[name] = value
     return changed
 
 
@@ -267,7 +243,6 @@ def _summary_table(report: SizingReport) -> str:
     """Returns the table of the dataset, the suggested size and its memory."""
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
-    loss_share = 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'
     logits = 'at all positions'
     if report.most_logits < report.max_tokens:
         logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
@@ -275,10 +250,7 @@ def _summary_table(report: SizingReport) -> str:
     rows = [
         ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
         ('tokens a sample', length),
-        ('longest sample', f'{profile.longest} tokens (variation of all lengths {profile.variation:.2f})'),
-        ('image tokens', f'{profile.image_share:.0%} of the tokens'),
-        ('vision encoder', _vision(profile)),
-        ('carry loss', loss_share),
+        ('longest sample', f'{profile.longest} tokens'),
         ('logits', logits),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
@@ -287,24 +259,14 @@ def _summary_table(report: SizingReport) -> str:
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
         ('limited by', report.binds),
     ]
-    return _table('Microbatch size', [], rows)
-
-
-def _vision(profile: DatasetProfile) -> str:
-    """Returns the cell about the patches of the vision encoder."""
-    if profile.patches_per_sample is None:
-        return '-'
-    text = f'{profile.patches_per_sample:.0f} patches a sample with images'
-    if profile.patches_per_image_token is not None:
-        text += f', {profile.patches_per_image_token:.3g} for each image token'
-    return text
+    return _table('Microbatch size', rows)
 
 
 def _memory_table(report: SizingReport) -> str:
     """Returns the table of the memory by term."""
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the heaviest microbatch', [('held by', 'GiB', 'share')], rows)
+    return _table('Memory at the peak of the heaviest microbatch', rows, [('held by', 'GiB', 'share')])
 
 
 def _method_table(report: SizingReport) -> str:
@@ -325,7 +287,7 @@ def _method_table(report: SizingReport) -> str:
             f'{report.share_of_bound(method):.0%}',
         )
         rows.append(row)
-    return _table('A step', header, rows)
+    return _table('A step', rows, header)
 
 
 def _speedup(report: SizingReport, method: str) -> str:
@@ -347,10 +309,8 @@ def _time(report: SizingReport, cost: float) -> str:
 
 def _size_table(report: SizingReport) -> str:
     """Returns the table of the sizes: padding of each method, time of each method, peak, and a remark."""
-    header = [
-        ('', 'padding', '', '', f'time, {_unit_of_time(report)}', '', '', 'peak', ''),
-        ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
-    ]
+    methods = list(METHOD_NAMES)
+    header = [('size', *methods, *methods, 'GiB', '')]
     rows = []
     for row in report.sizes:
         remark = ''
@@ -358,31 +318,25 @@ def _size_table(report: SizingReport) -> str:
             remark = 'suggested'
         elif not row.fits:
             remark = 'too large'
-        padding = [f'{row.padding[method]:.1%}' for method in METHOD_NAMES]
-        times = [_time(report, row.cost[method]) for method in METHOD_NAMES]
+        padding = [f'{figures.padding_ratio:.1%}' for figures in row.figures.values()]
+        times = [_time(report, figures.cost) for figures in row.figures.values()]
         rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', remark))
-    return _table('Microbatch sizes', header, rows)
+    return _table(f'Microbatch sizes: padding, time ({_unit_of_time(report)}) and peak memory', rows, header)
 
 
 def _table(
     title: str,
-    header: Sequence[Sequence[str]],
     rows: Sequence[Sequence[str]],
+    header: Sequence[Sequence[str]] = (),
 ) -> str:
     """Returns a table as text.
 
     Its first column has names. If it has a header, the other columns have figures, so they are aligned to the right.
     """
-    lines = [*header, *rows]
-    columns = zip(*lines, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    aligned_lines = []
-    for line in lines:
-        cells = [line[0].ljust(widths[0])]
-        for cell, width in zip(line[1:], widths[1:], strict=True):
-            cells.append(cell.rjust(width) if header else cell.ljust(width))
-        aligned_lines.append('  '.join(cells).rstrip())
-    return '\n'.join([title, '-' * len(title), *aligned_lines])
+    alignment = 'right' if header else 'left'
+    alignments = ['left'] + [alignment] * (len(rows[0]) - 1)
+    lines = tabulate([*header, *rows], tablefmt='plain', disable_numparse=True, colalign=alignments)
+    return '\n'.join([title, '-' * len(title), lines])
 
 
 def draw_report(path: str | Path, report: SizingReport) -> None:
@@ -396,49 +350,17 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
     padding_axes, memory_axes = figure.subplots(1, 2)
-    comparison = 'where stock Composer may not fit'
-    if report.stock_microbatch_size > 0:
-        comparison = (
-            f'{_speedup(report, "split")} as fast as stock Composer, {_speedup(report, "planned")} with planned batches'
-        )
-    figure.suptitle(
-        f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {comparison}\n{report.identity()}'
-    )
-    _draw_padding(padding_axes, report)
-    _draw_memory(memory_axes, report)
-    tick_labels = []
-    for row in report.sizes:
-        is_suggested = row.size == report.device_train_microbatch_size
-        tick_labels.append(f'{row.size} *' if is_suggested else str(row.size))
+    figure.suptitle(f'Suggested: {report.device_train_microbatch_size} rows of {report.slot_tokens} tokens')
+    sizes = [str(row.size) for row in report.sizes]
+    for method, name in METHOD_NAMES.items():
+        percent = [100 * row.figures[method].padding_ratio for row in report.sizes]
+        padding_axes.plot(sizes, percent, 'o-', label=name)
+    padding_axes.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
+    memory_axes.bar(sizes, [row.peak_gib for row in report.sizes])
+    memory_axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
+    memory_axes.set(title='Peak memory of a rank', ylabel='GiB')
     for axes in (padding_axes, memory_axes):
-        axes.set_xticks(range(len(tick_labels)), tick_labels)
-        axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
+        axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens')
         axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-
-
-def _draw_padding(axes: Axes, report: SizingReport) -> None:
-    """Draws a line for each method: the padding in percent at each size."""
-    for method, name in METHOD_NAMES.items():
-        percent = [100 * row.padding[method] for row in report.sizes]
-        axes.plot(percent, METHOD_STYLES[method], label=name)
-    axes.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
-
-
-def _draw_memory(axes: Axes, report: SizingReport) -> None:
-    """Draws a bar for each size: the parts of its memory, stacked."""
-    tops = np.zeros(len(report.sizes))  # of the bars so far, in GiB
-    for part in report.sizes[0].parts_gib:
-        heights = [row.parts_gib[part] for row in report.sizes]
-        axes.bar(range(len(heights)), heights, bottom=tops, label=part)
-        tops += heights
-    for place, row in enumerate(report.sizes):
-        remark = f'{row.peak_gib:.3g}'
-        if not row.fits:
-            remark += '\ntoo large'
-        axes.text(place, row.peak_gib, remark, ha='center', va='bottom')
-    axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
-    axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
-    # Room for remarks and legend. The limit may be far above, and is left out then.
-    axes.set_ylim(0, 1.45 * tops.max())

@@ -63,6 +63,7 @@ class BatchShape:
         """Returns the shape of a batch. Its logits count at all positions."""
         rows, width = batch['input_ids'].shape
         image_tokens = 0
+        num_images = sum(layout.media_per_row(batch))
         if layout.config is not None:
             image_tokens = sum(layout.image_tokens_per_row(batch))
         mask = batch.get('attention_mask')  # a batch without one has no padding
@@ -74,32 +75,11 @@ class BatchShape:
             rows=rows,
             width=width,
             image_tokens=image_tokens,
-            image_area=_image_area(batch, layout, image_tokens),
+            # The batch does not always say how large each image is, so all count as equally large: n * (tokens / n)^2.
+            image_area=image_tokens**2 / max(num_images, 1),
             pixel_bytes=pixel_bytes,
             is_padded=mask is not None and not bool((mask != 0).all()),
         )
-
-
-def _image_area(
-    batch: Batch,
-    layout: BatchLayout,
-    image_tokens: int,
-) -> float:
-    """Returns the sum of squared image tokens over the images of a batch, and over the frames of its videos."""
-    grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
-    if not grids:
-        # The batch does not say how large each image is, so all count as equally large: n * (tokens / n)^2.
-        num_images = max(sum(layout.media_per_row(batch)), 1)
-        return image_tokens**2 / num_images
-    num_frames, height, width = torch.cat(grids).unbind(dim=1)  # height and width in patches
-    vision_config = getattr(layout.config, 'vision_config', None)
-    # One image token stands for a square of patches. Its side is 2 in Qwen-VL.
-    merge_size = getattr(vision_config, 'spatial_merge_size', 2)
-    # Each frame of a video attends only to itself. An image is one frame.
-    tokens_per_frame = height * width // merge_size**2
-    area_per_frame = tokens_per_frame.double().square()
-    area_per_image = num_frames * area_per_frame
-    return float(area_per_image.sum())
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:
@@ -123,8 +103,6 @@ def batch_of_width(
     If it has several rows, at least one position is padding.
     """
     batch = layout.concat(samples)
-    if width < layout.width(batch):
-        raise InvalidInputError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
     widened = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, cut_rows, padded_widths
-from composer_tokacc.planning.plan import Microbatch, plan_checked_rows, time_in_slots
+from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
+from composer_tokacc.planning.plan import Microbatch, plan_checked_rows
 from composer_tokacc.sampling.mixture import permutation
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing.profile import SampleSizes
@@ -34,7 +35,7 @@ class StepFigures:
     cost: float
     """Time of the step in units of the cost model: the cost of the slowest rank. Under FSDP ranks wait for each other
     in every step slot (what all ranks compute at the same time), so it is a sum over the slots, see
-    ``planning.plan.time_in_slots``."""
+    ``_time_in_slots``."""
     padding_ratio: float
     """Share of the computed positions that hold no token of the batch: padding and dummy rows."""
     microbatches: float
@@ -63,8 +64,6 @@ def draw_batches(
 
     At most as many as the first epoch has. If the dataset has fewer samples than a batch, there is one batch of all.
     """
-    check_count('num_samples', num_samples)
-    check_count('global_batch_size', global_batch_size)
     size = min(global_batch_size, num_samples)
     num_batches = min(num_batches, num_samples // size)
     order = permutation(num_samples, seed)  # as in the first epoch of a run
@@ -119,7 +118,7 @@ def simulate_steps(
         loads = [sum(map(sum, costs_of_rank)) for costs_of_rank in costs_of_ranks]
         step_cost = max(loads)
         if options.objective == 'fsdp':
-            step_cost = time_in_slots(costs_of_ranks)
+            step_cost = _time_in_slots(costs_of_ranks)
         step_costs.append(step_cost)
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
@@ -129,6 +128,22 @@ def simulate_steps(
         microbatches=float(np.mean(num_microbatches)),
         imbalance=float(np.mean(imbalances)),
     )
+
+
+def _time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Returns the time of a step in slots. In each slot ranks wait for the slowest vision encoder, then for the rest.
+
+    Without a plan, ranks may have unequal numbers of microbatches. A rank that has none in a slot takes no time there.
+
+    Args:
+        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
+    """
+    time = 0.0
+    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
+        slowest_vision = max(vision for vision, _ in slot)
+        slowest_text = max(text for _, text in slot)
+        time += slowest_vision + slowest_text
+    return time
 
 
 def _microbatches_of_ranks(
@@ -152,7 +167,8 @@ def _microbatches_of_ranks(
     else:
         plan = plan_checked_rows(planned_rows(table, batch, options), num_ranks)
         ranks = [_planned_microbatches(table, batch, planned, options) for planned in plan.ranks]
-    return _with_dummy_rows(table, batch, ranks, options)
+    _add_dummy_rows(table, batch, ranks, options)
+    return ranks
 
 
 def _planned_microbatches(
@@ -228,28 +244,22 @@ def _cut_by_split(
     return microbatches
 
 
-def _with_dummy_rows(
+def _add_dummy_rows(
     table: SampleSizes,
     batch: np.ndarray,
     ranks: list[list[_ComputedMicrobatch]],
     options: CutOptions,
-) -> list[list[_ComputedMicrobatch]]:
+) -> None:
     """Adds microbatches of one dummy row to ranks that have fewer than others, if all must have equally many."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
-        return ranks
+        return
+    # A dummy row is as long as the shortest sample with an image, so that every rank uses the vision encoder. If no
+    # sample has one, it is as long as the shortest sample.
+    has_no_image = table.image_tokens[batch] == 0
+    images_first_then_shortest = np.lexsort((table.tokens[batch], has_no_image))
+    shortest = batch[images_first_then_shortest[:1]]
+    dummy = _ComputedMicrobatch(shortest, int(table.tokens[shortest].max()))
     most_microbatches = max(map(len, ranks))
-    # A dummy row is as long as the shortest sample. If the batch has images, only samples with an image are candidates,
-    # so that every rank uses the vision encoder.
-    has_image = table.image_tokens[batch] > 0
-    candidates = batch
-    if has_image.any():
-        candidates = batch[has_image]
-    place_of_shortest = np.argmin(table.tokens[candidates])
-    shortest = candidates[place_of_shortest]
-    width = int(table.tokens[shortest])
-    dummy = _ComputedMicrobatch(np.array([shortest]), width)
-    filled_ranks = []
     for rank in ranks:
         num_missing = most_microbatches - len(rank)
-        filled_ranks.append(rank + [dummy] * num_missing)
-    return filled_ranks
+        rank.extend([dummy] * num_missing)

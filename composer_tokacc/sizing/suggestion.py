@@ -20,7 +20,6 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -32,7 +31,7 @@ from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
-from composer_tokacc.sizing.shapes import BatchShape, logit_positions
+from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, planned_rows, simulate_steps
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ report, and the values the names in ``MemoryModel.terms``. The inputs shrink, to
 class Capacity:
     """How many tokens fit into the memory of one rank, whichever samples share a microbatch.
 
-    Microbatches of a sample that goes alone are left out: see ``_RunBySize.heaviest_shape``.
+    Microbatches of a sample that goes alone are left out: see ``_RunBySize.peaks_alone``.
     """
 
     memory: MemoryModel
@@ -139,13 +138,10 @@ class Capacity:
     def why_nothing_fits(self) -> str:
         """Returns the error message for a memory that does not even hold the shortest sample, with remedies."""
         shortest = int(self.table.tokens.min())
-        terms = self.terms(shortest)
-        parts = ', '.join(f'{name} {num_bytes / GIB:.2f}' for name, num_bytes in terms.items())
         return (
             f'`device_memory_gib` must hold the model and a microbatch as short as the shortest sample. They need '
-            f'{self.peak(shortest) / GIB:.2f} GiB (for the microbatch: {parts}), and {self.limit / GIB:.2f} GiB may be '
-            'used. What would help: sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a '
-            'shorter context.'
+            f'{self.peak(shortest) / GIB:.2f} GiB, and {self.limit / GIB:.2f} GiB may be used. What would help: '
+            'sharding with FSDP or over more ranks, freezing parts, activation checkpointing, a shorter context.'
         )
 
 
@@ -244,9 +240,6 @@ def suggest_microbatching(
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
     run = _RunBySize(capacity, options, slot, batches, price)
-    heaviest = run.heaviest_shape(size)
-    terms = memory.terms(heaviest, num_ranks=num_ranks)
-    goes_alone = run.goes_alone(size)
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -266,8 +259,8 @@ def suggest_microbatching(
         width_multiple=width_multiple,
         packing=packing,
         binds=limited_by,
-        terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
-        peak_gib=memory.peak(heaviest, num_ranks=num_ranks) / GIB,
+        terms={name: num_bytes / GIB for name, num_bytes in worst_terms.items()},
+        peak_gib=run.peak(size) / GIB,
         memory_residual=memory.residual,
         figures=run.figures(size, max(stock_size, 1)),
         bound=run.mean_bound(size),
@@ -277,8 +270,8 @@ def suggest_microbatching(
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=[run.size_row(compared_size) for compared_size in _compared_sizes(size, rows_per_rank)],
-        oversize=table.names(goes_alone),
-        too_large=table.names(goes_alone & (run.peaks_alone > capacity.limit)),
+        oversize=table.names(run.goes_alone(size)),
+        too_large=table.names(run.peaks_alone(size) > usable_bytes),
     )
 
 
@@ -296,7 +289,7 @@ def _largest_size(
     return min(fitting_tokens // slot, rows_per_rank), slot
 
 
-def _rounded_up(length: np.int64, multiple: int) -> int:
+def _rounded_up(length: int, multiple: int) -> int:
     """Returns the width of a planned microbatch whose longest row has this length."""
     return math.ceil(length / multiple) * multiple
 
@@ -313,7 +306,7 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _RunBySize:
-    """The run at any microbatch size: its heaviest microbatch, and its simulated steps."""
+    """The run at any microbatch size: its memory, and its simulated steps."""
 
     capacity: Capacity
     options: CutOptions
@@ -333,50 +326,22 @@ class _RunBySize:
         all_samples = np.arange(len(self.capacity.table))
         return planned_rows(self.capacity.table, all_samples, self.options_of(size)).is_over
 
-    @cached_property
-    def peaks_alone(self) -> np.ndarray:
-        """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
-
-        Size 1 has the smallest budget, so these samples include those that go alone at any other size.
-        """
-        capacity = self.capacity
-        peaks = np.zeros(len(capacity.table))
-        for sample in np.flatnonzero(self.goes_alone(1)).tolist():
-            peaks[sample] = capacity.memory.peak(self._shape_alone(sample), num_ranks=capacity.num_ranks)
+    def peaks_alone(self, size: int) -> np.ndarray:
+        """Returns bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
+        table = self.capacity.table
+        without_cap = replace(self.capacity, max_loss_tokens=None)  # it does not bound a sample that is over it
+        peaks = np.zeros(len(table))
+        for sample in np.flatnonzero(self.goes_alone(size)).tolist():
+            width = _rounded_up(int(table.tokens[sample]), self.options.width_multiple)
+            peaks[sample] = without_cap.peak(width, int(table.image_tokens[sample]))
         return peaks
 
-    def _shape_alone(self, sample: int) -> BatchShape:
-        """Returns the shape of the microbatch that holds only this sample.
-
-        Its width is rounded up, although a run does not round up beyond the token budget.
-        """
-        memory = self.capacity.memory
-        table = self.capacity.table
-        width = _rounded_up(table.tokens[sample], self.options.width_multiple)
-        image_tokens = int(table.image_tokens[sample])
-        labels = None
-        if memory.logits == 'labels' and table.loss_tokens is not None:
-            # A model that does not shift labels also counts the first label, which the table leaves out.
-            labels = logit_positions(int(table.loss_tokens[sample]) + 1, width)
-        return BatchShape(
-            rows=1,
-            width=width,
-            image_tokens=image_tokens,
-            image_area=float(image_tokens**2),  # an upper bound, reached by a single image
-            pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
-            labels=labels,
-        )
-
-    def heaviest_shape(self, size: int) -> BatchShape:
-        """Returns the shape with the highest peak: the worst within the caps, or a sample that goes alone and fits."""
-        capacity = self.capacity
-        max_tokens = self.options_of(size).max_tokens
-        fits_alone = self.goes_alone(size) & (self.peaks_alone <= capacity.limit)
-        peaks = np.where(fits_alone, self.peaks_alone, 0.0)
-        sample = int(peaks.argmax())
-        if peaks[sample] > capacity.peak(max_tokens):
-            return self._shape_alone(sample)
-        return capacity.worst_shape(max_tokens)
+    def peak(self, size: int) -> float:
+        """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits."""
+        peaks_alone = self.peaks_alone(size)
+        fitting_peaks = peaks_alone[peaks_alone <= self.capacity.limit]
+        worst_peak = self.capacity.peak(self.options_of(size).max_tokens)
+        return max(worst_peak, fitting_peaks.max(initial=0.0))
 
     def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
         """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer, in rows."""
@@ -404,21 +369,12 @@ class _RunBySize:
 
     def size_row(self, size: int) -> SizeRow:
         """Returns padding, time and memory of one size. Stock Composer is simulated with as many rows."""
-        capacity = self.capacity
-        figures = self.figures(size, stock_size=size)
-        heaviest = self.heaviest_shape(size)
-        peak = capacity.memory.peak(heaviest, num_ranks=capacity.num_ranks)
-        terms = capacity.memory.terms(heaviest, num_ranks=capacity.num_ranks)
-        parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
-        parts['inputs'] = terms['inputs'] / GIB
+        peak = self.peak(size)
         return SizeRow(
             size=size,
-            padding={method: step.padding_ratio for method, step in figures.items()},
-            cost={method: step.cost for method, step in figures.items()},
+            figures=self.figures(size, stock_size=size),
             peak_gib=peak / GIB,
-            # 'model' is the rest of the peak, so it includes what the optimizer's step takes beyond the microbatch.
-            parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
-            fits=peak <= capacity.limit,
+            fits=peak <= self.capacity.limit,
         )
 
 

@@ -23,9 +23,6 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import relative_fit
 
-LATE = 1.5
-"""A microbatch that took more than this many times the fitted time was delayed by something else."""
-
 
 class TimedMicrobatch(NamedTuple):
     """Sizes and seconds of a microbatch."""
@@ -201,12 +198,12 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     per_square = per_patch = per_row_with_images = 0.0
     # No encoder was timed if the model has none of the names in `media_modules`.
     if has_patches.any() and (vision_seconds[has_patches] > 0).all():
-        vision_fit = _fit(vision_features[has_patches], vision_seconds[has_patches])
+        vision_fit = relative_fit(vision_features[has_patches], vision_seconds[has_patches])
         per_square, per_patch, per_row_with_images = vision_fit.tolist()
         # The fit above prices the images, so the fit below must not price them again by their tokens.
         seconds -= vision_seconds
         features[:, 1] = 0
-    per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
+    per_token, per_image_token, per_microbatch = relative_fit(features, seconds).tolist()
     if per_token <= 0:
         raise InvalidInputError(
             'The measured times do not grow with the number of tokens, so no cost per token fits. Time more steps.'
@@ -221,15 +218,3 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_per_token=per_token,
     )
     return cost, float(np.median(seconds_outside or [0.0]))
-
-
-def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Returns the cost of one of each feature, (features,). Minimizes relative errors; no cost is negative."""
-    solution = relative_fit(features, seconds)
-    # A busy machine delays some microbatches. They are left out, and the others are fitted again. The second fit is
-    # better than the first, so it is used once more to find the delayed ones.
-    for _ in range(2):
-        is_on_time = seconds <= LATE * np.maximum(features @ solution, 1e-12)
-        if is_on_time.any():
-            solution = relative_fit(features[is_on_time], seconds[is_on_time])
-    return solution

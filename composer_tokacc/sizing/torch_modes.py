@@ -82,10 +82,6 @@ class RealInputs(TorchDispatchMode):
             return tree_map_only(torch.Tensor, without_memory, result)
         # Indexing with a mask gives one element for each True, and the fake mode does not know how many there are. So
         # a real mask is replaced by the positions at which it is True.
-        if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
-            source, mask = args
-            indices = [mask.expand(source.shape)]
-            return self.__torch_dispatch__(aten.index.Tensor, types, (source, indices))
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:

@@ -46,7 +46,6 @@ from composer_tokacc.sizing.memory_model import (
     bytes_of_states,
     fit_activations,
     relative_fit,
-    warning_of_residual,
 )
 from composer_tokacc.sizing.shapes import BatchShape, probe_batches, with_spaced_labels
 from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, OnesForValues, RealInputs, SharedFakeMode
@@ -185,9 +184,9 @@ class StepTracer:
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     value.register_hook(partial(end_phase, name))
 
-        def before_head(module: nn.Module, args: object, arguments: object) -> None:
+        def before_head(module: nn.Module, args: object) -> None:
             end_phase('forward')
-            end_at_gradient('head', (args, arguments))
+            end_at_gradient('head', args)
 
         def after_head(module: nn.Module, args: object, outputs: object) -> None:
             end_at_gradient('loss', outputs)
@@ -200,7 +199,7 @@ class StepTracer:
         handles = []
         if head is not None:
             # Before the hook of the selector, so that it gets the hidden states of all positions, not only at labels.
-            handles.append(head.register_forward_pre_hook(before_head, prepend=True, with_kwargs=True))
+            handles.append(head.register_forward_pre_hook(before_head, prepend=True))
             handles.append(head.register_forward_hook(after_head))
         if embedding is not None:
             handles.append(embedding.register_forward_hook(after_embedding))
@@ -345,20 +344,14 @@ def calibrate_fake(
         strategy=strategy,
         on_gpu=on_gpu,
     )
-    memory = None
     if logits == 'auto':
         try:
-            memory = _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
+            return _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
         # A model that needs all logits fails with one of these errors. The first-batch check catches the same ones.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
             logits = 'all'
-    if memory is None:
-        memory = _traced_memory(make_step, batches, logits, has_mask=has_mask)
-    warning = warning_of_residual(memory.residual)
-    if warning is not None:
-        log.warning(warning)
-    return memory
+    return _traced_memory(make_step, batches, logits, has_mask=has_mask)
 
 
 def _traced_memory(
@@ -499,13 +492,7 @@ def _flops_of_logits(model: Any) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    num_products = 1  # in the forward
-    if weight.requires_grad:
-        num_products += 1
-    trained_before_head = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    if getattr(input_embedding(model), 'weight', None) is not weight:
-        trained_before_head.discard(weight)  # a shared weight is also used before the head
-    if trained_before_head:
-        num_products += 1  # for the gradient of the hidden states
+    # One product is in the forward, one for the gradient of the hidden states, one for that of the weight.
+    num_products = 3 if weight.requires_grad else 2
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()

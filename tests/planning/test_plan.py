@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_tokacc import planning
-from composer_tokacc.planning import CostModel, CutOptions, Rows, plan_microbatches
-from composer_tokacc.planning.plan import _CutSearch
+from composer_tokacc.planning import CostModel, plan_microbatches
 from tests.planning.reference import Samples, microbatch_cost, partitions, samples_under_caps
 
 OBJECTIVES = ['ddp', 'fsdp']
@@ -117,34 +116,6 @@ def test_plan_against_every_possible_plan(seed):
     best = min(times_of_all_plans(samples, 2, cost))
     assert plan.stats.bound <= best * (1 + 1e-9), 'a plan beats the bound'
     assert best * (1 - 1e-9) <= plan.stats.cost <= best * 1.08, 'the plan is far from the best'
-
-
-@pytest.mark.parametrize('objective', OBJECTIVES)
-def test_bound_that_ends_the_search(objective):
-    """The search tries more and more microbatches. It ends if the bound shows that even more of them are no faster.
-
-    So no cut into as many microbatches, or into more, may beat the bound. Cuts of equal rows reach it.
-    """
-
-    def search(lengths):
-        options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
-        rows = Rows(lengths, options).by_length()
-        return _CutSearch(rows, 3, options.cost, objective == 'fsdp')
-
-    def best_time(cut_search, count):
-        return min(cut.time for cut in cut_search._cuts_into(count))
-
-    equal = search([8] * 12)
-    for count in (3, 6, 12):
-        assert equal._least_time(count) == pytest.approx(best_time(equal, count), rel=1e-12)
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        unequal = search(rng.integers(1, 40, 12))
-        least_time = np.inf
-        for count in (12, 9, 6, 3):  # so that the least time is that of this count and all larger ones
-            if count >= unequal._least_padded.fewest:
-                least_time = min(least_time, best_time(unequal, count))
-                assert unequal._least_time(count) <= least_time * (1 + 1e-12)
 
 
 def test_stats_by_hand():

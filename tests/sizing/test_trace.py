@@ -19,7 +19,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from benchmarks.models import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, StaticBytes, calibrate_fake
@@ -161,36 +160,6 @@ def test_autocast_copies_every_weight_once() -> None:
     memory = run.measure(sample).phases['loss']
     matrices = LAYERS * MATRICES_OF_BLOCK + VOCABULARY * HIDDEN
     assert memory['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
-
-
-class HeadByKeyword(torch.nn.Linear):
-    """An output embedding that takes a keyword argument and returns a tuple."""
-
-    def forward(self, *, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(hidden), None
-
-
-class ModelOfHeadByKeyword(LlamaForCausalLM):
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: object
-    ) -> CausalLMOutputWithPast:
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        logits, _ = self.lm_head(hidden=hidden)
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-
-def test_head_with_keywords_and_tuples() -> None:
-    config = small_config()
-    sample = made_up_sample(config, 40)
-
-    def build() -> PreTrainedModel:
-        model = ModelOfHeadByKeyword(config)
-        model.lm_head = HeadByKeyword(HIDDEN, VOCABULARY, bias=False)
-        return model.train()
-
-    phases = StepTracer(build, sample).measure(sample).phases
-    assert phases == StepTracer(builder(config), sample).measure(sample).phases
 
 
 def test_model_that_names_no_embeddings() -> None:
