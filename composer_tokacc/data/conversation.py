@@ -127,7 +127,6 @@ class ConversationEncoder:
             template_owner,
             tokenizer,
             takes_media=bool(self.parts),
-            processor_adds_placeholders=self._has_query_tokens,
             add_end_token=add_end_token,
         )
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
@@ -171,13 +170,12 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes a stand-in for each control token of the messages, and the tokenizer
-        # encodes it as one token. At the end, `spell` replaces this token by those of the control token's characters.
+        # With control_tokens=text, `render` writes stand-ins for each control token of the messages, and the tokenizer
+        # encodes each as one token. At the end, `spell` replaces them by the tokens of the control token's characters.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
-            self._check_query_tokens(encoded)
             self._hide_answers_from_qformer(encoded, rendered)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
@@ -335,7 +333,7 @@ class ConversationEncoder:
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
-                if not self.template.has_placeholders(turn.role, modality):
+                if not self._has_query_tokens and not self.template.has_placeholders(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
@@ -445,7 +443,7 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # BLIP gets videos as images, and `_check_query_tokens` checks them
+        if not self._has_query_tokens:  # BLIP gets videos as images
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         if media['audio']:
@@ -518,28 +516,6 @@ class ConversationEncoder:
             if key.endswith('attention_mask') and key not in encoded:
                 encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
 
-    def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError if the number of query tokens does not match the images (BLIP).
-
-        The model puts the outputs of the query transformer in the place of these tokens, and does not check their
-        number. For any number of images, the processor writes the tokens of one image, or (InstructBLIPVideo) of one
-        clip of four frames. Without images it writes none.
-        """
-        pixels = encoded.get('pixel_values')
-        expected = 0
-        if pixels is not None:
-            # (images, 3, height, width) or (clips, frames, 3, height, width). An image is one frame.
-            num_frames = pixels.shape[:-3].numel()
-            expected = self.processor.num_query_tokens * num_frames
-        token = getattr(self.processor, 'image_token', None) or self.processor.video_token
-        token_id = self.tokenizer.convert_tokens_to_ids(str(token))
-        num_tokens = int((encoded['input_ids'] == token_id).sum())
-        if num_tokens != expected:
-            raise InvalidInputError(
-                f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
-                'takes one image, or one clip of four frames, for which the chat template must write nothing.'
-            )
-
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
@@ -561,14 +537,7 @@ class ConversationEncoder:
         if rendered.answers:
             instruction = rendered.text[: rendered.answers[0].start]
         instruction = self.control.unhide(instruction)
-        tokenizer = self.processor.qformer_tokenizer
-        instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
-        length = instruction_tokens['input_ids'].shape[1]
-        if length > tokenizer.model_max_length:
-            raise InvalidInputError(
-                'the text before the first answer must fit into the query transformer, got: '
-                f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
-            )
+        instruction_tokens = self.processor.qformer_tokenizer([instruction], return_tensors='pt', verbose=False)
         for key in ('input_ids', 'attention_mask'):
             encoded[f'qformer_{key}'] = instruction_tokens[key]
 
@@ -643,11 +612,6 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
         sampling = VideoSampling()
     check_kind('video', sampling, VideoSampling)
     frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
-    if sampling.max_frames < frames_per_patch:
-        raise InvalidInputError(
-            f'`max_frames` must be at least {frames_per_patch}, because {type(video_processor).__name__} joins '
-            f'{frames_per_patch} frames into a patch, got: {sampling.max_frames}. Raise it'
-        )
     min_frames = max(sampling.min_frames, frames_per_patch)
     num_frames = sampling.num_frames
     if num_frames is not None:

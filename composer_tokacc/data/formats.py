@@ -455,15 +455,15 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
 
     Only answers can carry loss. For turns of other roles this is always True and has no effect.
     """
-    weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}  # `loss` may be true or false
-    if not weights:
+    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false
+    if weight is None or (weight == 1 and role == 'assistant'):
         return True
-    if all(value == 0 for value in weights.values()):
+    if weight == 0:
         return role != 'assistant'  # 0 changes nothing in other turns
-    if role == 'assistant' and all(value == 1 for value in weights.values()):
-        return True
-    got = f'{short_repr(weights)} for a turn of the {role}'
-    raise InvalidInputError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
+    raise InvalidInputError(
+        f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
+        f'turn of the {role}'
+    )
 
 
 def _parse_part(part: object, slots: list[Medium] | None) -> str:
@@ -717,10 +717,8 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
 
     An empty value counts, too.
     """
-    keys_given = [key for key in keys if values.get(key) is not None]
-    if len(keys_given) > 1:
-        names = ' and '.join(f'`{key}`' for key in keys_given)
+    values_given = {key: values[key] for key in keys if values.get(key) is not None}
+    if len(values_given) > 1:
+        names = ' and '.join(f'`{key}`' for key in values_given)
         raise InvalidInputError(f'{names} must not be given together. Remove all but one')
-    if not keys_given:
-        return None
-    return values[keys_given[0]]
+    return next(iter(values_given.values()), None)

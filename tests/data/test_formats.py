@@ -439,7 +439,7 @@ REFUSED = {
     'preferences': (about_red(chosen={'from': 'gpt', 'value': 'x'}), '`chosen` is not supported'),
     'thinking': (with_answer(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
     'weight 0.5': (with_answer(weight=0.5), 'must be 0 or 1'),
-    'loss against weight': (with_answer(weight=1, loss=False), 'must be 0 or 1'),
+    'loss against weight': (with_answer(weight=1, loss=False), 'must not be given together'),
     'loss on a question': (about_red(messages=[{**QUESTION, 'weight': 1}, ANSWER]), 'only for an answer'),
     'no answer with loss': (with_answer(weight=0), 'at least one answer must carry loss'),
     'VILA video in a text': (ask_text('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
