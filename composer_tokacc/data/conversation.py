@@ -444,7 +444,6 @@ class ConversationEncoder:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
         if not self._has_query_tokens:  # BLIP gets videos as images
-            self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         if media['audio']:
             self._add_mask_of_audio(encoded)
@@ -475,21 +474,6 @@ class ConversationEncoder:
         if media['audio']:
             arguments['audio'] = list(media['audio'])
             arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
-
-    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
-        """Refuses a video with an image or another video, if the processor joins their pixels wrongly (SmolVLM).
-
-        SmolVLM's processor writes all into one row ``(1, images and frames, 3, height, width)``. InternVL's joins
-        pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
-        """
-        num_media = len(media['video']) + len(media['image'])
-        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
-            return
-        if encoded['pixel_values'].dim() == 5:
-            name = type(self.processor).__name__
-            raise InvalidInputError(
-                f'{name} takes one video in a conversation, and no image with it. Split the conversation'
-            )
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
         """Replaces the seconds between two patches in time by the real ones (Qwen-Omni, Qwen2.5-VL).

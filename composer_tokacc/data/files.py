@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 GZIP_SIGNATURE = b'\x1f\x8b'
-PARQUET_SIGNATURE = b'PAR1'
 
 
 def read_records(
@@ -125,16 +124,8 @@ def _split_name(path: PathLike) -> tuple[str, str | None]:
 
 
 def _is_table(file: str) -> bool:
-    """Tells whether the library `datasets` reads it: the hub, a folder, or a parquet file of any name."""
-    if file.startswith(HUB) or os.path.isdir(file):
-        return True
-    try:
-        with regular_file(Path(file)).open('rb') as opened:
-            signature = opened.read(len(PARQUET_SIGNATURE))
-    except (OSError, ValueError):  # `_read_json` reports why the file cannot be read
-        return False
-    # A `.parquet` file without the signature is damaged. `datasets` reports what is wrong with it.
-    return signature == PARQUET_SIGNATURE or file.endswith('.parquet')
+    """Tells whether the library `datasets` reads it: the hub, a folder, or a parquet file."""
+    return file.startswith(HUB) or os.path.isdir(file) or (file.endswith('.parquet') and os.path.isfile(file))
 
 
 # JSON.

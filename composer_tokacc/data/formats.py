@@ -315,14 +315,8 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
-    turns = []
-    for turn in prompt:
-        # A table that unites two spellings has both keys in each turn, one of them without a value.
-        role_name = turn.get('role') or turn.get('from')
-        if ROLES.get(str(role_name)) == 'assistant':
-            turn = {**turn, 'weight': 0}
-        turns.append(turn)
-    return [*turns, *completion]
+    turns_without_loss = [{**turn, 'weight': 0} for turn in prompt]
+    return [*turns_without_loss, *completion]
 
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
@@ -578,11 +572,8 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
     filled = list(slots)
     for modality, media in listed.items():
         empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
-        num_empty = len(empty_places)
-        if len(media) != num_empty:
-            num_slots = sum(slot.modality == modality for slot in slots)
-            num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
-            got = f'{num_media} {modality}s and {num_slots} placeholders'
+        if len(media) != len(empty_places):
+            got = f'{len(media)} {modality}s and {len(empty_places)} placeholders'
             raise InvalidInputError(
                 f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
                 f'as in HTML, write `<{modality} >`'

@@ -423,7 +423,7 @@ REFUSED = {
     'long key of a turn': (with_answer(**{'x' * 200_000: 1}), '`x+` of a turn'),
     'long key': (about_red(**{'y' * 200_000: 'a.png'}), '`y+` looks like an image'),
     'images beside image': (about_red(images=['blue.png']), 'must name the same files'),
-    'more images than parts': ({**ask(RED_PART), 'image': 'red.png'}, 'got: 2 images'),
+    'more images than parts': ({**ask(RED_PART), 'image': 'red.png'}, 'got: 1 images'),
     'tool_calls': (with_answer(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, "got: 'function_call'"),
     'tools': (about_red(tools='[{}]'), '`tools` is not supported'),
