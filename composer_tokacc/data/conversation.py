@@ -183,7 +183,7 @@ class ConversationEncoder:
             **self.control.spell(encoded),
             'sample_ids': [sample_id],
         }
-        self._check_length(sample, media)
+        self._check_length(sample)
         # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
         for modality, items in media.items():
             if modality == 'image' or modality in self.parts:
@@ -334,9 +334,9 @@ class ConversationEncoder:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
                 if not self._has_query_tokens and not self.template.has_placeholders(turn.role, modality):
-                    place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
-                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
+                        f'has {modality}s in a turn of the {turn.role}, but the chat template writes no placeholder '
+                        'for each; set another one'
                     )
         # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
         self.control.check(record)
@@ -405,16 +405,14 @@ class ConversationEncoder:
                 )
             self._longest_read_audio = length
 
-    def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
+    def _check_length(self, sample: EncodedSample) -> None:
         """Refuses a sample that is longer than ``max_length``."""
         length = sample['input_ids'].shape[1]
         if self.max_length is None or length <= self.max_length:
             return
-        num_media = sum(len(items) for items in media.values())
-        got = f'{self.max_length} < {length} tokens with {num_media} media'
         raise InvalidInputError(
-            f'`max_length` must be at least the length of the sample, got: {got}. Raise it, or leave the sample out. '
-            '`dataset` has options for this: on_error=skip, or fit=true for media.'
+            f'`max_length` must be at least the length of the sample, got: {self.max_length} < {length} tokens. Raise '
+            'it, or leave the sample out. `dataset` has options for this: on_error=skip, or fit=true for media.'
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
@@ -609,12 +607,8 @@ def _window_of(extractor: Any) -> int | None:
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
     Returns None if the extractor has no such length, or is None because the processor takes no audio.
     """
-    if extractor is None:
-        return None
-    windows = [getattr(extractor, 'n_samples', None)]
-    parameters = inspect.signature(type(extractor).__call__).parameters
-    if 'max_length' in parameters:
-        windows.append(parameters['max_length'].default)
+    parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
+    windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]
     return min((window for window in windows if isinstance(window, int)), default=None)
 
 

@@ -43,7 +43,6 @@ from composer_tokacc.data.unread_media import (
     MEDIA_KEYS,
     URL_SCHEME,
     check_unread_keys,
-    is_base64_of_file,
 )
 from composer_tokacc.refusals import InvalidInputError
 
@@ -615,11 +614,6 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     if URL_SCHEME.match(value):
         raise InvalidInputError(
             f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it'
-        )
-    if is_base64_of_file(value):
-        raise InvalidInputError(
-            f'`{modality}` must be a file name, got: {short_repr(value)}. Write bytes as '
-            f'`data:{modality}/<type>;base64,...`'
         )
     return value
 

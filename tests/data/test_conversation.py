@@ -208,7 +208,9 @@ def test_media_without_a_placeholder_are_refused(modality):
     assert 'video' not in processor.chat_template
     processor.chat_template = processor.chat_template.replace('<|vision_start|><|image_pad|><|vision_end|>', '')
     record = parse({'id': 'a', f'{modality}s': ['x'], 'conversations': turns(f'<{modality}>?', 'Red.')})
-    with pytest.raises(BadSampleError, match=f'"a" .*has {modality}s, but the chat template writes no placeholder'):
+    with pytest.raises(
+        BadSampleError, match=f'"a" .*has {modality}s in a turn of the user, but the chat template writes no'
+    ):
         ConversationEncoder(processor).check_takes_media(record)
 
 

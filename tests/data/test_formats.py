@@ -384,7 +384,6 @@ def test_file_url(folder):
 # Record and words of the message.
 REFUSED = {
     'image on a network': (ask(part('image_url', image_url={'url': 'https://x/a.png'})), 'Download it'),
-    'listed image on a network': (about_red(image='s3://bucket/a.png'), 'Download it'),
     'image by id': (ask(part('input_image', file_id='file-1')), '`file_id` of a part'),
     'unknown part': (ask(part('point', xy=[1, 2])), "got: 'point'"),
     'part without type': (ask({'image': 'red.png', 'text': 'x'}), 'got: None'),
@@ -399,8 +398,6 @@ REFUSED = {
     'list as role': (with_answer(role=['assistant']), r"got: \['assistant'\]"),
     'two roles': (with_answer(**{'from': 'gpt'}), '`role` and `from` must not be given together'),
     'broken base64': (about_red(image='data:image/png;base64,???'), 'must be base64'),
-    'data URI of text': (about_red(image='data:image/svg+xml,<svg/>'), 'must be base64'),
-    'bare base64': (about_red(image='iVBORw0KGgo' * 100), 'Write bytes as `data:image/<type>;base64'),
     'segment of a video': (
         {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]},
         '`start` is not supported',
