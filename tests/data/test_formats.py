@@ -783,14 +783,11 @@ def test_dataset_info_of_the_hub():
     ('entry', 'message'),
     [
         ({'file_name': 'own.json', 'ranking': True}, '`ranking` is not supported'),
-        ({'file_name': 'own.json', 'num_samples': 5}, '`num_samples` is not supported'),
         ({'file_name': 'own.json', 'columns': {'videos': 'v', 'masks': 'm'}}, '`masks` is not supported'),
         ({'formatting': 'chatml', 'file_name': 'own.json'}, "`formatting` must be one of .* got: 'chatml'"),
-        ({'ms_hub_url': 'x/y'}, '`ms_hub_url` is not supported'),
         ({'file_name': 'own.json', 'columns': ['images']}, r"`columns` must map names to names, got: \['images'\]"),
         ({'file_name': 'own.json', 'tags': {'role_tag': ['role']}}, '`tags` must map names to names'),
         ({'file_name': None}, '`file_name` or `hf_hub_url` must be given'),
-        ({}, '`file_name` or `hf_hub_url` must be given'),
     ],
 )
 def test_unsupported_dataset_info_is_refused(folder, entry, message):
