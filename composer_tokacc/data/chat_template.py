@@ -65,7 +65,6 @@ class ChatTemplate:
         takes_media: Whether messages may hold media. Then the template gets the content of a message as a list of
             parts. Otherwise it gets a string. It also gets a string in the turns of a role for which it cannot write
             parts (the assistant in Pixtral, the system in Llama 3.2 Vision).
-        processor_adds_placeholders: Whether the processor adds the placeholders of media, and not the template (BLIP).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
     Raises:
@@ -79,11 +78,9 @@ class ChatTemplate:
         tokenizer: Any,
         *,
         takes_media: bool,
-        processor_adds_placeholders: bool,
         add_end_token: bool,
     ) -> None:
         self._owner = owner
-        self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
         self._takes_media = takes_media
         self._media_of_roles: dict[str, set[str] | None] = {}
@@ -179,14 +176,14 @@ class ChatTemplate:
             raise InvalidInputError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
 
     def has_placeholders(self, role: str, modality: str) -> bool:
-        """Tells whether each medium in a turn gets a placeholder, from the template or the processor.
+        """Tells whether the template writes a placeholder for each medium in a turn.
 
         Args:
             role: ``user`` or ``tool``, because only their turns may hold media in a record.
             modality: The modality of the media.
         """
         modalities = self._media_of(role) or ()
-        return self._processor_adds_placeholders or modality in modalities
+        return modality in modalities
 
     def _media_of(self, role: str) -> set[str] | None:
         """Returns the modalities for which the template writes a placeholder in turns of a role. Tries a role once.
@@ -217,15 +214,13 @@ class ChatTemplate:
         question, answer = example_conversation()
         turn_of_user, _ = example_conversation(modalities)
         turn = {**turn_of_user, 'role': role}
-        conversation = [turn]
-        if role == 'system':
-            conversation = [turn, question]
-        elif role == 'assistant':
-            conversation = [question, turn]
-        elif role == 'tool':  # a tool answers a request of the assistant
-            conversation = [question, answer, turn]
+        conversations = {
+            'system': [turn, question],
+            'assistant': [question, turn],
+            'tool': [question, answer, turn],  # a tool answers a request of the assistant
+        }
         try:
-            return self.apply(conversation)
+            return self.apply(conversations.get(role, [turn]))
         except Exception:  # of the code of the template
             return ''
 

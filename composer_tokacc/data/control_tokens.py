@@ -16,7 +16,6 @@ from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import Message, Record
-from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
@@ -32,9 +31,10 @@ log = logging.getLogger(__name__)
 class ControlTokenPolicy:
     """Finds control tokens in the texts of a dataset. Those that the chat template writes are not touched.
 
-    With ``text``, :meth:`hide` replaces each control token by a stand-in before the template and the processor run. The
-    stand-in is a new token of the tokenizer. Afterwards :meth:`spell` replaces it by the tokens of the control token's
-    characters (its spelling). So no other token of the sample changes, and the processor needs no support for it.
+    With ``text``, :meth:`hide` replaces each control token by stand-ins before the template and the processor run. A
+    stand-in is a new token of the tokenizer. It stands there as often as the control token's characters have tokens
+    (its spelling), and :meth:`spell` puts them in its place. So no other token of the sample changes, and the processor
+    needs no support for it.
 
     Args:
         option: One of ``ControlTokens``.
@@ -53,7 +53,7 @@ class ControlTokenPolicy:
         self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
-        """The stand-in of each control token that was met."""
+        """The stand-ins of each control token that was met, one for each id of its spelling."""
         self._spellings: dict[int, torch.Tensor] = {}
         """By the id of a stand-in: the ids that spell its control token, of shape ``(ids,)``."""
 
@@ -96,41 +96,32 @@ class ControlTokenPolicy:
 
     def unhide(self, text: str) -> str:
         """Returns a text with the control tokens in the place of their stand-ins. Undoes :meth:`hide`."""
-        for token, stand_in in self._stand_ins.items():
-            text = text.replace(stand_in, token)
+        for token, stand_ins in self._stand_ins.items():
+            text = text.replace(stand_ins, token)
         return text
 
     def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Replaces each stand-in of a sample by the spelling of its control token.
+        """Replaces the stand-ins of a sample by the spelling of their control token.
 
         Args:
-            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted. Entries with a
-                value for each token repeat the value of the stand-in, so ``position_ids`` are not supported.
+            sample: An encoded sample of one row, with ``labels`` that are the ids or -100, not shifted.
         """
-        ids = sample['input_ids'][0].tolist()
-        if self._spellings.keys().isdisjoint(ids):
-            return dict(sample)
-        pieces = []
-        for token_id in ids:
-            unchanged = torch.tensor([token_id])
-            pieces.append(self._spellings.get(token_id, unchanged))
-        counts = torch.tensor([len(piece) for piece in pieces])
-        layout = BatchLayout.infer(sample)
-        spelled = dict(sample)
-        for key, value in sample.items():
-            if len(ids) not in value.shape:
-                continue  # it has no value for each token, and `entry_of` may not know its key
-            # Features of media may have this length by chance. The layout knows which dimensions are tokens.
-            for dim in layout.entry_of(sample, key).seq_dims:
-                spelled[key] = spelled[key].repeat_interleave(counts, dim=dim)
-        spelled['input_ids'] = torch.cat(pieces)[None]
-        # If a stand-in carried loss, all tokens of its spelling do. Their labels are the new ids.
-        labels = spelled['labels']
-        spelled['labels'] = labels.where(labels == IGNORE_INDEX, spelled['input_ids'])
-        return spelled
+        input_ids = sample['input_ids'].clone()
+        for stand_in_id, spelling in self._spellings.items():
+            is_stand_in = input_ids == stand_in_id
+            # Each control token has as many stand-ins as its spelling has ids.
+            num_control_tokens = int(is_stand_in.sum()) // len(spelling)
+            input_ids[is_stand_in] = spelling.repeat(num_control_tokens)
+        # If a stand-in carried loss, its id of the spelling does.
+        labels = sample['labels']
+        return {
+            **sample,
+            'input_ids': input_ids,
+            'labels': labels.where(labels == IGNORE_INDEX, input_ids),
+        }
 
     def _stand_in(self, match: re.Match[str]) -> str:
-        """Returns the stand-in of a control token. Adds it to the tokenizer the first time."""
+        """Returns the stand-ins of a control token. Adds their token to the tokenizer the first time."""
         token = match[0]
         if token in self._stand_ins:
             return self._stand_ins[token]
@@ -144,9 +135,9 @@ class ControlTokenPolicy:
         added_token = AddedToken(stand_in, normalized=False)
         self.tokenizer.add_tokens([added_token])
         stand_in_id = self.tokenizer.convert_tokens_to_ids(stand_in)
-        self._stand_ins[token] = stand_in
+        self._stand_ins[token] = stand_in * len(ids)
         self._spellings[stand_in_id] = torch.tensor(ids)
-        return stand_in
+        return self._stand_ins[token]
 
 
 def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str]:

@@ -18,7 +18,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -128,7 +127,6 @@ class ConversationEncoder:
             template_owner,
             tokenizer,
             takes_media=bool(self.parts),
-            processor_adds_placeholders=self._has_query_tokens,
             add_end_token=add_end_token,
         )
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
@@ -172,13 +170,12 @@ class ConversationEncoder:
             raise InvalidInputError(f'`messages` must hold at least one turn, got: {messages!r}. Leave the sample out.')
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
-        # With control_tokens=text, `render` writes a stand-in for each control token of the messages, and the tokenizer
-        # encodes it as one token. At the end, `spell` replaces this token by those of the control token's characters.
+        # With control_tokens=text, `render` writes stand-ins for each control token of the messages, and the tokenizer
+        # encodes each as one token. At the end, `spell` replaces them by the tokens of the control token's characters.
         rendered = self.render(checked_messages)
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
-            self._check_query_tokens(encoded)
             self._hide_answers_from_qformer(encoded, rendered)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
@@ -186,7 +183,7 @@ class ConversationEncoder:
             **self.control.spell(encoded),
             'sample_ids': [sample_id],
         }
-        self._check_length(sample, media)
+        self._check_length(sample)
         # Also if the sample has no media: all samples of a processor must have the same keys to be collated.
         for modality, items in media.items():
             if modality == 'image' or modality in self.parts:
@@ -276,39 +273,37 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that cannot be encoded.
         """
-        rendered_conversations: dict[int, Rendered] = {}
-        for index, messages in enumerate(conversations):
+        samples: list[dict[str, torch.Tensor] | None] = []
+        for messages in conversations:
+            sample = None
             with suppress(Exception):  # encoding the whole sample raises the error again
-                rendered_conversations[index] = self.render(messages)
-        texts = [rendered.text for rendered in rendered_conversations.values()]
-        encodings = self._tokenize(texts)
-        samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
-        for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
-            input_ids = torch.tensor([encoding.ids])
-            with suppress(InvalidInputError):  # an answer has no tokens; the whole sample raises this error again, too
-                spans = _spans_of(encoding, rendered.answers)
-                sample = {
-                    'input_ids': input_ids,
-                    'labels': _labels_of(input_ids, spans),
-                }
-                samples[index] = self.control.spell(sample)
+                sample = self._encode_text(messages)
+            samples.append(sample)
         return samples
 
-    def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
-        """Returns the tokens of rendered texts. Placeholders are not expanded."""
-        encodings: list[Encoding] = []
-        # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
-        # consecutive texts that need the same value. Nearly always, these are all texts.
-        for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
-            tokens = self.tokenizer(
-                list(group),
-                add_special_tokens=add_special_tokens,
-                # Not needed. They would take a third of the time.
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )
-            encodings.extend(tokens.encodings)
-        return encodings
+    def _encode_text(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
+        """Encodes one conversation with the tokenizer only."""
+        rendered = self.render(messages)
+        encoding = self._tokenize(rendered.text)
+        input_ids = torch.tensor([encoding.ids])
+        spans = _spans_of(encoding, rendered.answers)
+        sample = {
+            'input_ids': input_ids,
+            'labels': _labels_of(input_ids, spans),
+        }
+        return self.control.spell(sample)
+
+    def _tokenize(self, text: str) -> Encoding:
+        """Returns the tokens of a rendered text. Placeholders are not expanded."""
+        tokens = self.tokenizer(
+            [text],
+            add_special_tokens=self._adds_special_tokens(text),
+            # Not needed. They would take a third of the time.
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        (encoding,) = tokens.encodings
+        return encoding
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
         """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
@@ -338,10 +333,10 @@ class ConversationEncoder:
                 if modality not in self.parts:
                     attributes = ' or '.join(f'`{attribute}`' for attribute in PROCESSOR_PARTS[modality])
                     raise record.error(f'has {modality}s, but the processor takes none; use one with {attributes}')
-                if not self.template.has_placeholders(turn.role, modality):
-                    place = ' in the turn of a tool' if turn.role == 'tool' else ''
+                if not self._has_query_tokens and not self.template.has_placeholders(turn.role, modality):
                     raise record.error(
-                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another one'
+                        f'has {modality}s in a turn of the {turn.role}, but the chat template writes no placeholder '
+                        'for each; set another one'
                     )
         # Last: it warns only of the first record with control tokens, and should not warn of one that is refused.
         self.control.check(record)
@@ -410,16 +405,14 @@ class ConversationEncoder:
                 )
             self._longest_read_audio = length
 
-    def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
+    def _check_length(self, sample: EncodedSample) -> None:
         """Refuses a sample that is longer than ``max_length``."""
         length = sample['input_ids'].shape[1]
         if self.max_length is None or length <= self.max_length:
             return
-        num_media = sum(len(items) for items in media.values())
-        got = f'{self.max_length} < {length} tokens with {num_media} media'
         raise InvalidInputError(
-            f'`max_length` must be at least the length of the sample, got: {got}. Raise it, or leave the sample out. '
-            '`dataset` has options for this: on_error=skip, or fit=true for media.'
+            f'`max_length` must be at least the length of the sample, got: {self.max_length} < {length} tokens. Raise '
+            'it, or leave the sample out. `dataset` has options for this: on_error=skip, or fit=true for media.'
         )
 
     def _adds_special_tokens(self, text: str) -> bool:
@@ -448,8 +441,7 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # BLIP gets videos as images, and `_check_query_tokens` checks them
-            self._check_joined_pixels(encoded, media)
+        if not self._has_query_tokens:  # BLIP gets videos as images
             self._set_seconds_per_grid(encoded, media['video'])
         if media['audio']:
             self._add_mask_of_audio(encoded)
@@ -481,21 +473,6 @@ class ConversationEncoder:
             arguments['audio'] = list(media['audio'])
             arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
 
-    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
-        """Refuses a video with an image or another video, if the processor joins their pixels wrongly (SmolVLM).
-
-        SmolVLM's processor writes all into one row ``(1, images and frames, 3, height, width)``. InternVL's joins
-        pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
-        """
-        num_media = len(media['video']) + len(media['image'])
-        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
-            return
-        if encoded['pixel_values'].dim() == 5:
-            name = type(self.processor).__name__
-            raise InvalidInputError(
-                f'{name} takes one video in a conversation, and no image with it. Split the conversation'
-            )
-
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
         """Replaces the seconds between two patches in time by the real ones (Qwen-Omni, Qwen2.5-VL).
 
@@ -521,28 +498,6 @@ class ConversationEncoder:
             if key.endswith('attention_mask') and key not in encoded:
                 encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
 
-    def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError if the number of query tokens does not match the images (BLIP).
-
-        The model puts the outputs of the query transformer in the place of these tokens, and does not check their
-        number. For any number of images, the processor writes the tokens of one image, or (InstructBLIPVideo) of one
-        clip of four frames. Without images it writes none.
-        """
-        pixels = encoded.get('pixel_values')
-        expected = 0
-        if pixels is not None:
-            # (images, 3, height, width) or (clips, frames, 3, height, width). An image is one frame.
-            num_frames = pixels.shape[:-3].numel()
-            expected = self.processor.num_query_tokens * num_frames
-        token = getattr(self.processor, 'image_token', None) or self.processor.video_token
-        token_id = self.tokenizer.convert_tokens_to_ids(str(token))
-        num_tokens = int((encoded['input_ids'] == token_id).sum())
-        if num_tokens != expected:
-            raise InvalidInputError(
-                f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
-                'takes one image, or one clip of four frames, for which the chat template must write nothing.'
-            )
-
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
@@ -564,14 +519,7 @@ class ConversationEncoder:
         if rendered.answers:
             instruction = rendered.text[: rendered.answers[0].start]
         instruction = self.control.unhide(instruction)
-        tokenizer = self.processor.qformer_tokenizer
-        instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
-        length = instruction_tokens['input_ids'].shape[1]
-        if length > tokenizer.model_max_length:
-            raise InvalidInputError(
-                'the text before the first answer must fit into the query transformer, got: '
-                f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
-            )
+        instruction_tokens = self.processor.qformer_tokenizer([instruction], return_tensors='pt', verbose=False)
         for key in ('input_ids', 'attention_mask'):
             encoded[f'qformer_{key}'] = instruction_tokens[key]
 
@@ -589,7 +537,7 @@ class ConversationEncoder:
         Raises:
             ValueError: If an answer is not found, because the processor has added such tokens.
         """
-        (encoding,) = self._tokenize([rendered.text])
+        encoding = self._tokenize(rendered.text)
         text_ids = torch.tensor(encoding.ids)
         spans_in_text = _spans_of(encoding, rendered.answers)
         spans = []
@@ -646,11 +594,6 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
         sampling = VideoSampling()
     check_kind('video', sampling, VideoSampling)
     frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
-    if sampling.max_frames < frames_per_patch:
-        raise InvalidInputError(
-            f'`max_frames` must be at least {frames_per_patch}, because {type(video_processor).__name__} joins '
-            f'{frames_per_patch} frames into a patch, got: {sampling.max_frames}. Raise it'
-        )
     min_frames = max(sampling.min_frames, frames_per_patch)
     num_frames = sampling.num_frames
     if num_frames is not None:
@@ -664,12 +607,8 @@ def _window_of(extractor: Any) -> int | None:
     Whisper's extractor has it as the attribute ``n_samples``, Gemma 3n's as the default of the argument ``max_length``.
     Returns None if the extractor has no such length, or is None because the processor takes no audio.
     """
-    if extractor is None:
-        return None
-    windows = [getattr(extractor, 'n_samples', None)]
-    parameters = inspect.signature(type(extractor).__call__).parameters
-    if 'max_length' in parameters:
-        windows.append(parameters['max_length'].default)
+    parameter = inspect.signature(type(extractor).__call__).parameters.get('max_length')
+    windows = [getattr(extractor, 'n_samples', None), getattr(parameter, 'default', None)]
     return min((window for window in windows if isinstance(window, int)), default=None)
 
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from composer_tokacc.data.records import (
     PathLike,
     RawRecord,
     Record,
-    leaves_of,
     short_repr,
 )
 from composer_tokacc.planning import check_kind
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 GZIP_SIGNATURE = b'\x1f\x8b'
-PARQUET_SIGNATURE = b'PAR1'
 
 
 def read_records(
@@ -59,14 +57,13 @@ def read_records(
         image_dir: Folder to which names of media are relative. None: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
-    real_path = cache(Path.resolve)
     for path in _list_paths(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
         for raw_record in read_raw_records(path):
             try:
                 record = parse_record(raw_record, folder)
                 check_decoder(record)
-                check_files(record, real_path, allow_outside=allow_outside)
+                check_files(record, allow_outside=allow_outside)
             except BadSampleError as error:
                 yield error
             else:
@@ -127,20 +124,11 @@ def _split_name(path: PathLike) -> tuple[str, str | None]:
 
 
 def _is_table(file: str) -> bool:
-    """Tells whether the library `datasets` reads it: the hub, a folder, or a parquet file of any name."""
-    if file.startswith(HUB) or os.path.isdir(file):
-        return True
-    try:
-        with regular_file(Path(file)).open('rb') as opened:
-            signature = opened.read(len(PARQUET_SIGNATURE))
-    except (OSError, ValueError):  # `_read_json` reports why the file cannot be read
-        return False
-    # A `.parquet` file without the signature is damaged. `datasets` reports what is wrong with it.
-    return signature == PARQUET_SIGNATURE or file.endswith('.parquet')
+    """Tells whether the library `datasets` reads it: the hub, a folder, or a parquet file."""
+    return file.startswith(HUB) or os.path.isdir(file) or (file.endswith('.parquet') and os.path.isfile(file))
 
 
-# JSON. `DECODER_WITH_ERRORS` does not raise an error for a wrong value, but returns the error in its place. So only the
-# entry that holds the value is refused, and the other entries of the array are read.
+# JSON.
 
 
 def _read_text(file: str) -> str:
@@ -182,10 +170,8 @@ def _read_json(file: str) -> Iterator[RawRecord]:
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
-        decoded = DECODER_WITH_ERRORS.decode(text)
-        # Inside of `try`, because for deep nesting perhaps only `_value_or_error` raises RecursionError.
-        entries = [_value_or_error(entry) for entry in decoded]
-    except (json.JSONDecodeError, RecursionError) as error:
+        entries = DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
         raise InvalidInputError(
             f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
             'there one bad line costs one sample.'
@@ -197,42 +183,26 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
 def _decode_value(text: str) -> object:
     """Returns the value of a JSON text, such as a line, or the error of decoding it."""
     try:
-        return _value_or_error(DECODER_WITH_ERRORS.decode(text))
-    except json.JSONDecodeError as error:
-        return ValueError(f'{error.msg} at column {error.colno}')
+        return DECODER.decode(text)
+    except ValueError as error:  # also Python's own, for an integer of thousands of digits
+        return error
     except RecursionError:
         return ValueError('brackets within brackets, too deep')
 
 
-def _decode_object(
-    pairs: list[tuple[str, object]],
-) -> dict[str, object] | ValueError:
-    """Returns an object. If a key stands twice in it, returns an error, because one of the two values would be lost."""
+def _decode_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Returns an object. Raises ValueError if a key stands twice in it, because one of the two values would be lost."""
     decoded = dict(pairs)
-    if len(decoded) == len(pairs):
-        return decoded
-    keys = [key for key, _ in pairs]
-    most_frequent = max(keys, key=keys.count)
-    return ValueError(f'the key {short_repr(most_frequent)} stands twice in one object. Remove one')
+    if len(decoded) < len(pairs):
+        keys = [key for key, _ in pairs]
+        most_frequent = max(keys, key=keys.count)
+        raise InvalidInputError(
+            f'the key {short_repr(most_frequent)} stands twice in {short_repr(decoded, 200)}. Remove one'
+        )
+    return decoded
 
 
-def _decode_integer(digits: str) -> int | ValueError:
-    """Returns an integer. If it has thousands of digits, returns the error of Python, which does not convert it."""
-    try:
-        return int(digits)
-    except ValueError as error:
-        return error
-
-
-def _value_or_error(value: object) -> object:
-    """Returns a decoded value, or the first error that the decoder has put into it."""
-    for leaf in leaves_of(value):
-        if isinstance(leaf, ValueError):
-            return leaf
-    return value
-
-
-DECODER_WITH_ERRORS = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_integer)  # pyright: ignore[reportArgumentType]
+DECODER = json.JSONDecoder(object_pairs_hook=_decode_object)
 
 
 def _find_entry(file: str, name: str) -> DatasetEntry:
@@ -306,9 +276,6 @@ def _load_table(path: str) -> Any:
         ask_hub(name, 'dataset')
         return datasets.load_dataset(name, subset or None)
     if Path(path).is_dir():
-        for file in Path(path).rglob('*'):
-            if not file.is_dir():
-                regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
     # `datasets` takes a path as a glob pattern, and a relative one as the pattern of the whole path.
     pattern = glob.escape(os.path.abspath(path))

@@ -10,6 +10,7 @@ multiplies all of them by the same factor, and 16 steps halve them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -199,21 +200,17 @@ class FittingEncoder(ConversationEncoder):
 
         Returns MOST_STEPS if there are none. Decodes only as much of the media as the shapes need.
         """
-        # Bisection, which supposes that more steps never make a sample longer.
-        low, high = 1, MOST_STEPS
-        while low < high:
-            middle = (low + high) // 2
+
+        def fits(steps: int) -> bool:
             try:
-                fits = self._fits(encode(middle, shapes_only=True))
+                return self._fits(encode(steps, shapes_only=True))
             except PROCESSOR_ERRORS:
                 # The media are too small for the processor, so fewer steps are tried. If none of them are enough, the
                 # caller encodes with these, and the sample is refused.
-                fits = True
-            if fits:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+                return True
+
+        # Bisection, which supposes that more steps never make a sample longer.
+        return bisect_left(range(MOST_STEPS), True, lo=1, key=fits)
 
     def _encoder_after(self, steps: int) -> ConversationEncoder:
         """Returns the encoder with the budgets that are left after some steps."""

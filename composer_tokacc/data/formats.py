@@ -43,7 +43,6 @@ from composer_tokacc.data.unread_media import (
     MEDIA_KEYS,
     URL_SCHEME,
     check_unread_keys,
-    is_base64_of_file,
 )
 from composer_tokacc.refusals import InvalidInputError
 
@@ -315,14 +314,8 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
-    turns = []
-    for turn in prompt:
-        # A table that unites two spellings has both keys in each turn, one of them without a value.
-        role_name = turn.get('role') or turn.get('from')
-        if ROLES.get(str(role_name)) == 'assistant':
-            turn = {**turn, 'weight': 0}
-        turns.append(turn)
-    return [*turns, *completion]
+    turns_without_loss = [{**turn, 'weight': 0} for turn in prompt]
+    return [*turns_without_loss, *completion]
 
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
@@ -455,15 +448,15 @@ def _parse_carries_loss(turn: JsonObject, role: str) -> bool:
 
     Only answers can carry loss. For turns of other roles this is always True and has no effect.
     """
-    weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}  # `loss` may be true or false
-    if not weights:
+    weight = _only_value(turn, ('weight', 'loss'))  # `loss` may be true or false
+    if weight is None or (weight == 1 and role == 'assistant'):
         return True
-    if all(value == 0 for value in weights.values()):
+    if weight == 0:
         return role != 'assistant'  # 0 changes nothing in other turns
-    if role == 'assistant' and all(value == 1 for value in weights.values()):
-        return True
-    got = f'{short_repr(weights)} for a turn of the {role}'
-    raise InvalidInputError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
+    raise InvalidInputError(
+        f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {short_repr(weight)} for a '
+        f'turn of the {role}'
+    )
 
 
 def _parse_part(part: object, slots: list[Medium] | None) -> str:
@@ -578,11 +571,8 @@ def _fill_slots(slots: Sequence[Medium], listed: Mapping[str, Sequence[Medium]])
     filled = list(slots)
     for modality, media in listed.items():
         empty_places = [place for place, slot in enumerate(slots) if slot == Medium(modality)]
-        num_empty = len(empty_places)
-        if len(media) != num_empty:
-            num_slots = sum(slot.modality == modality for slot in slots)
-            num_media = num_slots - num_empty + len(media)  # those named in the text, and the listed ones
-            got = f'{num_media} {modality}s and {num_slots} placeholders'
+        if len(media) != len(empty_places):
+            got = f'{len(media)} {modality}s and {len(empty_places)} placeholders'
             raise InvalidInputError(
                 f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}. If a tag is text, '
                 f'as in HTML, write `<{modality} >`'
@@ -624,11 +614,6 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     if URL_SCHEME.match(value):
         raise InvalidInputError(
             f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it'
-        )
-    if is_base64_of_file(value):
-        raise InvalidInputError(
-            f'`{modality}` must be a file name, got: {short_repr(value)}. Write bytes as '
-            f'`data:{modality}/<type>;base64,...`'
         )
     return value
 
@@ -717,10 +702,8 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
 
     An empty value counts, too.
     """
-    keys_given = [key for key in keys if values.get(key) is not None]
-    if len(keys_given) > 1:
-        names = ' and '.join(f'`{key}`' for key in keys_given)
+    values_given = {key: values[key] for key in keys if values.get(key) is not None}
+    if len(values_given) > 1:
+        names = ' and '.join(f'`{key}`' for key in values_given)
         raise InvalidInputError(f'{names} must not be given together. Remove all but one')
-    if not keys_given:
-        return None
-    return values[keys_given[0]]
+    return next(iter(values_given.values()), None)

@@ -165,8 +165,8 @@ def length_table(
     Args:
         dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
             and ``labels`` of shape ``(1, length)``. If the dataset has one of the following, it is used. The method
-            ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a patch size
-            and the table that was made with it. The methods ``unexpanded`` and ``shapes_of_videos`` of
+            ``fingerprint()`` identifies the data, see ``table_name()``. The attribute ``measured`` is a length table
+            that is returned as it is. The methods ``unexpanded`` and ``shapes_of_videos`` of
             :class:`.LlavaDataset` give what can be measured without reading samples. They are used for more than 512
             samples, with ``'raise'`` only. Then a file that is damaged after its header is noticed only in training.
         processor: The dataset's Hugging Face processor or tokenizer.
@@ -192,13 +192,8 @@ def length_table(
         tables = [length_table(part, processor, folder=folder, **options) for part in dataset.datasets]
         return LengthTable.from_parts(tables)
     measured = getattr(dataset, 'measured', None)
-    if isinstance(measured, tuple):  # an attribute of a user's class may be something else
-        measured_patch_size, table = measured
-        if measured_patch_size == patch_size:
-            return table
-        # The table is not kept in a file, because its `shrink_steps` are 0: the samples of this dataset fit by now. A
-        # dataset that is opened with this patch size would read the file, and leave all media as they are.
-        return build_length_table(dataset, processor, **options)
+    if isinstance(measured, LengthTable):  # an attribute of a user's class may be something else
+        return measured
     name = table_name(dataset, processor, patch_size=patch_size)
     if _uses_headers(dataset, on_error):
         # Another file, because a table from headers may lack some bad samples, which a run with 'skip' must know.
@@ -326,22 +321,14 @@ def _check_rows(rows: Mapping[int, TableRow], measurer: SampleMeasurer) -> dict[
     generator = np.random.default_rng(0)
     chosen = set(generator.choice(num_samples, NUM_CHECKED, replace=False).tolist())
     checked: dict[int, TableRow | str] = dict(rows)
-    difference = ''
-    for index, row in rows.items():
-        if index not in chosen:
-            continue
-        row_read = measurer.read(index)
-        checked[index] = row_read
-        if row_read != row and not isinstance(row_read, str):
-            difference = f'sample {index}: {tuple(row)} instead of {tuple(row_read)}'
-    differences = [text for text in values_of_ranks(difference) if text]
-    if not differences:
+    has_difference = False
+    for index in chosen.intersection(rows):
+        checked[index] = measurer.read(index)
+        if checked[index] != rows[index] and not isinstance(checked[index], str):
+            has_difference = True
+    if not any(values_of_ranks(has_difference)):
         return checked
-    log.warning(
-        'Sizes from headers are not those of the samples (%s), so all %d samples are read.',
-        differences[0],
-        num_samples,
-    )
+    log.warning('Sizes from headers are not those of the samples, so all %d samples are read.', num_samples)
     return {}
 
 

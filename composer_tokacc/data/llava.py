@@ -35,7 +35,7 @@ from composer_tokacc.data.records import (
     PathLike,
     Record,
 )
-from composer_tokacc.data.sizes import ImageSizes, patch_size_of
+from composer_tokacc.data.sizes import ImageSizes
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -116,8 +116,8 @@ class LlavaDataset(Dataset):
             self.encoder: ConversationEncoder = FittingEncoder(processor, max_image_tokens=max_image_tokens, **options)
         else:
             self.encoder = ConversationEncoder(processor, **options)
-        self.measured: tuple[int, LengthTable] | None = None
-        """Patch size and length table of `records`. None if the samples were not measured for ``skip`` or ``fit``."""
+        self.measured: LengthTable | None = None
+        """Length table of `records`. None if the samples were not measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
         """The good records. A sample is encoded from its record when it is read."""
         self.skipped: list[str] = []
@@ -130,7 +130,7 @@ class LlavaDataset(Dataset):
         self._source_names = _names_of_files(paths)
         if self.records and (on_error == 'skip' or fit):
             self._measure(
-                patch_size_of(patch_size, processor),
+                patch_size=patch_size,
                 on_error=on_error,
                 folder=lengths_folder,
                 num_workers=num_workers,
@@ -177,8 +177,7 @@ class LlavaDataset(Dataset):
         options = {}
         # While the samples are measured there is no table yet, and the encoder searches for the number of steps.
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
-            _, table = self.measured
-            options['steps'] = int(table.shrink_steps[index])
+            options['steps'] = int(self.measured.shrink_steps[index])
         sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
         if self._source_names:
             sample['source'] = [self._source_names[record.path]]
@@ -273,9 +272,9 @@ class LlavaDataset(Dataset):
         Each is a mapping: ``sample`` (its id), ``source`` (its file and place), ``tokens`` (its length now), and
         ``share`` (how much is left of the processor's budget for media, see ``share_of`` in ``data/fit.py``).
         """
-        if self.measured is None:
+        table = self.measured
+        if table is None:
             return []
-        _, table = self.measured
         changed_samples = []
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
@@ -290,32 +289,16 @@ class LlavaDataset(Dataset):
             )
         return changed_samples
 
-    def _measure(self, patch_size: int, **options: Any) -> None:
-        """Measures all samples, and leaves out the bad ones.
-
-        Args:
-            patch_size: Side of the vision encoder's patches in pixels.
-            **options: Other arguments of :func:`.length_table`.
-        """
-        table = length_table(
-            self,
-            self.encoder.processor,
-            patch_size=patch_size,
-            **options,
-        )
-        good_indices = []
-        good_records = []
-        for index, record in enumerate(self.records):
-            if index not in table.errors:
-                good_indices.append(index)
-                good_records.append(record)
-        self.records = good_records
+    def _measure(self, **options: Any) -> None:
+        """Measures all samples, and leaves out the bad ones. The options are arguments of :func:`.length_table`."""
+        table = length_table(self, self.encoder.processor, **options)
+        good_indices = [index for index in range(len(table)) if index not in table.errors]
+        self.records = [self.records[index] for index in good_indices]
         self.skipped.extend(table.errors.values())
-        good_table = table.select(good_indices)
-        self.measured = patch_size, good_table
+        self.measured = table.select(good_indices)
         if self.skipped:
             log.warning(self.skip_report())
-        self._warn_of_pixel_coordinates(good_table)
+        self._warn_of_pixel_coordinates(self.measured)
 
     def _warn_of_pixel_coordinates(self, table: LengthTable) -> None:
         """Warns of the first sample whose media were made smaller and whose answers may hold pixel coordinates."""

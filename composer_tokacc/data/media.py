@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,12 +42,11 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outside: bool) -> None:
+def check_files(record: Record, *, allow_outside: bool) -> None:
     """Raises BadSampleError if a file of a record does not exist, or lies outside of the record's folder.
 
     Args:
         record: The record.
-        real_path: ``Path.resolve``, perhaps cached, because it is slow and many files are in the same folder.
         allow_outside: Whether file names may lead out of the folder, by ``../``, as absolute paths or through links.
     """
     for modality, file in record.files:
@@ -55,21 +54,16 @@ def check_files(record: Record, real_path: Callable[[Path], Path], *, allow_outs
             continue
         path = record.folder / file
         try:
-            os.stat(path)
+            real_path = os.path.realpath(path, strict=True)
         except (ValueError, OSError) as error:
             if not is_from_file(error):
                 raise
             reason = getattr(error, 'strerror', None) or error
             raise record.error(f'{modality} file {path} cannot be found: {reason}. Is `image_dir` right?') from error
-        # Only a link must be resolved itself. For other files the folder is enough.
-        if os.path.islink(path):
-            real_folder = path.resolve().parent
-        else:
-            real_folder = real_path(path.parent)
-        is_inside = real_folder.is_relative_to(real_path(record.folder))
+        is_inside = Path(real_path).is_relative_to(record.folder.resolve())
         if not is_inside and not allow_outside:
             raise record.error(
-                f'{modality} file {path} must lie under {record.folder}, got: {real_folder}. Set '
+                f'{modality} file {path} must lie under {record.folder}, got: {real_path}. Set '
                 'another `image_dir`, or `allow_outside=true` for files that you know'
             )
 

@@ -29,7 +29,6 @@ from composer_tokacc.data.records import (
     Medium,
     Record,
     Turn,
-    is_from_file,
 )
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
@@ -207,17 +206,13 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
     if isinstance(record, BadSampleError):
         return record
     try:
-        contents = []
-        for file in open_files(record):  # a path, or the open content of a file that is embedded in the data file
-            content = file.read_bytes() if isinstance(file, Path) else file.read()
-            contents.append(content)
-        decode_media(record, [BytesIO(content) for content in contents])  # only a check, see `write_shards`
+        decode_media(record, open_files(record))  # only a check, see `write_shards`
     except BadSampleError as error:
         return error
-    except OSError as error:
-        if not is_from_file(error):  # a fault of the machine: the sample is good, so it must not be skipped
-            raise
-        return record.error(f'file {error.filename} cannot be read: {error.strerror}')
+    contents = []
+    for file in open_files(record):  # a path, or the open content of a file that is embedded in the data file
+        content = file.read_bytes() if isinstance(file, Path) else file.read()
+        contents.append(content)
     return _to_row(record, contents)
 
 

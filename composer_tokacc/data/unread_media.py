@@ -121,7 +121,7 @@ def _signs_in_text(text: str) -> Iterator[MediaSign]:
         modality = data_uri[1].lower()
         yield MediaSign(modality if modality in MODALITIES else '')
         return
-    if is_base64_of_file(text):
+    if _BASE64.fullmatch(text):
         yield MediaSign('')
         return
     scheme = URL_SCHEME.match(text)
@@ -137,11 +137,6 @@ def _signs_in_text(text: str) -> Iterator[MediaSign]:
     if dot and modality:
         is_in_network = scheme is not None and scheme[0].lower() != 'file://'
         yield MediaSign(modality, file_name, is_in_network)
-
-
-def is_base64_of_file(text: str) -> bool:
-    """Tells whether a text is base64 of an image, a video or an audio. The first bytes of the file tell."""
-    return _BASE64.fullmatch(text) is not None
 
 
 def announces_medium(key: str) -> bool:

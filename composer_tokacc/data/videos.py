@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile, is_from_file
@@ -447,33 +446,21 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     times = [number * step for number in range(len(files))]
     seconds = len(files) * step
     chosen = sampling.choose(times, seconds)
-    images: dict[int, Image.Image] = {}
-    for number in sorted(set(chosen)):
-        image = _read_frame_image(files, number)
-        images[number] = image
-        first_size = images[chosen[0]].size
+    frames: list[np.ndarray] = []
+    for number in chosen:
+        try:
+            image = read_image(files[number])
+        except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
+            if not is_from_file(error):
+                raise
+            raise InvalidInputError(f'image {number + 1} of {len(files)}: {error}') from error
         # Checked before the next image is decoded, because all images may fill the memory.
-        _check_pixels(len(chosen), *first_size)
-        if image.size != first_size:
-            raise InvalidInputError(
-                f'frames of a video must be of one size, got: {first_size} and {image.size}. Resize them'
-            )
-    frames = [np.asarray(images[number]) for number in chosen]
+        _check_pixels(len(chosen), *image.size)
+        frames.append(np.asarray(image))
+        if frames[-1].shape != frames[0].shape:
+            shapes = f'{frames[0].shape} and {frames[-1].shape}'
+            raise InvalidInputError(f'frames of a video must be of one size, got: {shapes}. Resize them')
     return make_video(frames, chosen, len(files), step)
-
-
-def _read_frame_image(files: Sequence[MediaFile], number: int) -> Image.Image:
-    """Returns one image of a video. An error says which image cannot be read."""
-    file = files[number]
-    try:
-        return read_image(file)
-    except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-        if not is_from_file(error):
-            raise
-        name = f'image {number + 1} of {len(files)}'
-        if isinstance(file, PathLike):
-            name += f' ({os.fspath(file)})'
-        raise InvalidInputError(f'{name}: {error}') from error
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:

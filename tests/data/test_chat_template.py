@@ -311,7 +311,7 @@ def test_dropped_images_of_tools_are_refused(tmp_path):
     assert if_image in QWEN
     processor.chat_template = QWEN.replace(if_image, if_image_of_user)
     path = write_tool_record(tmp_path)
-    message = r'"a" .*has images in the turn of a tool, but the chat template writes no'
+    message = r'"a" .*has images in a turn of the tool, but the chat template writes no'
     with pytest.raises(BadSampleError, match=message):
         LlavaDataset(path, processor)
 

@@ -93,7 +93,7 @@ def test_samples_just_fit_the_cap(path, processor, share):
     cap = int(max(lengths) * share)
     dataset = open_dataset(path, processor, fit=True, max_length=cap)
     fitted_lengths, fitted_media_tokens = count_tokens(dataset, processor)
-    _, table = dataset.measured
+    table = dataset.measured
     reports = {report['sample']: report for report in dataset.fitted()}
     assert reports
     for index, record in enumerate(dataset.records):

@@ -28,14 +28,11 @@ UNREAD = {
         {'conversations': WITH_IMAGE, 'jpg': 'a.jpg'},  # the unread key is the cause, not the number of images
         {'jpg': PNG},
         {'png': BASE64},
-        {'picture': 'a.png'},
         {'file_name': 'a.png'},  # imagefolder
         {'image_path': 'train/a.png'},
         {'img_path': 'a'},
         {'image_2': None, 'image_1': {'bytes': PNG, 'path': None}},  # MMMU
         {'image_url': 'https://x/a.png?w=3'},
-        {'url': 'http://images.x/a.jpg'},
-        {'image_b64': BASE64},
         {'screenshot': f'data:image/png;base64,{BASE64}'},
         {'screenshot': f'DATA:IMAGE/PNG;BASE64,{BASE64}'},
         {'screenshot': f'data:;base64,{BASE64}'},
@@ -52,7 +49,6 @@ UNREAD = {
     'images': [
         {'media': ['a.png']},
         {'media': [{'type': 'image', 'path': 'a.png'}]},
-        {'imgs': ['a.png', 'b.png']},
         {'attachments': [{'url': 'file:///tmp/a.webp'}]},
     ],
     'video': [
@@ -62,11 +58,9 @@ UNREAD = {
         {'clip': 'a.webm'},
         {'clip': MP4_BASE64},
         {'image': 'a.png', 'video_path': 'b.mp4'},
-        {'image': 'a.png', 'video_name': 'b'},
     ],
     'videos': [
         {'frames': ['a.jpg']},
-        {'frames': ['1.jpg', '2.jpg']},
     ],
     'audio': [
         {'audio_filepath': 'a.wav'},  # NeMo
