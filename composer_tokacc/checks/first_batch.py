@@ -362,7 +362,7 @@ class FirstBatchCheck(Generic[RulesT]):
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
     def _check_written_state(self, rows: Batch) -> None:
-        """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
+        """Raises RuntimeError if the result of a forward depends on state that forwards write."""
         self.probe.judge_written_state(rows)
         name = self.probe.state_dependence
         if name is not None:
@@ -371,15 +371,6 @@ class FirstBatchCheck(Generic[RulesT]):
                 'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
                 'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
             )
-        names = self.probe.harmless_states
-        if names:
-            log.warning(
-                'Every forward writes %d states of the model, such as %r. Gradients do not depend on them. The states '
-                'depend on the number of microbatches.',
-                len(names),
-                names[0],
-            )
-            self.probe.harmless_states = []
 
     def _check_window(self, rows: BatchDict) -> None:
         """Raises RuntimeError if the model is a Doge, and a row is longer than its window of keys.

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
@@ -200,8 +200,6 @@ class Probe:
         that forwards write (then :attr:`state_dependence` is set), or a forward that is random even in evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
-        self.harmless_states: list[str] = []
-        """Names of states that every forward writes and that the result does not depend on, still to be reported."""
         self._judged: set[str] = set()
         """Names of states that are not judged again: each was judged before, or is being judged."""
         self.state_dependence: str | None = None
@@ -413,7 +411,6 @@ class Probe:
 
         # First all states at once, because in most models the result depends on none of them.
         if not changes_result(names):
-            self.harmless_states += names
             return
         # Then one by one. If only several states together change the result, the first one is named.
         self.state_dependence = names[0]
@@ -452,16 +449,16 @@ class Probe:
             precision,
             varied_weights,
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as leaves_of_forwards,
+            _graph_from(self._layers, shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        leaves = _leaves_with(logits, leaves_of_forwards)
         # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
-        # No layer returns these logits, for example, if the model changes the output of its head once more.
+        # The layers may have returned other logits: the model changes the output of its head once more, or the loss has
+        # run it again.
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
         return _Forward(terms, points, logits)
@@ -590,46 +587,23 @@ def _has_equal_entries(weight: Tensor) -> bool:
         return False
     if not weight.numel():
         return False
-    entries = weight.detach().flatten()
-    largest_difference = VARIATION / 5
-    if weight.dim() > 0:
-        num_columns = len(entries) / len(weight)
-        largest_difference /= num_columns**0.5
-    # Few weights have equal entries, and most of the others show it by their first entries.
-    for part in (entries[:256], entries):
-        low, high = part.aminmax()
-        if float(high - low) >= largest_difference:
-            return False
-    return True
+    low, high = weight.detach().aminmax()
+    return float(high - low) < _variation_of(weight) / 5
 
 
 def _varied(weight: Tensor) -> Tensor:
-    """Returns a weight with a different positive number added to each entry. With more columns they are smaller."""
-    if weight.dim() < 2:
-        numbers = _golden_numbers(weight.numel(), weight.dtype, weight.device)
-        return weight + VARIATION * numbers.view(weight.shape)
-    entries = weight.flatten(1)
-    num_rows, num_columns = entries.shape
-    rows = _golden_numbers(num_rows, weight.dtype, weight.device)
-    columns = _golden_numbers(num_columns, weight.dtype, weight.device)
-    varied = torch.addcmul(
-        entries,
-        rows[:, None],
-        columns,
-        value=VARIATION / num_columns**0.5,
-    )
-    return varied.view(weight.shape)
+    """Returns a weight with a random positive number added to each entry, the same one in each call."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    numbers = torch.empty_like(weight).uniform_(generator=generator)
+    return weight + _variation_of(weight) * (1 - numbers)  # 0 may be drawn, and 1 is not
 
 
-@cache
-def _golden_numbers(
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio, modulo 1."""
-    numbers = torch.arange(1, size + 1) * 0.618034 % 1
-    return numbers.to(device, dtype)
+def _variation_of(weight: Tensor) -> float:
+    """Returns the most that :func:`_varied` adds to an entry of a weight, see :data:`VARIATION`."""
+    num_columns = 1.0
+    if weight.dim() > 1:
+        num_columns = weight.numel() / len(weight)
+    return VARIATION / num_columns**0.5
 
 
 # Helpers of a forward.
@@ -695,7 +669,7 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[list[Leaves]]:
+) -> Iterator[Leaves]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
@@ -705,12 +679,9 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
 
-    The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
-    preference loss also runs a reference (the model with its adapter off) without gradients, before or after the
-    forward that makes the logits. :func:`_leaves_with` finds the leaves of the latter. If the loss runs the model again
-    with gradients (R-Drop), only the leaves of that forward are kept.
+    If the loss runs the model again (a reference, R-Drop), the leaves are those of the last forward.
     """
-    leaves_of_forwards: list[Leaves] = [{}]
+    leaves: Leaves = {}
 
     def start_graph(
         module: Module,
@@ -720,28 +691,14 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaf = output.detach().requires_grad_()
-        leaves = leaves_of_forwards[-1]
         leaves[module] = leaf
         if module is layers[-1]:
-            if torch.is_grad_enabled():
-                del leaves_of_forwards[:-1]
-            else:
-                # The next forward replaces the leaves in the copy. If it is not complete, the others stay.
-                leaves_of_forwards.append(dict(leaves))
             # Gradients stay on, also if an earlier layer runs again.
             torch.set_grad_enabled(True)
         return leaf
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves_of_forwards
-
-
-def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
-    """Returns the leaves of the forward whose layer returned the logits. If none did, those of the last forward."""
-    for leaves in leaves_of_forwards:
-        if any(leaf is logits for leaf in leaves.values()):
-            return leaves
-    return leaves_of_forwards[-1]
+        yield leaves
 
 
 def _rounded(
