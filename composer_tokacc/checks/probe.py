@@ -75,8 +75,6 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
-Leaves: TypeAlias = dict[Module, Tensor]
-"""Outputs of layers at which the graph begins, by layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,12 +453,7 @@ class Probe:
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        # Not every layer runs in every batch, such as a layer of another modality.
-        points = [leaves[layer] for layer in self._layers if layer in leaves]
-        # The layers may have returned other logits: the model changes the output of its head once more, or the loss has
-        # run it again.
-        if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
-            points.append(logits)
+        points = _points_of(logits, leaves, len(self._layers))
         return _Forward(terms, points, logits)
 
     @contextmanager
@@ -669,7 +662,7 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[Leaves]:
+) -> Iterator[list[Tensor]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
@@ -679,9 +672,11 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
 
-    If the loss runs the model again (a reference, R-Drop), the leaves are those of the last forward.
+    The loss may run the model again, so the leaves are those of several forwards, in order. For example, a preference
+    loss also runs a reference (the model with its adapter off) without gradients, before or after the forward that makes
+    the logits.
     """
-    leaves: Leaves = {}
+    leaves: list[Tensor] = []
 
     def start_graph(
         module: Module,
@@ -691,7 +686,7 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaf = output.detach().requires_grad_()
-        leaves[module] = leaf
+        leaves.append(leaf)
         if module is layers[-1]:
             # Gradients stay on, also if an earlier layer runs again.
             torch.set_grad_enabled(True)
@@ -699,6 +694,22 @@ def _graph_from(
 
     with _hooked(layers, start_graph), torch.no_grad():
         yield leaves
+
+
+def _points_of(logits: Tensor | None, leaves: Sequence[Tensor], num_layers: int) -> list[Tensor]:
+    """Returns the leaves of the forward that made the logits, and the logits last. For the leaves see _graph_from().
+
+    If none of the leaves is the logits, because the model changes the output of its head once more, or has no logits,
+    these are the leaves of the last forward.
+    """
+    end = len(leaves)
+    for place, leaf in enumerate(leaves):
+        if leaf is logits:
+            end = place + 1
+    points = list(leaves[max(end - num_layers, 0) : end])
+    if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
+        points.append(logits)
+    return points
 
 
 def _rounded(
