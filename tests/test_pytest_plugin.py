@@ -74,10 +74,10 @@ def test_fixture_in_a_test_run(pytester):
     result.stdout.fnmatch_lines(
         [
             '*got: the heaviest weighs 4.0000 times the lightest.',
-            'forward 2: all of 1 tokens with loss: 4 times the median',
+            '       2         1            0.5 *',
             'Divide by the loss tokens*',
             '*got: the heaviest weighs 2.0000 times the lightest.',
-            'forward 1: number 3 of 4 tokens with loss: 2 times the median',
+            '       1         4           0.25 * 0.5 *',
         ]
     )
 

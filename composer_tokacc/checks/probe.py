@@ -672,9 +672,9 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
 
-    The loss may run the model again, so the leaves are those of several forwards, in order. For example, a preference
-    loss also runs a reference (the model with its adapter off) without gradients, before or after the forward that makes
-    the logits.
+    The loss may run the model again, so the leaves are those of several forwards, in order. For example, a loss may
+    also run a reference (the model with its adapter off) without gradients, before or after the forward that makes the
+    logits.
     """
     leaves: list[Tensor] = []
 
