@@ -29,7 +29,6 @@ from composer_tokacc.checks.logits import (
     tolerance_of,
     whole_vocabulary,
 )
-from composer_tokacc.compat import tree_flatten, tree_unflatten
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
@@ -324,10 +323,9 @@ def _check_reached(step: Step) -> None:
 def _read_from_device(step: Step) -> None:
     """Fills in ``observed`` of all microbatches.
 
-    Each reading waits for the device, so all numbers are read at once. This costs little time here, because Composer
-    waits for the device at this point anyway, to read the loss.
+    Each reading waits for the device. This costs little time here, because Composer waits for the device at this point
+    anyway, to read the loss.
     """
-    values_of_records = []
     for record in step.microbatches:
         counted = loss_mask(record.batch, record.counts.rule)
         values = {'tokens': counted.sum()}
@@ -337,14 +335,8 @@ def _read_from_device(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        values_of_records.append(values)
-    tensors, structure = tree_flatten(values_of_records)
-    if not tensors:
-        return
-    in_one_tensor = torch.stack([tensor.double() for tensor in tensors])
-    numbers_of_records = tree_unflatten(in_one_tensor.tolist(), structure)
-    for record, numbers in zip(step.microbatches, numbers_of_records, strict=True):
-        record.observed = numbers
+        in_one_tensor = torch.stack([value.double() for value in values.values()])
+        record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
 
 def _check_totals(step: Step) -> None:
