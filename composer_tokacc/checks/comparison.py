@@ -278,7 +278,6 @@ class RowComparison:
             RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
         """
         failures: list[CutFailure] = []
-        trimming_error: str | None = None
         for candidate in cutter.candidates(self._facts, rules):
             self.has_shown_trimming = False
             assemble = partial(cutter.assemble, self._facts, rules=candidate)
@@ -295,23 +294,15 @@ class RowComparison:
                         'has changed, and steps since the last check may be wrong: go back to a checkpoint before it.'
                     ) from None
                 failures.append(failure)
-                if not candidate.packing:
-                    trimming_error = failure.reason or trimming_error
                 continue
             if self.has_shown_trimming:
                 return candidate
             # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
             # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
             # and with_side_of() puts the earlier padding policy back.
-            if self._facts.is_padded and trimming_error is not None:
-                log.warning(
-                    'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
-                    '%s (docs/errors.md#padding)',
-                    trimming_error,
-                )
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
-            raise NotExactError(_why_not_packed(failures))
+            raise failures[0]  # of attention document by document, which is tried first
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def _check_trimmed_rows(self, assemble: Callable[..., Batch]) -> None:
@@ -461,7 +452,6 @@ class RowComparison:
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
-            self._check_num_tokens(batch, rows, cut_kind)
             self._check_gradients(batch, result, rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
             self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
@@ -469,19 +459,6 @@ class RowComparison:
             self._check_losses(parts)
         if self._at_unvaried_weights is not None:
             self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
-
-    def _check_num_tokens(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        cut_kind: CutKind,
-    ) -> None:
-        """Raises CutFailure if the microbatch of the rows has lost a label."""
-        num_tokens = int(loss_mask(batch, self._rule).sum())
-        num_expected = self._denominator('tokens', rows)
-        if num_tokens != num_expected:
-            difference = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
-            raise CutFailure(self._explained(difference, cut_kind))
 
     def _not_accepted(
         self,
@@ -699,19 +676,6 @@ class RowComparison:
             "the loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
             '`router_aux_loss_coef` (docs/errors.md#row-coupling).'
         )
-
-
-def _why_not_packed(failures: Sequence[CutFailure]) -> str:
-    """Returns why no packing is exact.
-
-    ``failures`` has one entry for each packing that was tried, attention by document first. If the model raised an
-    error there, and another packing has a wrong result, the message names both failures. Otherwise it names the first.
-    """
-    first = failures[0]
-    wrong_result = next((failure for failure in failures if failure.reason is None), first)
-    if wrong_result is first:
-        return str(first)
-    return f'{wrong_result} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:

@@ -44,8 +44,6 @@ class _WatchedForward:
     gradient."""
     num_labels: Tensor | None
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
-    has_gradient: bool
-    """Whether its logits got a gradient."""
     weights: Tensor
     """Weights of its positions, float32 ``(positions,)``: 0 without loss, and added over its backwards, as gradients
     are."""
@@ -53,6 +51,8 @@ class _WatchedForward:
     """Which positions have a gradient that no weight can be read off, bool ``(positions,)``."""
     residual: Tensor
     """Share of the gradient's norm that no token's cross-entropy explains, float32 ``()``."""
+    has_gradient: bool = False
+    """Whether its logits got a gradient."""
 
     @property
     def reliable_weights(self) -> Tensor:
@@ -225,7 +225,6 @@ class TokenWeightsReport:
         forward = _WatchedForward(
             is_in_backward(),
             num_labels,
-            has_gradient=False,
             weights=nothing,
             is_unclear=nothing.bool(),
             residual=nothing,
