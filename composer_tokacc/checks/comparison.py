@@ -54,9 +54,8 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""In a plain mean of cross-entropies no token's gradient is off by more than this multiple of the mean weight, and at
-most this part of the gradient comes from other terms. It is stricter than the tolerance of a step, because a term that
-is small in the first batch may grow."""
+"""In a plain mean of cross-entropies no position's gradient is off by more than this multiple of the mean weight. It is
+stricter than the tolerance of a step, because a term that is small in the first batch may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
@@ -243,10 +242,8 @@ class RowComparison:
         mean_weight = float(weighted_squares.sum() / squares.sum())
         if mean_weight == 0 or not math.isfinite(mean_weight):
             return None
-        relative_weights = measured.weights / mean_weight
         # For the same reason a weight that differs from the mean counts only as far as it changes the gradient.
-        changes = (relative_weights - 1).abs() * measured.plain_norms
-        worst = max(float(changes.max()), float(measured.residual))
+        worst = float(measured.deviations(mean_weight, 1.0).max())
         eps = self.reference.gradient_eps
         if worst > PLAIN_TOLERANCE + eps:
             return None
@@ -383,31 +380,23 @@ class RowComparison:
             # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
             raise
         except Exception as error:  # also an AssertionError of the model
-            # Only the first line, because messages of the hosts may be long.
-            first_line, *_ = str(error).strip().splitlines() or ['']
-            return f'{type(error).__name__}: {first_line}'
+            return f'{type(error).__name__}: {error}'
         finally:
             selector.disarm()
-        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
-        gradients = list(result.gradients['tokens'])
-        num_expected = len(self.reference.gradients['tokens'])
-        # The last gradient is the one by the logits.
-        if len(gradients) != num_expected or not gradients or gradients[-1] is None:
-            return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
-        # Gradients by selected positions are put back at their places in the batch.
-        for index, gradient in enumerate(gradients):
+        gradients = []
+        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
+        for gradient in result.gradients['tokens']:
+            # Gradients by selected positions are put back at their places in the batch.
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
-                gradients[index] = positions.put_back(gradient, height, width)
+                gradient = positions.put_back(gradient, height, width)
+            gradients.append(gradient)
         result = replace(result, gradients={'tokens': gradients})
         try:
             self._check_gradients(self._rows, result, self._all_rows, CutKind.AT_LABELS)
-        except CutFailure:
-            return 'the gradient by the logits changes'
-        try:
             self._check_losses([_LossPart(self._all_rows, result.losses)])
         except CutFailure:
-            return 'the loss changes'
+            return 'the loss or its gradient by the logits changes'
         return None
 
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:

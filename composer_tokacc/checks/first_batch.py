@@ -81,8 +81,6 @@ MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_LABELS = 4
 """Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
-ENOUGH_TOKENS = 4
-"""A row with as many tokens can have several labels that count."""
 LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
@@ -292,6 +290,11 @@ class FirstBatchCheck(Generic[RulesT]):
         """
         started = time.perf_counter()
         if self.rule is None:
+            if not _can_show_rule(shared.rows):
+                raise NotExactError(
+                    'The first batch must have a row with two tokens, which shows the loss rule of the model, got: rows '
+                    f'of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
+                )
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
             self._warn_of_leaks(shared.rows)
@@ -299,6 +302,8 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
+        if not loss_mask(shared.rows, self.rule).any():
+            return rules, RowRanges()  # a causal model has no loss on rows of one token, so there is nothing to compare
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison(
@@ -448,7 +453,7 @@ class FirstBatchCheck(Generic[RulesT]):
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
-        rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
+        rows = self.layout.select(loader_batch, chosen)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
@@ -772,34 +777,6 @@ def _can_show_rule(batch: Batch) -> bool:
         if has_label or has_two_tokens:
             return True
     return False
-
-
-def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row if no row has more than one, because a causal model has no loss on such rows.
-
-    Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
-    repeated.
-    """
-    if _can_show_rule(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
-        return rows
-    real = real_positions(rows)
-    has_token = real.any(dim=1)
-    with_token = has_token.nonzero().flatten().tolist()
-    if not with_token:
-        return rows
-    longer = layout.select(rows, with_token)
-    is_token = real[with_token]
-    # The column of the only token of each row.
-    columns = is_token.int().argmax(dim=1, keepdim=True)
-    for key, value in longer.items():
-        if isinstance(value, Tensor) and value.shape == is_token.shape:
-            longer[key] = value.gather(1, columns).repeat(1, ENOUGH_TOKENS)
-    if 'position_ids' in longer:
-        longer['position_ids'] = torch.arange(ENOUGH_TOKENS).repeat(len(with_token), 1)
-    longer['labels'] = longer['input_ids'].clone()
-    # The first token has no token before it.
-    longer['labels'][:, 0] = IGNORE_INDEX
-    return longer
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
