@@ -282,7 +282,7 @@ class RowComparison:
                 if candidate.packing:
                     self._check_packed_rows(assemble, largest_packed_row)
                 else:
-                    self._check_trimmed_rows(assemble)
+                    self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
                 if failure.reason is None and not are_new and candidate.cuts_like(rules):
@@ -301,20 +301,6 @@ class RowComparison:
         if cutter.must_pack:
             raise failures[0]  # of attention document by document, which is tried first
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
-
-    def _check_trimmed_rows(self, assemble: Callable[..., Batch]) -> None:
-        """Raises CutFailure unless each row by itself has the expected gradient.
-
-        Its width is not rounded up, because the last token may see the next column (MobileBERT). In training some rows
-        keep no padding after rounding. But if the model raises an error, or has logits of another width, it may need
-        rounded widths.
-        """
-        try:
-            self._check_microbatches(partial(assemble, is_rounded=False), self._single_rows, CutKind.SINGLE_ROW)
-        except NotExactError as failure:
-            if isinstance(failure, CutFailure) and failure.reason is None:
-                raise
-            self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not trimmed, has another gradient than with the others."""
@@ -435,9 +421,6 @@ class RowComparison:
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
             except Exception as error:  # each model has its own, and a CutFailure keeps its text
-                # This error already says what is wrong. For packed rows it is only the reason not to pack them.
-                if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
-                    raise
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error

@@ -90,11 +90,6 @@ class NeedsChunks(ColumnCounter):
         return super().forward(input_ids, attention_mask, labels)
 
 
-def test_model_that_asserts_its_width():
-    batch = ragged_batch([(9, 7), (16, 11)])
-    assert rules_after_exact_steps(gpt2(NeedsChunks), batch, batch).right == 'keep'
-
-
 class PadsRows(ColumnCounter):
     """Pads its rows to a multiple of 8 columns, and returns logits for all of them."""
 
@@ -111,8 +106,9 @@ class PadsRows(ColumnCounter):
 
 @pytest.mark.parametrize('model_class', [NeedsChunks, PadsRows])
 def test_model_that_needs_rounded_widths(model_class):
+    """Also with `width_multiple`, because the check does not round widths."""
     batch = ragged_batch([(9, 7), (16, 11), (3, 2)], width=24)
-    assert rules_after_exact_steps(gpt2(model_class), batch, width_multiple=8).right == 'trim'
+    assert rules_after_exact_steps(gpt2(model_class), batch, batch, width_multiple=8).right == 'keep'
 
 
 class SeesNextColumns(ColumnCounter):

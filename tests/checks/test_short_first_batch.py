@@ -15,12 +15,21 @@ LONGER = ragged_batch([(4, 2), (9, 7), (5, 3)])
 
 
 @pytest.mark.parametrize(
-    ('packing', 'num_rows', 'num_labels', 'is_attended'),
-    [(False, 1, 0, True), (False, 3, 1, True), (True, 1, 1, True), (True, 3, 0, True), (False, 3, 0, False)],
+    ('packing', 'num_rows', 'num_labels', 'num_pads', 'side', 'is_attended'),
+    [
+        (False, 1, 0, 0, 'right', True),
+        (False, 3, 1, 0, 'right', True),
+        (True, 1, 1, 0, 'right', True),
+        (True, 3, 0, 0, 'right', True),
+        (False, 1, 0, 2, 'left', True),
+        (False, 1, 0, 2, 'right', True),
+        (False, 3, 0, 0, 'right', False),
+    ],
 )
-def test_rows_of_one_token(num_labels, num_rows, packing, is_attended):
-    short = ragged_batch([(1, num_labels)] * num_rows)
-    short['attention_mask'][-1] = int(is_attended)
+def test_rows_of_one_token(packing, num_rows, num_labels, num_pads, side, is_attended):
+    with_longer_row = ragged_batch([(1, num_labels)] * num_rows + [(1 + num_pads, 0)], side=side)
+    short = {key: tensor[:-1] for key, tensor in with_longer_row.items()}
+    short['attention_mask'] = short['attention_mask'] * is_attended
     model = one_layer_model()
     recorder = fit(model, LONGER, short, LONGER, packing=packing)
     _, short_gradients, gradients = recorder.steps
