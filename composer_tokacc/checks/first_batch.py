@@ -606,11 +606,10 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     num_labels = is_label.sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
-    def cost(row: int) -> tuple[bool, bool, bool]:
-        # False sorts first, so these are the faults of a row, the worst one first.
-        return num_labels[row] < 2, num_labels[row] < NUM_LABELS, num_media[row] == 0
+    def fitness(row: int) -> tuple[int, bool]:
+        return min(num_labels[row], NUM_LABELS), num_media[row] > 0
 
-    return min(range(len(num_labels)), key=cost)
+    return max(range(len(num_labels)), key=fitness)
 
 
 def _any_token(rows: Batch) -> int:
