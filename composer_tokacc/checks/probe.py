@@ -542,10 +542,8 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                # A module that no forward has reached yet may have such weights.
-                if module not in self.names or self.names[module]:
-                    hooks.enter_context(module.register_forward_pre_hook(self._show))
-                    hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
+                hooks.enter_context(module.register_forward_pre_hook(self._show))
+                hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
     def _show(self, module: Module, args: object) -> None:
