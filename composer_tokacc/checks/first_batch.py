@@ -588,8 +588,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
         positions = _without_placeholders(layout, rows, positions)
-    # Without any such position (a row of one token) the last column gets a label.
-    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    label_positions = positions[-NUM_LABELS:].tolist()
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
@@ -738,12 +737,9 @@ def media_as_collated(
 
     Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
     """
-    microbatches = microbatches_of(batch)
-    if len(microbatches) < 2:
-        return {}
     # Each row of the batch: the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
-    for microbatch in microbatches:
+    for microbatch in microbatches_of(batch):
         sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
@@ -769,11 +765,10 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
 
 
 def _can_show_rule(batch: Batch) -> bool:
-    """Returns whether a row can show the loss rule: it has a label behind its first token, or a second token."""
+    """Returns whether a row can show the loss rule: it has two tokens."""
     for microbatch in microbatches_of(batch):
-        has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
-        has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
-        if has_label or has_two_tokens:
+        num_tokens = real_positions(microbatch).sum(dim=1)
+        if num_tokens.max() > 1:
             return True
     return False
 

@@ -126,13 +126,11 @@ class ProbeResult:
 
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference of losses and gradients from another result of the same rows."""
-        # Losses near 0 are compared absolutely.
-        distances = [0.0]
+        distances = []
         for unit, loss in self.losses.items():
-            difference = abs(other.losses[unit] - loss)
-            distances.append(difference / (1 + abs(loss)))
-        for unit, gradients in self.gradients.items():
-            pairs = zip(gradients, other.gradients[unit], strict=True)
+            # Losses near 0 are compared absolutely.
+            distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
+            pairs = zip(self.gradients[unit], other.gradients[unit], strict=True)
             for gradient, other_gradient in pairs:
                 if gradient is None or other_gradient is None:
                     continue
