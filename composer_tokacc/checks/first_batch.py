@@ -315,7 +315,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self.check_loss,
         )
         self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
-        self._check_written_state(comparison.batch)
+        self.probe.judge_written_state(comparison.batch)
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
@@ -348,7 +348,7 @@ class FirstBatchCheck(Generic[RulesT]):
             # If it raises an error in float32, all later forwards have the trainer's precision.
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits
-            self._check_written_state(row)
+            self.probe.judge_written_state(row)
 
     def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
@@ -365,17 +365,6 @@ class FirstBatchCheck(Generic[RulesT]):
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
-
-    def _check_written_state(self, rows: Batch) -> None:
-        """Raises RuntimeError if the result of a forward depends on state that forwards write."""
-        self.probe.judge_written_state(rows)
-        name = self.probe.state_dependence
-        if name is not None:
-            raise NotExactError(
-                f'A forward must not change the result of the next one, got: {name!r}, which every forward in training '
-                'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
-                'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
-            )
 
     def _check_window(self, rows: BatchDict) -> None:
         """Raises RuntimeError if the model is a Doge, and a row is longer than its window of keys.
@@ -798,12 +787,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
         if not len(tokens):
             last_column = columns[-1:]  # empty if the row has one token
             labels[row, last_column] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last_column]
-            continue
-        if num_media[row] or row == longest_prompt:
-            continue
-        unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
-        repeated = torch.arange(len(unlabelled_columns)) % len(tokens)
-        labels[row, unlabelled_columns] = tokens[repeated]
+        elif not num_media[row] and row != longest_prompt:
+            unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
+            labels[row, unlabelled_columns] = tokens[-1]
     return {**batch, 'labels': labels}
 
 

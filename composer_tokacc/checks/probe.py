@@ -192,14 +192,12 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the loss changes from forward to forward. After :meth:`examine` there are two possible reasons: state
-        that forwards write (then :attr:`state_dependence` is set), or a forward that is random even in evaluation."""
+        """Whether the loss changes from forward to forward. After :meth:`examine` the forward is then random even in
+        evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self._judged: set[str] = set()
         """Names of states that are not judged again: each was judged before, or is being judged."""
-        self.state_dependence: str | None = None
-        """Name of a state that every forward writes and that the result depends on."""
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
@@ -214,7 +212,7 @@ class Probe:
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model, gather=gather)
+            return cls(model, model.loss, model, gather=gather)
         names = forward_parameters(model)
 
         def forward(batch: Batch) -> Outputs:
@@ -324,8 +322,7 @@ class Probe:
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
         self.judge_written_state(batch)
-        # If the result depends on state that a forward writes, the loss changes for that reason, and is not random.
-        if self.is_random and self.is_training and self.state_dependence is None:
+        if self.is_random and self.is_training:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
             return self.examine(batch)
@@ -364,7 +361,7 @@ class Probe:
         return result
 
     def judge_written_state(self, batch: Batch) -> None:
-        """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.
+        """Raises RuntimeError, on all ranks, if the result depends on state that every forward writes.
 
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
@@ -409,11 +406,16 @@ class Probe:
         if not changes_result(names):
             return
         # Then one by one. If only several states together change the result, the first one is named.
-        self.state_dependence = names[0]
+        decisive_name = names[0]
         for name in names:
             if changes_result([name]):
-                self.state_dependence = name
-                return
+                decisive_name = name
+                break
+        raise NotExactError(
+            f'A forward must not change the result of the next one, got: {decisive_name!r}, which every forward in '
+            'training writes and the result depends on. A step would depend on its number of microbatches. Put its '
+            'module in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
+        )
 
     def _forward(
         self,
