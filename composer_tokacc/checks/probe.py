@@ -201,8 +201,7 @@ class Probe:
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        # Modules of TorchScript take no hooks.
-        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = list(model.modules())
         self._varied_weights = _VariedWeights(self._modules)
         # Whether forwards run in float32, without `precision`. The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)

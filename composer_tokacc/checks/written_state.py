@@ -243,11 +243,7 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
         attributes = vars(module)
-        containers = [parameters, buffers, attributes]
-        if isinstance(module, torch.jit.ScriptModule):
-            # Its attributes cannot be read. Its buffers are written, but never replaced.
-            containers = [dict(module.named_buffers(recurse=False))]
-        for container in containers:
+        for container in (parameters, buffers, attributes):
             is_parameter = container is parameters
             if is_parameter and not watches_parameters:
                 continue
