@@ -85,9 +85,6 @@ class CutKind(Enum):
     AT_LABELS = 'with logits only at labels'
     WITH_UNLABELLED = 'together with a row without labels'
 
-    def __str__(self) -> str:
-        return self.value
-
 
 class CutFailure(NotExactError):
     """A difference between a cut and the uncut rows, or an error of the model on rows that were cut."""
@@ -524,7 +521,7 @@ class RowComparison:
     def _explained_change(self, change: _Change, allowed: float, cut_kind: CutKind) -> str:
         """Returns a message about a change of a row's gradient that exceeds ``allowed``."""
         name = sample_name(self._rows, change.row)
-        size = f'changes by {change.error:.1e} {cut_kind}'
+        size = f'changes by {change.error:.1e} {cut_kind.value}'
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
         if self.reference.invalid_loss is not None:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
@@ -537,7 +534,7 @@ class RowComparison:
         # If the change almost vanishes without the factor, the row only has another weight.
         if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:
             return (
-                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
+                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
                 f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
             )
         return self._explained(difference, cut_kind)

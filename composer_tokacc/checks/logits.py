@@ -224,16 +224,14 @@ def sketch(gradient: Tensor) -> Tensor:
         return gradient.float().cpu()
     num_missing = -size % SKETCH_BLOCK  # entries of the last block
     num_blocks = (size + num_missing) // SKETCH_BLOCK
-    # The same signs for every gradient of this size.
+    # The same numbers for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
-    zeros_and_ones = torch.randint(2, (num_blocks, SKETCH_BLOCK, SKETCH_WIDTH), generator=generator)
-    signs = 2 * zeros_and_ones - 1
-    signs = signs.to(gradient.device).float()
+    factors = torch.randn(num_blocks, SKETCH_BLOCK, SKETCH_WIDTH, generator=generator).to(gradient.device)
     parts = []
     for _, (part_gradient,) in _float_parts(gradient):
         padded = F.pad(part_gradient, (0, num_missing))
         blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
-        sums_of_blocks = blocks @ signs
+        sums_of_blocks = blocks @ factors
         parts.append(sums_of_blocks.sum(dim=0))
     rows, width = gradient.shape[:2]
     sums = torch.cat(parts).view(rows, width, SKETCH_WIDTH)

@@ -265,12 +265,12 @@ class TokenWeightsReport:
         if gradient is None or not self._is_open:
             return
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
+        is_unclear = forward.is_unclear
+        residual = forward.residual
         if mask is not None:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
             weights = weights.where(mask.flatten(), 0)
-            is_unclear = torch.zeros_like(weights, dtype=torch.bool)
-            residual = gradient.new_zeros(())
         else:
             measured = measure(logits, gradient)
             weights = measured.weights.flatten()
@@ -279,12 +279,12 @@ class TokenWeightsReport:
             is_sure = measured.plain_norms < SURE
             is_unexplained = measured.residual_norms > OTHER * measured.norms
             has_label = measured.targets != IGNORE_INDEX
-            is_unclear = (has_label & (is_sure | is_unexplained)).flatten()
-            residual = measured.residual
+            is_unclear = is_unclear | (has_label & (is_sure | is_unexplained)).flatten()
+            residual = torch.maximum(residual, measured.residual)
         forward.has_gradient = True
         forward.weights = forward.weights + weights
-        forward.is_unclear = forward.is_unclear | is_unclear
-        forward.residual = torch.maximum(forward.residual, residual)
+        forward.is_unclear = is_unclear
+        forward.residual = residual
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""
