@@ -446,13 +446,13 @@ class Probe:
             precision,
             varied_weights,
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as leaves,
+            _graph_from(self._layers, shapes) as leaves_of_forwards,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        points = _points_of(logits, leaves, len(self._layers))
+        points = _points_of(logits, leaves_of_forwards, len(self._layers))
         return _Forward(terms, points, logits)
 
     @contextmanager
@@ -541,8 +541,10 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                hooks.enter_context(module.register_forward_pre_hook(self._show))
-                hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
+                # A module that no forward has reached yet may have such weights.
+                if module not in self.names or self.names[module]:
+                    hooks.enter_context(module.register_forward_pre_hook(self._show))
+                    hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
     def _show(self, module: Module, args: object) -> None:
