@@ -465,17 +465,14 @@ class RowComparison:
 
     def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
         """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
-        row_gradients = torch.zeros(num_rows, self._width, gradient.shape[-1])
         # There may be dummy rows after the rows themselves, and `microbatch_transforms` may have made the rows wider
-        # than the batch. Both are left out.
+        # than the batch. Both are left out, the latter by a negative number of added columns.
         gradient = gradient[:num_rows]
+        num_added = self._width - gradient.shape[1]
+        columns = (0, num_added)
         if self._facts.side == 'left':
-            start = -gradient.shape[1]
-            row_gradients[:, start:] = gradient[:, -self._width :]
-        else:
-            end = gradient.shape[1]
-            row_gradients[:, :end] = gradient[:, : self._width]
-        return row_gradients
+            columns = (num_added, 0)
+        return torch.nn.functional.pad(gradient, (0, 0, *columns))
 
     # The differences.
 
