@@ -292,8 +292,8 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.rule is None:
             if not _can_show_rule(shared.rows):
                 raise NotExactError(
-                    'The first batch must have a row with two tokens, which shows the loss rule of the model, got: rows '
-                    f'of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
+                    'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
+                    f'rows of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
                 )
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)

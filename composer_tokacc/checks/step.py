@@ -73,6 +73,8 @@ class TokenChoice:
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label that counts and did not count before, and remembers it.
 
+        If several microbatches of a pre-split batch have the same new label, these are rows of the first of them.
+
         A label that does not count (in column 0, or masked) is not remembered, because no loss was measured with it.
 
         Args:
@@ -80,7 +82,6 @@ class TokenChoice:
             rule: Which labels count, see :func:`.loss_mask`.
         """
         has_new_label: list[bool] = []
-        new_labels: list[Tensor] = []
         for microbatch in microbatches_of(batch):
             # -100 is looked up as 0. It does not count.
             labels = labels_of(microbatch).clamp(min=0)
@@ -90,10 +91,7 @@ class TokenChoice:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
             is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
             has_new_label += is_new.any(dim=1).tolist()
-            new_labels.append(labels[is_new])
-        # Labels become known only after the loop, so that every row of the batch that has a new label is marked.
-        for labels in new_labels:
-            self._is_unknown[labels] = False
+            self._is_unknown[labels[is_new]] = False
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts) -> bool:
