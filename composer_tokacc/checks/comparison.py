@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 Point: TypeAlias = tuple[str, int]
 """Names a gradient in a :class:`.ProbeResult`: the unit of the loss terms, ``'tokens'`` or ``'samples'``, and its index
 among the gradients of this unit. There is one for the output of each of the last two layers."""
+LossPart: TypeAlias = tuple[Sequence[int], Mapping[str, float]]
+"""One microbatch of a cut: the numbers of its rows, and its losses, by unit."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -93,14 +95,6 @@ class CutFailure(NotExactError):
         super().__init__(message)
         self.reason = reason
         """The error of the model. None: it has computed the rows, but they have another gradient or loss."""
-
-
-@dataclass(frozen=True)
-class _LossPart:
-    """The losses of one microbatch of a cut."""
-
-    rows: Sequence[int]  # numbers of its rows
-    losses: Mapping[str, float]  # by unit
 
 
 @dataclass(frozen=True)
@@ -360,7 +354,7 @@ class RowComparison:
         result = replace(result, gradients={'tokens': gradients})
         try:
             self._check_gradients(self.rows, result, self._all_rows, CutKind.AT_LABELS)
-            self._check_losses([_LossPart(self._all_rows, result.losses)])
+            self._check_losses([(self._all_rows, result.losses)])
         except CutFailure:
             return 'the loss or its gradient by the logits changes'
         return None
@@ -393,7 +387,7 @@ class RowComparison:
 
         ``assemble`` makes the microbatch of a group.
         """
-        parts: list[_LossPart] = []
+        parts: list[LossPart] = []
         for rows in groups:
             try:
                 batch = assemble(rows)
@@ -405,7 +399,7 @@ class RowComparison:
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
             self._check_gradients(batch, result, rows, cut_kind)
-            parts.append(_LossPart(rows, result.losses))
+            parts.append((rows, result.losses))
             self.has_shown_trimming |= self.layout.width(batch) < self._facts.width
         if self.check_loss:
             self._check_losses(parts)
@@ -554,17 +548,17 @@ class RowComparison:
         noise = min(self._noise.get(point, 0.0), MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _check_losses(self, parts: Sequence[_LossPart]) -> None:
+    def _check_losses(self, parts: Sequence[LossPart]) -> None:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit in self.reference.losses:
             weighted_sum = 0.0
             total = 0
-            for part in parts:
-                denominator = self._denominator(unit, part.rows)
+            for rows, losses in parts:
+                denominator = self._denominator(unit, rows)
                 total += denominator
                 if denominator:  # the loss of a part without tokens may be NaN
                     # A term that a microbatch leaves out is 0, as in a step.
-                    weighted_sum += part.losses.get(unit, 0.0) * denominator
+                    weighted_sum += losses.get(unit, 0.0) * denominator
             if total == 0:
                 continue
             # A step weights its microbatches by the same formula.

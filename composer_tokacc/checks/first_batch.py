@@ -15,7 +15,6 @@ tokens were checked. Before the first step with a row of 95 tokens, rows of its 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -288,7 +287,6 @@ class FirstBatchCheck(Generic[RulesT]):
         Returns:
             The rules of the exact cut, and the ranges of the checked rows.
         """
-        started = time.perf_counter()
         if self.rule is None:
             if not _can_show_rule(shared.rows):
                 raise NotExactError(
@@ -324,7 +322,7 @@ class FirstBatchCheck(Generic[RulesT]):
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
-        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
+        log.info('After the first-batch check: %s', rules)
         largest_packed_row = 0
         if rules is not None and rules.packing:
             largest_packed_row = shared.largest_packed_row
@@ -862,9 +860,8 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
             )
         for hook in gradient_hooks(parameter):
             if not _is_linear(hook, parameter):
-                hook_name = getattr(hook, '__qualname__', hook)
                 raise NotExactError(
-                    f'Gradient hooks must be linear, got: {hook_name} on {name!r}. Clip in '
+                    f'Gradient hooks must be linear, got: {hook} on {name!r}. Clip in '
                     'the algorithm `gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
                 )
 

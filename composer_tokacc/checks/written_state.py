@@ -97,11 +97,11 @@ class State:
         return was_written_into or not _are_equal(current, self.content)
 
 
+@dataclass(frozen=True)
 class StateSnapshot:
     """Several states of a model at one moment."""
 
-    def __init__(self, states: Iterable[State]) -> None:
-        self.states = list(states)
+    states: list[State]
 
     @classmethod
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
@@ -118,7 +118,7 @@ class StateSnapshot:
     @classmethod
     def of_model(cls, model: Module, *, watches_parameters: bool = True) -> StateSnapshot:
         """Takes a snapshot of everything that a forward may write. Of parameters only some entries are copied."""
-        return cls(_states_of(model, watches_parameters=watches_parameters))
+        return cls(list(_states_of(model, watches_parameters=watches_parameters)))
 
     def written(self) -> list[State]:
         """Returns the states that were written after the snapshot, with copies of their present values."""

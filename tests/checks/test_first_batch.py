@@ -68,7 +68,7 @@ def test_cuts_that_failed_are_logged(caplog):
     [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
     assert "left='trim'" in failed_cut
     assert 'position' in failed_cut
-    assert 'The first-batch check took' in caplog.text
+    assert 'After the first-batch check: CutRules(' in caplog.text
 
 
 @pytest.mark.parametrize(
