@@ -59,7 +59,7 @@ def _exact_step(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     if not spread <= 1 + report.known_to:
         faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
-            f'lightest.\n{report}\nDivide by the loss tokens of the whole step, over all '
+            f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.'
         )
     # The spread compares only the absolute values of the weights.

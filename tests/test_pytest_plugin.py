@@ -74,10 +74,10 @@ def test_fixture_in_a_test_run(pytester):
     result.stdout.fnmatch_lines(
         [
             '*got: the heaviest weighs 4.0000 times the lightest.',
-            '       2         1            0.5 *',
+            'forward 2: 1 of 1 tokens with loss weigh 4 to 4 times the median, such as [[]1]',
             'Divide by the loss tokens*',
             '*got: the heaviest weighs 2.0000 times the lightest.',
-            '       1         4           0.25 * 0.5 *',
+            'forward 1: 1 of 4 tokens with loss weigh 2 to 2 times the median, such as [[]3]',
         ]
     )
 

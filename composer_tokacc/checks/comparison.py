@@ -273,7 +273,7 @@ class RowComparison:
             # and with_side_of() puts the earlier padding policy back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
-            raise failures[0]  # of attention document by document, which is tried first
+            raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
@@ -619,6 +619,19 @@ class RowComparison:
             "the loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
             '`router_aux_loss_coef` (docs/errors.md#row-coupling).'
         )
+
+
+def _why_not_packed(failures: Sequence[CutFailure]) -> str:
+    """Returns why no packing is exact.
+
+    ``failures`` has one entry for each packing that was tried, attention by document first. If the model raised an
+    error there, and another packing has a wrong result, the message names both failures. Otherwise it names the first.
+    """
+    first = failures[0]
+    wrong_result = next((failure for failure in failures if failure.reason is None), first)
+    if wrong_result is first:
+        return str(first)
+    return f'{wrong_result} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:

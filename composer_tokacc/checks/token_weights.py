@@ -30,6 +30,8 @@ round-off. The norm is about 1 - p, where p is the probability of the label."""
 OTHER = 0.5
 """If more than this share of the gradient's norm at a position is not explained by a label, the gradient comes from
 something else: from a z-loss at a position without a label, or from soft labels."""
+MOST_LISTED = 8
+"""Number of unequal tokens that a line names at most."""
 
 
 @dataclass(eq=False)
@@ -129,6 +131,29 @@ class TokenWeightsReport:
                 reason = 'its gradient is 0'
             sentences.append(f'{name} adds nothing to the gradient: {reason}.')
         return sentences
+
+    def unequal_tokens(self) -> str:
+        """Returns a line for each forward of this rank that has tokens with another weight than the median.
+
+        The median is over the tokens of all forwards of this rank.
+        """
+        if not self.weights:
+            return ''
+        # Most tokens have about the median weight, so a few wrong tokens stand out.
+        median = torch.cat(self.weights).nanmedian().cpu()
+        lines = []
+        for number, forward in enumerate(self._forwards, start=1):
+            ratios = forward.reliable_weights.cpu() / median
+            # NaN in one weight makes `known_to` NaN. Then only the tokens without a number are unequal.
+            is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
+            if is_unequal.any():
+                unequal = ratios[is_unequal]
+                numbers = is_unequal.nonzero().flatten() + 1
+                lines.append(
+                    f'forward {number}: {len(unequal):,} of {len(ratios):,} tokens with loss weigh {unequal.min():.4g} '
+                    f'to {unequal.max():.4g} times the median, such as {numbers[:MOST_LISTED].tolist()}'
+                )
+        return '\n'.join(lines)
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
         # A copy of the model, such as an average of weights, has copies of the hooks. They must write into this report,

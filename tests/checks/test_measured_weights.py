@@ -342,6 +342,16 @@ def test_infinite_gradients_are_reported():
     assert 'do NOT weigh the same' in str(report)
 
 
+def test_tokens_without_a_number_are_named():
+    """They are compared with the median of the others."""
+    model = one_layer_model()
+    with measure_token_weights(model) as report:
+        for factor in (1.0, 1.0, math.nan):
+            logits, labels = logits_and_labels(model)
+            (F.cross_entropy(logits, labels) * factor).backward()
+    assert report.unequal_tokens().startswith(f'forward 3: {TOTAL} of {TOTAL} tokens with loss weigh nan to nan')
+
+
 def test_fused_head_with_log_probabilities():
     """TRL's fused head returns no logits. The gradient by a label's log-probability is the weight of the token."""
 
@@ -366,6 +376,7 @@ def test_report_without_tokens():
     with measure_token_weights(model) as report:
         assert 'forward' in str(report)
         assert math.isnan(report.spread)
+        assert report.unequal_tokens() == ''
         (model(**BATCH).loss * 0).backward()
     assert report.residual == 0
     assert [len(weights) for weights in report.weights] == [0]
