@@ -300,8 +300,6 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
-        if not loss_mask(shared.rows, self.rule).any():
-            return rules, RowRanges()  # a causal model has no loss on rows of one token, so there is nothing to compare
         self._check_window(shared.rows)
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison = RowComparison(

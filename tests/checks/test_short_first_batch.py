@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.matrix.native_models import NativeModel
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.text import one_layer_model, ragged_batch
+from tests.support.text import next_token_loss, one_layer_model, ragged_batch
 from tests.support.training import assert_exact, fit, reference_gradients, relative_error
 
 LONGER = ragged_batch([(4, 2), (9, 7), (5, 3)])
@@ -37,6 +38,18 @@ def test_rows_of_one_token(packing, num_rows, num_labels, num_pads, side, is_att
         assert not gradient.any()
     expected, _ = reference_gradients(model, LONGER)
     assert relative_error(gradients, expected) < 1e-6
+
+
+def test_rows_of_one_token_in_a_quotient():
+    """Such a loss is not a number if no label counts."""
+
+    def loss_of(logits, labels):
+        return next_token_loss(logits, labels, reduction='sum') / (labels[:, 1:] != -100).sum()
+
+    with_longer_row = ragged_batch([(1, 0), (1, 1), (3, 0)])
+    short = {key: tensor[:-1] for key, tensor in with_longer_row.items()}
+    recorder = fit(NativeModel(loss_of), LONGER, short, LONGER)
+    assert len(recorder.steps) == 3
 
 
 def test_first_rows_of_one_token_are_refused():
