@@ -34,7 +34,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Nested lists and dicts of tensors. The public `torch.utils.pytree` is newer than torch 2.7.
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.data import DataLoader
 
 __all__ = [
@@ -44,10 +44,8 @@ __all__ = [
     'FakeTensor',
     'FakeTensorMode',
     'TorchDispatchMode',
-    'tree_flatten',
     'tree_iter',
     'tree_map_only',
-    'tree_unflatten',
 ]
 
 _NEEDED_BY_COMPOSER = {

@@ -74,10 +74,10 @@ def test_fixture_in_a_test_run(pytester):
     result.stdout.fnmatch_lines(
         [
             '*got: the heaviest weighs 4.0000 times the lightest.',
-            'forward 2: all of 1 tokens with loss: 4 times the median',
+            'forward 2: 1 of 1 tokens with loss weigh 4 to 4 times the median, such as [[]1]',
             'Divide by the loss tokens*',
             '*got: the heaviest weighs 2.0000 times the lightest.',
-            'forward 1: number 3 of 4 tokens with loss: 2 times the median',
+            'forward 1: 1 of 4 tokens with loss weigh 2 to 2 times the median, such as [[]3]',
         ]
     )
 

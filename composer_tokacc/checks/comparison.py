@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 Point: TypeAlias = tuple[str, int]
 """Names a gradient in a :class:`.ProbeResult`: the unit of the loss terms, ``'tokens'`` or ``'samples'``, and its index
 among the gradients of this unit. There is one for the output of each of the last two layers."""
+LossPart: TypeAlias = tuple[Sequence[int], Mapping[str, float]]
+"""One microbatch of a cut: the numbers of its rows, and its losses, by unit."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows, by point. Each is ``(rows, width, entries)``."""
 
@@ -54,9 +56,8 @@ MOST_ROUNDINGS = 1e4
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""In a plain mean of cross-entropies no token's gradient is off by more than this multiple of the mean weight, and at
-most this part of the gradient comes from other terms. It is stricter than the tolerance of a step, because a term that
-is small in the first batch may grow."""
+"""In a plain mean of cross-entropies no position's gradient is off by more than this multiple of the mean weight. It is
+stricter than the tolerance of a step, because a term that is small in the first batch may grow."""
 SMALL_ROW = 1e-3
 """A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
 gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
@@ -86,9 +87,6 @@ class CutKind(Enum):
     AT_LABELS = 'with logits only at labels'
     WITH_UNLABELLED = 'together with a row without labels'
 
-    def __str__(self) -> str:
-        return self.value
-
 
 class CutFailure(NotExactError):
     """A difference between a cut and the uncut rows, or an error of the model on rows that were cut."""
@@ -97,14 +95,6 @@ class CutFailure(NotExactError):
         super().__init__(message)
         self.reason = reason
         """The error of the model. None: it has computed the rows, but they have another gradient or loss."""
-
-
-@dataclass(frozen=True)
-class _LossPart:
-    """The losses of one microbatch of a cut."""
-
-    rows: Sequence[int]  # numbers of its rows
-    losses: Mapping[str, float]  # by unit
 
 
 @dataclass(frozen=True)
@@ -118,67 +108,58 @@ class _Change:
     error_without_factor: float  # size of the change that is left after division by the factor, relative as ``error``
 
 
+@dataclass(eq=False)
 class RowComparison:
     """Compares cuts of some rows with all rows together, as the loader padded them.
 
     All ranks compare the same rows, so they make the same forwards and collectives, and give rows the same numbers.
-
-    Args:
-        probe: The probe of the model.
-        layout: Which parts of each tensor belong to which row.
-        on_device: Returns a batch as the model gets it.
-        rule: The loss rule of the model.
-        rows: A batch of the rows, with labels.
-        check_loss: Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row.
-        varies_weights: Whether the probe varies weights whose entries are all equal, such as a new bias of 0. They may
-            hide that rows depend on each other.
     """
 
-    def __init__(
-        self,
-        probe: Probe,
-        layout: BatchLayout,
-        on_device: Callable[[Batch], Batch],
-        rule: str,
-        rows: Batch,
-        check_loss: bool,
-        *,
-        varies_weights: bool = True,
-    ) -> None:
-        self._probe = probe
-        self._layout = layout
-        self._on_device = on_device
-        self._rule = rule
-        self._check_loss = check_loss
-        self._varies_weights = varies_weights
+    probe: Probe
+    layout: BatchLayout
+    """Which parts of each tensor belong to which row."""
+    on_device: Callable[[Batch], Batch]
+    """Returns a batch as the model gets it."""
+    rule: str
+    """The loss rule of the model."""
+    rows: Batch
+    """A batch of the rows, with labels."""
+    check_loss: bool
+    """Whether the loss must be a mean over tokens. If not, a cut may change the weight of a row."""
+    _: KW_ONLY
+    varies_weights: bool = True
+    """Whether the probe varies weights whose entries are all equal, such as a new bias of 0. They may hide that rows
+    depend on each other."""
+
+    def __post_init__(self) -> None:
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
-        self._rows = attach_row_counts(rows, [RowCounts(rule=rule)] * num_rows(rows))
-        self._facts = describe(layout, self._rows)
-        has_loss = loss_mask(rows, rule)
+        self.rows = attach_row_counts(self.rows, [RowCounts(rule=self.rule)] * num_rows(self.rows))
+        self._facts = describe(self.layout, self.rows)
+        has_loss = loss_mask(self.rows, self.rule)
         self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
         self._single_rows = [[row] for row in self._all_rows]
         # In an encoder-decoder model this is the width of the decoder's text, which is never trimmed.
-        self._width = rows['labels'].shape[1]
+        self._width = self.rows['labels'].shape[1]
         self.has_shown_trimming = False
         """Whether a row has kept its gradient in a microbatch that is narrower than the loader made it."""
-        self.batch = on_device(self._rows)
+        self.batch = self.on_device(self.rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
-        targets = targets_of(self.batch, rule)
-        self.reference = probe.run(
+        targets = targets_of(self.batch, self.rule)
+        self.reference = self.probe.run(
             self.batch,
             targets=targets,
-            varies_weights=varies_weights,
+            varies_weights=self.varies_weights,
             # The comparison without varied weights is made after results of this one, which must keep their precision.
-            decides_precision=varies_weights,
+            decides_precision=self.varies_weights,
         )
         """The result of all rows together."""
         self._expected = self._aligned(self.reference, self._all_rows)
 
     def _check_labels_kept(self) -> None:
         """Raises RuntimeError if a row has lost or got a label on the way to the device."""
-        has_loss = loss_mask(self.batch, self._rule)
+        has_loss = loss_mask(self.batch, self.rule)
         counts = has_loss.sum(dim=1).tolist()
         if counts != self._counts:
             raise NotExactError(
@@ -192,22 +173,14 @@ class RowComparison:
 
         None: no rank has varied a weight, or this is that comparison.
         """
-        if not self._varies_weights or not any(self._probe.gather(self._probe.has_varied_weights)):
+        if not self.varies_weights or not any(self.probe.gather(self.probe.has_varied_weights)):
             return None
-        return RowComparison(
-            self._probe,
-            self._layout,
-            self._on_device,
-            self._rule,
-            self._rows,
-            self._check_loss,
-            varies_weights=False,
-        )
+        return replace(self, varies_weights=False)
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
         """The result of all rows with one more rounding at every layer. Computed only to judge a change."""
-        return self._probe.run(self.batch, rounded=True, varies_weights=self._varies_weights)
+        return self.probe.run(self.batch, rounded=True, varies_weights=self.varies_weights)
 
     @cached_property
     def _noise(self) -> dict[Point, float]:
@@ -218,7 +191,7 @@ class RowComparison:
             changes = _relative_errors(rounded[point], expected, _sizes(expected))
             # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
-        return self._probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
+        return self.probe.gather(noise)[0]  # of the first rank, so that all ranks decide alike
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples that the terms of a unit are divided by.
@@ -235,7 +208,7 @@ class RowComparison:
         None: weights are unequal, or the loss has other terms.
         """
         measured = self.reference.measured
-        if measured is None or not self._check_loss:
+        if measured is None or not self.check_loss:
             return None
         # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
         squares = measured.plain_norms.square()
@@ -243,10 +216,8 @@ class RowComparison:
         mean_weight = float(weighted_squares.sum() / squares.sum())
         if mean_weight == 0 or not math.isfinite(mean_weight):
             return None
-        relative_weights = measured.weights / mean_weight
         # For the same reason a weight that differs from the mean counts only as far as it changes the gradient.
-        changes = (relative_weights - 1).abs() * measured.plain_norms
-        worst = max(float(changes.max()), float(measured.residual))
+        worst = float(measured.deviations(mean_weight, 1.0).max())
         eps = self.reference.gradient_eps
         if worst > PLAIN_TOLERANCE + eps:
             return None
@@ -278,7 +249,6 @@ class RowComparison:
             RuntimeError: If there are no such rules, or if the current rules were exact and are not any more.
         """
         failures: list[CutFailure] = []
-        trimming_error: str | None = None
         for candidate in cutter.candidates(self._facts, rules):
             self.has_shown_trimming = False
             assemble = partial(cutter.assemble, self._facts, rules=candidate)
@@ -286,7 +256,7 @@ class RowComparison:
                 if candidate.packing:
                     self._check_packed_rows(assemble, largest_packed_row)
                 else:
-                    self._check_trimmed_rows(assemble)
+                    self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
             except CutFailure as failure:
                 log.info('%s: %s', candidate, failure)
                 if failure.reason is None and not are_new and candidate.cuts_like(rules):
@@ -295,42 +265,20 @@ class RowComparison:
                         'has changed, and steps since the last check may be wrong: go back to a checkpoint before it.'
                     ) from None
                 failures.append(failure)
-                if not candidate.packing:
-                    trimming_error = failure.reason or trimming_error
                 continue
             if self.has_shown_trimming:
                 return candidate
             # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
             # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
             # and with_side_of() puts the earlier padding policy back.
-            if self._facts.is_padded and trimming_error is not None:
-                log.warning(
-                    'Rows keep their padding, which costs time, because the model raised an error when they were cut: '
-                    '%s (docs/errors.md#padding)',
-                    trimming_error,
-                )
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
         raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
-    def _check_trimmed_rows(self, assemble: Callable[..., Batch]) -> None:
-        """Raises CutFailure unless each row by itself has the expected gradient.
-
-        Its width is not rounded up, because the last token may see the next column (MobileBERT). In training some rows
-        keep no padding after rounding. But if the model raises an error, or has logits of another width, it may need
-        rounded widths.
-        """
-        try:
-            self._check_microbatches(partial(assemble, is_rounded=False), self._single_rows, CutKind.SINGLE_ROW)
-        except NotExactError as failure:
-            if isinstance(failure, CutFailure) and failure.reason is None:
-                raise
-            self._check_microbatches(assemble, self._single_rows, CutKind.SINGLE_ROW)
-
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not trimmed, has another gradient than with the others."""
-        select = partial(self._layout.select, self._rows)
+        select = partial(self.layout.select, self.rows)
         self._check_microbatches(select, self._single_rows, CutKind.SINGLE_ROW)
 
     def check_unlabelled_row(self) -> bool:
@@ -346,15 +294,15 @@ class RowComparison:
         if 'samples' not in self.reference.losses or not labelled:
             return False
         first, second = labelled[0], labelled[-1]
-        batch = self._layout.select(self._rows, [first, second, first])
+        batch = self.layout.select(self.rows, [first, second, first])
         labels = batch['labels'].clone()
         labels[2] = IGNORE_INDEX
         batch['labels'] = labels
-        comparison = RowComparison(self._probe, self._layout, self._on_device, self._rule, batch, self._check_loss)
+        comparison = replace(self, rows=batch)
         result = comparison.reference
         if result.invalid_loss is not None:
             return False
-        select = partial(self._layout.select, batch)
+        select = partial(self.layout.select, batch)
         # The row without labels is not computed by itself, because a loss may need labels.
         comparison._check_microbatches(select, [[0, 2], [1]], CutKind.WITH_UNLABELLED)
         gradients = result.gradients['samples']
@@ -366,13 +314,13 @@ class RowComparison:
         ``media`` maps the number of a row to its media, padded as in the microbatch that the loader has collated.
         """
         for row, row_media in media.items():
-            single_row = self._layout.select(self._rows, [row])
+            single_row = self.layout.select(self.rows, [row])
             batch = dict(single_row)
             for key, value in row_media.items():
-                entry = self._layout.entry_of(single_row, key)
+                entry = self.layout.entry_of(single_row, key)
                 # Media keep the padding of that microbatch. A mask of them for each token becomes as wide as the text.
                 batch[key] = cat_padded([value], entry, self._facts.width, self._facts.side)
-            result = self._probe.run(self._on_device(batch))
+            result = self.probe.run(self.on_device(batch))
             self._check_gradients(batch, result, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
@@ -384,39 +332,31 @@ class RowComparison:
         # The selector counts the calls in each forward that computes all logits. The last one was the forward of a cut.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
-        positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
-        at_labels = AtLabels(selector, self._rule, positions)
+        positions = LabelledPositions.from_batch(self.batch, self.rule, sum(self._counts))
+        at_labels = AtLabels(selector, self.rule, positions)
         try:
-            result = self._probe.run(self.batch, at_labels=at_labels)
+            result = self.probe.run(self.batch, at_labels=at_labels)
         except torch.OutOfMemoryError:
             # It may come on one rank only. If it counted as a failure, this rank would leave out the collectives below.
             raise
         except Exception as error:  # also an AssertionError of the model
-            # Only the first line, because messages of the hosts may be long.
-            first_line, *_ = str(error).strip().splitlines() or ['']
-            return f'{type(error).__name__}: {first_line}'
+            return f'{type(error).__name__}: {error}'
         finally:
             selector.disarm()
-        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
-        gradients = list(result.gradients['tokens'])
-        num_expected = len(self.reference.gradients['tokens'])
-        # The last gradient is the one by the logits.
-        if len(gradients) != num_expected or not gradients or gradients[-1] is None:
-            return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
-        # Gradients by selected positions are put back at their places in the batch.
-        for index, gradient in enumerate(gradients):
+        gradients = []
+        # 'tokens' is the only unit, because a run with `loss_units` computes all logits and does not come here.
+        for gradient in result.gradients['tokens']:
+            # Gradients by selected positions are put back at their places in the batch.
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
-                gradients[index] = positions.put_back(gradient, height, width)
+                gradient = positions.put_back(gradient, height, width)
+            gradients.append(gradient)
         result = replace(result, gradients={'tokens': gradients})
         try:
-            self._check_gradients(self._rows, result, self._all_rows, CutKind.AT_LABELS)
+            self._check_gradients(self.rows, result, self._all_rows, CutKind.AT_LABELS)
+            self._check_losses([(self._all_rows, result.losses)])
         except CutFailure:
-            return 'the gradient by the logits changes'
-        try:
-            self._check_losses([_LossPart(self._all_rows, result.losses)])
-        except CutFailure:
-            return 'the loss changes'
+            return 'the loss or its gradient by the logits changes'
         return None
 
     def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], largest_packed_row: int) -> None:
@@ -447,41 +387,24 @@ class RowComparison:
 
         ``assemble`` makes the microbatch of a group.
         """
-        parts: list[_LossPart] = []
+        parts: list[LossPart] = []
         for rows in groups:
             try:
                 batch = assemble(rows)
-                result = self._probe.run(self._on_device(batch), varies_weights=self._varies_weights)
+                result = self.probe.run(self.on_device(batch), varies_weights=self.varies_weights)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the model, and may come on one rank only
             except Exception as error:  # each model has its own, and a CutFailure keeps its text
-                # This error already says what is wrong. For packed rows it is only the reason not to pack them.
-                if cut_kind is CutKind.SINGLE_ROW and isinstance(error, NotExactError):
-                    raise
                 # Some models cannot compute such a batch: BLIP-2 needs images, Funnel pools rows of 5 tokens or more.
                 # Others assert that the width is a multiple of a chunk.
                 raise self._not_accepted(rows, error, cut_kind) from error
-            self._check_num_tokens(batch, rows, cut_kind)
             self._check_gradients(batch, result, rows, cut_kind)
-            parts.append(_LossPart(rows, result.losses))
-            self.has_shown_trimming |= self._layout.width(batch) < self._facts.width
-        if self._check_loss:
+            parts.append((rows, result.losses))
+            self.has_shown_trimming |= self.layout.width(batch) < self._facts.width
+        if self.check_loss:
             self._check_losses(parts)
         if self._at_unvaried_weights is not None:
             self._at_unvaried_weights._check_microbatches(assemble, groups, cut_kind)
-
-    def _check_num_tokens(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        cut_kind: CutKind,
-    ) -> None:
-        """Raises CutFailure if the microbatch of the rows has lost a label."""
-        num_tokens = int(loss_mask(batch, self._rule).sum())
-        num_expected = self._denominator('tokens', rows)
-        if num_tokens != num_expected:
-            difference = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
-            raise CutFailure(self._explained(difference, cut_kind))
 
     def _not_accepted(
         self,
@@ -491,7 +414,7 @@ class RowComparison:
     ) -> CutFailure:
         """Returns the failure of a cut whose rows the model cannot compute."""
         reason = str(error).rstrip('.') or repr(error)  # an assert may have no message
-        message = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
+        message = f'The model must take {sample_name(self.rows, rows[0])} by itself, got: {reason}.'
         if cut_kind is CutKind.PACKED:
             message = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
         return CutFailure(message, reason)
@@ -536,17 +459,14 @@ class RowComparison:
 
     def _in_uncut_columns(self, gradient: Tensor, num_rows: int) -> Tensor:
         """Returns the gradient of each row in the columns of the uncut rows, ``(rows, width, entries)``."""
-        row_gradients = torch.zeros(num_rows, self._width, gradient.shape[-1])
         # There may be dummy rows after the rows themselves, and `microbatch_transforms` may have made the rows wider
-        # than the batch. Both are left out.
+        # than the batch. Both are left out, the latter by a negative number of added columns.
         gradient = gradient[:num_rows]
+        num_added = self._width - gradient.shape[1]
+        columns = (0, num_added)
         if self._facts.side == 'left':
-            start = -gradient.shape[1]
-            row_gradients[:, start:] = gradient[:, -self._width :]
-        else:
-            end = gradient.shape[1]
-            row_gradients[:, :end] = gradient[:, : self._width]
-        return row_gradients
+            columns = (num_added, 0)
+        return torch.nn.functional.pad(gradient, (0, 0, *columns))
 
     # The differences.
 
@@ -563,7 +483,7 @@ class RowComparison:
         """
         packed = batch if cut_kind is CutKind.PACKED else None
         gradients = self._aligned(result, rows, packed)
-        changes_of_ranks = self._probe.gather(self._largest_changes(gradients, rows))
+        changes_of_ranks = self.probe.gather(self._largest_changes(gradients, rows))
         # All ranks decide by the same numbers, because a change above the tolerance takes one more forward. The rank
         # with the largest change also explains it.
         for changes in zip(*changes_of_ranks, strict=True):
@@ -574,8 +494,8 @@ class RowComparison:
 
     def _explained_change(self, change: _Change, allowed: float, cut_kind: CutKind) -> str:
         """Returns a message about a change of a row's gradient that exceeds ``allowed``."""
-        name = sample_name(self._rows, change.row)
-        size = f'changes by {change.error:.1e} {cut_kind}'
+        name = sample_name(self.rows, change.row)
+        size = f'changes by {change.error:.1e} {cut_kind.value}'
         difference = f'{name}: the gradient at its logits {size} (round-off is {allowed:.0e})'
         if self.reference.invalid_loss is not None:
             return NOT_A_NUMBER.format(self.reference.invalid_loss, difference)
@@ -588,7 +508,7 @@ class RowComparison:
         # If the change almost vanishes without the factor, the row only has another weight.
         if change.error_without_factor < LARGEST_FACTOR_ERROR * change.error:
             return (
-                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind} as with '
+                f'{MEAN}{name}, whose tokens weigh {change.factor:.6f} times as much {cut_kind.value} as with '
                 f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
             )
         return self._explained(difference, cut_kind)
@@ -608,7 +528,7 @@ class RowComparison:
             remainders = _relative_errors(row_gradients / factors[:, None, None], expected, sizes)
             # If the loss is not checked, rows may have any weight, so only the remainder counts.
             errors = remainders
-            if self._check_loss:
+            if self.check_loss:
                 errors = _relative_errors(row_gradients, expected, sizes)
             worst = int(errors.argmax())
             change = _Change(point, rows[worst], float(errors[worst]), float(factors[worst]), float(remainders[worst]))
@@ -628,17 +548,17 @@ class RowComparison:
         noise = min(self._noise.get(point, 0.0), MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _check_losses(self, parts: Sequence[_LossPart]) -> None:
+    def _check_losses(self, parts: Sequence[LossPart]) -> None:
         """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit in self.reference.losses:
             weighted_sum = 0.0
             total = 0
-            for part in parts:
-                denominator = self._denominator(unit, part.rows)
+            for rows, losses in parts:
+                denominator = self._denominator(unit, rows)
                 total += denominator
                 if denominator:  # the loss of a part without tokens may be NaN
                     # A term that a microbatch leaves out is 0, as in a step.
-                    weighted_sum += part.losses.get(unit, 0.0) * denominator
+                    weighted_sum += losses.get(unit, 0.0) * denominator
             if total == 0:
                 continue
             # A step weights its microbatches by the same formula.
@@ -662,12 +582,12 @@ class RowComparison:
     def _is_same_loss(self, unit: str, mean: float) -> bool:
         """Returns whether the loss of all rows equals the mean of their microbatches up to round-off, on all ranks."""
         is_same = self.reference.is_same_loss(unit, mean)
-        if all(self._probe.gather(is_same)):
+        if all(self.probe.gather(is_same)):
             return True
         # The noise takes one more forward, so it is measured only if it decides.
         noise = abs(self._rounded_result.losses[unit] - self.reference.losses[unit])
         is_same = self.reference.is_same_loss(unit, mean, noise=noise)
-        return all(self._probe.gather(is_same))
+        return all(self.probe.gather(is_same))
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
         """Returns a message with the difference, its possible causes, and what to do."""
@@ -675,7 +595,7 @@ class RowComparison:
             causes = 'Attention, positions or states leak from one document to the next'
             if self._facts.side == 'left':
                 causes += ', or the model counts padding on the left as positions'
-                if self._rule != 'unshifted':
+                if self.rule != 'unshifted':
                     causes += ', or a pad predicts the label of a first token (mask it, -100)'
             return (
                 f'The model must tell packed documents apart, got: {difference}. {causes}. Set `packing=False`, which '
@@ -688,7 +608,7 @@ class RowComparison:
                 "to one size in the collator (`padding='max_length'`), or give token_data_spec() a plain DataLoader "
                 '(docs/errors.md#row-coupling).'
             )
-        if self._probe.is_random:
+        if self.probe.is_random:
             return (
                 f'The forward must not be random in evaluation, or no two cuts can be compared, got: {difference}. '
                 'Switch off its noise (docs/errors.md#row-coupling).'

@@ -61,20 +61,12 @@ class Cutter(Protocol[RulesT]):
         """
         ...
 
-    def assemble(
-        self,
-        facts: RowFacts,
-        rows: Sequence[int],
-        rules: RulesT,
-        *,
-        is_rounded: bool = True,
-    ) -> Batch:
-        """Returns the microbatch of some rows, trimmed or packed by the rules.
+    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: RulesT) -> Batch:
+        """Returns the microbatch of some rows, packed by the rules, or trimmed as narrow as the rules allow.
 
         Args:
             facts: Facts about the batch that holds the rows. They hold the batch itself, too.
             rows: Indices of the rows in the batch.
             rules: The rules.
-            is_rounded: Whether the width is rounded up to ``width_multiple``, as in training.
         """
         ...

@@ -15,7 +15,6 @@ tokens were checked. Before the first step with a row of 95 tokens, rows of its 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -81,8 +80,6 @@ MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_LABELS = 4
 """Most labels that :func:`rule_batch` puts behind the first token, and that :func:`with_unequal_row` puts on a row."""
-ENOUGH_TOKENS = 4
-"""A row with as many tokens can have several labels that count."""
 LARGEST_ELSEWHERE = 0.1
 """A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
 round-off, or another loss term, which the comparison of rows refuses later."""
@@ -290,8 +287,12 @@ class FirstBatchCheck(Generic[RulesT]):
         Returns:
             The rules of the exact cut, and the ranges of the checked rows.
         """
-        started = time.perf_counter()
         if self.rule is None:
+            if not _can_show_rule(shared.rows):
+                raise NotExactError(
+                    'The first batch must have a row with two tokens, which shows the loss rule of the model, got: '
+                    f'rows of at most one token, such as {sample_name(shared.rows, 0)}. Begin with other samples.'
+                )
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
             self._warn_of_leaks(shared.rows)
@@ -310,7 +311,7 @@ class FirstBatchCheck(Generic[RulesT]):
             self.check_loss,
         )
         self._check_media_reach_model(self.layout, shared.rows, comparison.batch)
-        self._check_written_state(comparison.batch)
+        self.probe.judge_written_state(comparison.batch)
         if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
@@ -319,7 +320,7 @@ class FirstBatchCheck(Generic[RulesT]):
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
-        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
+        log.info('After the first-batch check: %s', rules)
         largest_packed_row = 0
         if rules is not None and rules.packing:
             largest_packed_row = shared.largest_packed_row
@@ -343,7 +344,7 @@ class FirstBatchCheck(Generic[RulesT]):
             # If it raises an error in float32, all later forwards have the trainer's precision.
             result = self.probe.run(row, targets=targets_of(row, rule), decides_precision=True)
             self.has_logits = result.has_logits
-            self._check_written_state(row)
+            self.probe.judge_written_state(row)
 
     def _learn_loss(self, comparison: RowComparison) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
@@ -360,26 +361,6 @@ class FirstBatchCheck(Generic[RulesT]):
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
-
-    def _check_written_state(self, rows: Batch) -> None:
-        """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
-        self.probe.judge_written_state(rows)
-        name = self.probe.state_dependence
-        if name is not None:
-            raise NotExactError(
-                f'A forward must not change the result of the next one, got: {name!r}, which every forward in training '
-                'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
-                'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
-            )
-        names = self.probe.harmless_states
-        if names:
-            log.warning(
-                'Every forward writes %d states of the model, such as %r. Gradients do not depend on them. The states '
-                'depend on the number of microbatches.',
-                len(names),
-                names[0],
-            )
-            self.probe.harmless_states = []
 
     def _check_window(self, rows: BatchDict) -> None:
         """Raises RuntimeError if the model is a Doge, and a row is longer than its window of keys.
@@ -457,7 +438,7 @@ class FirstBatchCheck(Generic[RulesT]):
         max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_row_counts(batch)
-        rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
+        rows = self.layout.select(loader_batch, chosen)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
@@ -592,8 +573,7 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         is_attended = attended[0, 1:] != 0
         positions = is_attended.nonzero().flatten() + 1
         positions = _without_placeholders(layout, rows, positions)
-    # Without any such position (a row of one token) the last column gets a label.
-    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    label_positions = positions[-NUM_LABELS:].tolist()
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
@@ -610,11 +590,10 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     num_labels = is_label.sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
-    def cost(row: int) -> tuple[bool, bool, bool]:
-        # False sorts first, so these are the faults of a row, the worst one first.
-        return num_labels[row] < 2, num_labels[row] < NUM_LABELS, num_media[row] == 0
+    def fitness(row: int) -> tuple[int, bool]:
+        return min(num_labels[row], NUM_LABELS), num_media[row] > 0
 
-    return min(range(len(num_labels)), key=cost)
+    return max(range(len(num_labels)), key=fitness)
 
 
 def _any_token(rows: Batch) -> int:
@@ -743,12 +722,9 @@ def media_as_collated(
 
     Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
     """
-    microbatches = microbatches_of(batch)
-    if len(microbatches) < 2:
-        return {}
     # Each row of the batch: the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
-    for microbatch in microbatches:
+    for microbatch in microbatches_of(batch):
         sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
@@ -774,41 +750,12 @@ def _ids_at_labels(batch: Batch) -> Tensor | None:
 
 
 def _can_show_rule(batch: Batch) -> bool:
-    """Returns whether a row can show the loss rule: it has a label behind its first token, or a second token."""
+    """Returns whether a row can show the loss rule: it has two tokens."""
     for microbatch in microbatches_of(batch):
-        has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
-        has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
-        if has_label or has_two_tokens:
+        num_tokens = real_positions(microbatch).sum(dim=1)
+        if num_tokens.max() > 1:
             return True
     return False
-
-
-def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row if no row has more than one, because a causal model has no loss on such rows.
-
-    Rows without any token are left out. If a row has media, all rows stay as they are, because a placeholder cannot be
-    repeated.
-    """
-    if _can_show_rule(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
-        return rows
-    real = real_positions(rows)
-    has_token = real.any(dim=1)
-    with_token = has_token.nonzero().flatten().tolist()
-    if not with_token:
-        return rows
-    longer = layout.select(rows, with_token)
-    is_token = real[with_token]
-    # The column of the only token of each row.
-    columns = is_token.int().argmax(dim=1, keepdim=True)
-    for key, value in longer.items():
-        if isinstance(value, Tensor) and value.shape == is_token.shape:
-            longer[key] = value.gather(1, columns).repeat(1, ENOUGH_TOKENS)
-    if 'position_ids' in longer:
-        longer['position_ids'] = torch.arange(ENOUGH_TOKENS).repeat(len(with_token), 1)
-    longer['labels'] = longer['input_ids'].clone()
-    # The first token has no token before it.
-    longer['labels'][:, 0] = IGNORE_INDEX
-    return longer
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
@@ -836,12 +783,9 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
         if not len(tokens):
             last_column = columns[-1:]  # empty if the row has one token
             labels[row, last_column] = labels_of_rows[-1] if len(labels_of_rows) else ids[row, last_column]
-            continue
-        if num_media[row] or row == longest_prompt:
-            continue
-        unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
-        repeated = torch.arange(len(unlabelled_columns)) % len(tokens)
-        labels[row, unlabelled_columns] = tokens[repeated]
+        elif not num_media[row] and row != longest_prompt:
+            unlabelled_columns = columns[labels[row, columns] == IGNORE_INDEX]
+            labels[row, unlabelled_columns] = tokens[-1]
     return {**batch, 'labels': labels}
 
 
@@ -914,9 +858,8 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
             )
         for hook in gradient_hooks(parameter):
             if not _is_linear(hook, parameter):
-                hook_name = getattr(hook, '__qualname__', hook)
                 raise NotExactError(
-                    f'Gradient hooks must be linear, got: {hook_name} on {name!r}. Clip in '
+                    f'Gradient hooks must be linear, got: {hook} on {name!r}. Clip in '
                     'the algorithm `gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
                 )
 

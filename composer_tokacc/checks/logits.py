@@ -112,31 +112,26 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
         targets: As returned by :func:`targets_of`.
 
     Returns:
-        None if the gradient is zero at every label, so that nothing can be said.
+        None if the gradient is zero at all labels that were looked at, so that nothing can be said.
     """
-    if int(targets.max()) >= gradient.shape[-1]:
+    size = gradient.shape[-1]
+    if int(targets.max()) >= size:
         return False
-    zero_sum = ZERO_SUM + torch.finfo(gradient.dtype).eps
-    num_positions = 0
-    num_like_logits = 0
     flat_targets = targets.flatten()
-    for part, (part_gradient,) in _float_parts(gradient):
-        part_targets = flat_targets[part]
-        # Positions without a target (-100) look up entry 0. `has_gradient` leaves them out.
-        columns = part_targets.clamp(min=0)[:, None]
-        label_entries = part_gradient.gather(1, columns)[:, 0]
-        is_smallest = label_entries == part_gradient.amin(dim=-1)
-        is_largest = label_entries == part_gradient.amax(dim=-1)
-        absolute_sum = part_gradient.abs().sum(dim=-1)
-        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * absolute_sum
-        # A model that is sure of a token has no gradient there.
-        has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
-        is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
-        num_positions += int(has_gradient.sum())
-        num_like_logits += int(is_like_logits.sum())
-    if num_positions == 0:
+    # The first of them are enough, and all could take much memory.
+    positions = (flat_targets != IGNORE_INDEX).nonzero().flatten()[: max(CHUNK // size, 1)]
+    gradients = whole_vocabulary(gradient).flatten(0, 1).index_select(0, positions).float()
+    label_entries = gradients.gather(1, flat_targets[positions, None])[:, 0]
+    is_smallest = label_entries == gradients.amin(dim=-1)
+    is_largest = label_entries == gradients.amax(dim=-1)
+    absolute_sums = gradients.abs().sum(dim=-1)
+    sums_to_zero = gradients.sum(dim=-1).abs() <= (ZERO_SUM + torch.finfo(gradient.dtype).eps) * absolute_sums
+    # A model that is sure of a token has no gradient there.
+    has_gradient = absolute_sums > 0
+    if not has_gradient.any():
         return None
-    return num_like_logits > num_positions / 2
+    is_like_logits = (is_smallest | is_largest | sums_to_zero)[has_gradient]
+    return int(is_like_logits.sum()) > len(is_like_logits) / 2
 
 
 def router_loss_of(outputs: Any) -> Tensor | None:
@@ -229,16 +224,14 @@ def sketch(gradient: Tensor) -> Tensor:
         return gradient.float().cpu()
     num_missing = -size % SKETCH_BLOCK  # entries of the last block
     num_blocks = (size + num_missing) // SKETCH_BLOCK
-    # The same signs for every gradient of this size.
+    # The same numbers for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
-    zeros_and_ones = torch.randint(2, (num_blocks, SKETCH_BLOCK, SKETCH_WIDTH), generator=generator)
-    signs = 2 * zeros_and_ones - 1
-    signs = signs.to(gradient.device).float()
+    factors = torch.randn(num_blocks, SKETCH_BLOCK, SKETCH_WIDTH, generator=generator).to(gradient.device)
     parts = []
     for _, (part_gradient,) in _float_parts(gradient):
         padded = F.pad(part_gradient, (0, num_missing))
         blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
-        sums_of_blocks = blocks @ signs
+        sums_of_blocks = blocks @ factors
         parts.append(sums_of_blocks.sum(dim=0))
     rows, width = gradient.shape[:2]
     sums = torch.cat(parts).view(rows, width, SKETCH_WIDTH)

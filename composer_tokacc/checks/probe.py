@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -77,8 +77,6 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
-Leaves: TypeAlias = dict[Module, Tensor]
-"""Outputs of layers at which the graph begins, by layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +128,11 @@ class ProbeResult:
 
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference of losses and gradients from another result of the same rows."""
-        # Losses near 0 are compared absolutely.
-        distances = [0.0]
+        distances = []
         for unit, loss in self.losses.items():
-            difference = abs(other.losses[unit] - loss)
-            distances.append(difference / (1 + abs(loss)))
-        for unit, gradients in self.gradients.items():
-            pairs = zip(gradients, other.gradients[unit], strict=True)
+            # Losses near 0 are compared absolutely.
+            distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
+            pairs = zip(self.gradients[unit], other.gradients[unit], strict=True)
             for gradient, other_gradient in pairs:
                 if gradient is None or other_gradient is None:
                     continue
@@ -198,21 +194,16 @@ class Probe:
         self.is_training = True
         """Whether the layers run as in training."""
         self.is_random = False
-        """Whether the loss changes from forward to forward. After :meth:`examine` there are two possible reasons: state
-        that forwards write (then :attr:`state_dependence` is set), or a forward that is random even in evaluation."""
+        """Whether the loss changes from forward to forward. After :meth:`examine` the forward is then random even in
+        evaluation."""
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
-        self.harmless_states: list[str] = []
-        """Names of states that every forward writes and that the result does not depend on, still to be reported."""
         self._judged: set[str] = set()
         """Names of states that are not judged again: each was judged before, or is being judged."""
-        self.state_dependence: str | None = None
-        """Name of a state that every forward writes and that the result depends on."""
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        # Modules of TorchScript take no hooks.
-        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._modules = list(model.modules())
         self._weights = _ShownWeights(self._modules, can_convert=_can_convert(model))
         # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
@@ -224,7 +215,7 @@ class Probe:
     def from_model(cls, model: Any, gather: Gather = only_of_this_rank) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model, gather=gather)
+            return cls(model, model.loss, model, gather=gather)
         names = forward_parameters(model)
 
         def forward(batch: Batch) -> Outputs:
@@ -334,8 +325,7 @@ class Probe:
         is_same = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
         self.is_random = not all(self.gather(all(is_same)))
         self.judge_written_state(batch)
-        # If the result depends on state that a forward writes, the loss changes for that reason, and is not random.
-        if self.is_random and self.is_training and self.state_dependence is None:
+        if self.is_random and self.is_training:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
             self.is_training = False
             return self.examine(batch)
@@ -374,7 +364,7 @@ class Probe:
         return result
 
     def judge_written_state(self, batch: Batch) -> None:
-        """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.
+        """Raises RuntimeError, on all ranks, if the result depends on state that every forward writes.
 
         A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
         harmless: every forward writes it, but the result does not depend on it.
@@ -417,14 +407,18 @@ class Probe:
 
         # First all states at once, because in most models the result depends on none of them.
         if not changes_result(names):
-            self.harmless_states += names
             return
         # Then one by one. If only several states together change the result, the first one is named.
-        self.state_dependence = names[0]
+        decisive_name = names[0]
         for name in names:
             if changes_result([name]):
-                self.state_dependence = name
-                return
+                decisive_name = name
+                break
+        raise NotExactError(
+            f'A forward must not change the result of the next one, got: {decisive_name!r}, which every forward in '
+            'training writes and the result depends on. A step would depend on its number of microbatches. Put its '
+            'module in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
+        )
 
     def _forward(
         self,
@@ -459,12 +453,7 @@ class Probe:
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        leaves = _leaves_with(logits, leaves_of_forwards)
-        # Not every layer runs in every batch, such as a layer of another modality.
-        points = [leaves[layer] for layer in self._layers if layer in leaves]
-        # No layer returns these logits, for example, if the model changes the output of its head once more.
-        if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
-            points.append(logits)
+        points = _points_of(logits, leaves_of_forwards, len(self._layers))
         return _Forward(terms, points, logits)
 
     @contextmanager
@@ -657,46 +646,23 @@ def _has_equal_entries(weight: Tensor) -> bool:
         return False
     if not weight.numel():
         return False
-    entries = weight.detach().flatten()
-    largest_difference = VARIATION / 5
-    if weight.dim() > 0:
-        num_columns = len(entries) / len(weight)
-        largest_difference /= num_columns**0.5
-    # Few weights have equal entries, and most of the others show it by their first entries.
-    for part in (entries[:256], entries):
-        low, high = part.aminmax()
-        if float(high - low) >= largest_difference:
-            return False
-    return True
+    low, high = weight.detach().aminmax()
+    return float(high - low) < _variation_of(weight) / 5
 
 
 def _varied(weight: Tensor) -> Tensor:
-    """Returns a weight with a different positive number added to each entry. With more columns they are smaller."""
-    if weight.dim() < 2:
-        numbers = _golden_numbers(weight.numel(), weight.dtype, weight.device)
-        return weight + VARIATION * numbers.view(weight.shape)
-    entries = weight.flatten(1)
-    num_rows, num_columns = entries.shape
-    rows = _golden_numbers(num_rows, weight.dtype, weight.device)
-    columns = _golden_numbers(num_columns, weight.dtype, weight.device)
-    varied = torch.addcmul(
-        entries,
-        rows[:, None],
-        columns,
-        value=VARIATION / num_columns**0.5,
-    )
-    return varied.view(weight.shape)
+    """Returns a weight with a random positive number added to each entry, the same one in each call."""
+    generator = torch.Generator(weight.device).manual_seed(0)
+    numbers = torch.empty_like(weight).uniform_(generator=generator)
+    return weight + _variation_of(weight) * (1 - numbers)  # 0 may be drawn, and 1 is not
 
 
-@cache
-def _golden_numbers(
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio, modulo 1."""
-    numbers = torch.arange(1, size + 1) * 0.618034 % 1
-    return numbers.to(device, dtype)
+def _variation_of(weight: Tensor) -> float:
+    """Returns the most that :func:`_varied` adds to an entry of a weight, see :data:`VARIATION`."""
+    num_columns = 1.0
+    if weight.dim() > 1:
+        num_columns = weight.numel() / len(weight)
+    return VARIATION / num_columns**0.5
 
 
 # Helpers of a forward.
@@ -762,7 +728,7 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[list[Leaves]]:
+) -> Iterator[list[Tensor]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
@@ -772,12 +738,11 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
 
-    The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
-    preference loss also runs a reference (the model with its adapter off) without gradients, before or after the
-    forward that makes the logits. :func:`_leaves_with` finds the leaves of the latter. If the loss runs the model again
-    with gradients (R-Drop), only the leaves of that forward are kept.
+    The loss may run the model again, so the leaves are those of several forwards, in order. For example, a loss may
+    also run a reference (the model with its adapter off) without gradients, before or after the forward that makes the
+    logits.
     """
-    leaves_of_forwards: list[Leaves] = [{}]
+    leaves: list[Tensor] = []
 
     def start_graph(
         module: Module,
@@ -787,28 +752,30 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaf = output.detach().requires_grad_()
-        leaves = leaves_of_forwards[-1]
-        leaves[module] = leaf
+        leaves.append(leaf)
         if module is layers[-1]:
-            if torch.is_grad_enabled():
-                del leaves_of_forwards[:-1]
-            else:
-                # The next forward replaces the leaves in the copy. If it is not complete, the others stay.
-                leaves_of_forwards.append(dict(leaves))
             # Gradients stay on, also if an earlier layer runs again.
             torch.set_grad_enabled(True)
         return leaf
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves_of_forwards
+        yield leaves
 
 
-def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
-    """Returns the leaves of the forward whose layer returned the logits. If none did, those of the last forward."""
-    for leaves in leaves_of_forwards:
-        if any(leaf is logits for leaf in leaves.values()):
-            return leaves
-    return leaves_of_forwards[-1]
+def _points_of(logits: Tensor | None, leaves: Sequence[Tensor], num_layers: int) -> list[Tensor]:
+    """Returns the leaves of the forward that made the logits, and the logits last. For the leaves see _graph_from().
+
+    If none of the leaves is the logits, because the model changes the output of its head once more, or has no logits,
+    these are the leaves of the last forward.
+    """
+    end = len(leaves)
+    for place, leaf in enumerate(leaves):
+        if leaf is logits:
+            end = place + 1
+    points = list(leaves[max(end - num_layers, 0) : end])
+    if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
+        points.append(logits)
+    return points
 
 
 def _rounded(

@@ -29,7 +29,6 @@ from composer_tokacc.checks.logits import (
     tolerance_of,
     whole_vocabulary,
 )
-from composer_tokacc.compat import tree_flatten, tree_unflatten
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
@@ -74,6 +73,8 @@ class TokenChoice:
     def rows_with_new_labels(self, batch: Batch, rule: str) -> list[bool]:
         """Returns which rows have a label that counts and did not count before, and remembers it.
 
+        If several microbatches of a pre-split batch have the same new label, these are rows of the first of them.
+
         A label that does not count (in column 0, or masked) is not remembered, because no loss was measured with it.
 
         Args:
@@ -81,7 +82,6 @@ class TokenChoice:
             rule: Which labels count, see :func:`.loss_mask`.
         """
         has_new_label: list[bool] = []
-        new_labels: list[Tensor] = []
         for microbatch in microbatches_of(batch):
             # -100 is looked up as 0. It does not count.
             labels = labels_of(microbatch).clamp(min=0)
@@ -91,10 +91,7 @@ class TokenChoice:
                 self._is_unknown = torch.nn.functional.pad(self._is_unknown, (0, num_missing), value=True)
             is_new = loss_mask(microbatch, rule) & self._is_unknown[labels]
             has_new_label += is_new.any(dim=1).tolist()
-            new_labels.append(labels[is_new])
-        # Labels become known only after the loop, so that every row of the batch that has a new label is marked.
-        for labels in new_labels:
-            self._is_unknown[labels] = False
+            self._is_unknown[labels[is_new]] = False
         return has_new_label
 
     def includes(self, place: int, counts: RowCounts) -> bool:
@@ -321,10 +318,9 @@ def _check_reached(step: Step) -> None:
 def _read_from_device(step: Step) -> None:
     """Fills in ``observed`` of all microbatches.
 
-    Each reading waits for the device, so all numbers are read at once. This costs little time here, because Composer
-    waits for the device at this point anyway, to read the loss.
+    Each reading waits for the device. This costs little time here, because Composer waits for the device at this point
+    anyway, to read the loss.
     """
-    values_of_records = []
     for record in step.microbatches:
         counted = loss_mask(record.batch, record.counts.rule)
         values = {'tokens': counted.sum()}
@@ -334,14 +330,8 @@ def _read_from_device(step: Step) -> None:
             values['factor'] = record.factor
         if record.deviations is not None:
             values['deviation'] = record.deviations.amax()
-        values_of_records.append(values)
-    tensors, structure = tree_flatten(values_of_records)
-    if not tensors:
-        return
-    in_one_tensor = torch.stack([tensor.double() for tensor in tensors])
-    numbers_of_records = tree_unflatten(in_one_tensor.tolist(), structure)
-    for record, numbers in zip(step.microbatches, numbers_of_records, strict=True):
-        record.observed = numbers
+        in_one_tensor = torch.stack([value.double() for value in values.values()])
+        record.observed = dict(zip(values, in_one_tensor.tolist(), strict=True))
 
 
 def _check_totals(step: Step) -> None:
@@ -390,11 +380,8 @@ def _check_factors(step: Step) -> None:
     if not factors and step.counts.loss_tokens == 0:
         return  # no loss of the step required a gradient, so no hook has noted a factor
     expected = [record.composers_weight for record in step.microbatches]
-    are_right = len(factors) == len(expected)  # if not, the loop need not compare all of them
-    for factor, expected_factor in zip(factors, expected, strict=False):
-        # The weight of a microbatch without samples is 0, which has no relative error.
-        are_right &= math.isclose(factor, expected_factor, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
-    if not are_right:
+    # The weight of a microbatch without samples is 0, which has no relative error.
+    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
         raise NotExactError(
             f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
             f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '

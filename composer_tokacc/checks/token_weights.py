@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,39 +34,32 @@ MOST_LISTED = 8
 """Number of unequal tokens that a line names at most."""
 
 
-class _Backward(NamedTuple):
-    """Measurements of one gradient of logits.
+@dataclass(eq=False)
+class _WatchedForward:
+    """A forward whose logits are watched, and what was measured of the gradients that they got.
 
     The tensors stay on the device until the report is read, because the host would wait for the device to copy them.
     """
-
-    weights: Tensor  # float32 (positions,)
-    has_loss: Tensor  # bool (positions,), whether a token adds to the gradient
-    is_reliable: Tensor  # bool (positions,), whether its weight was measured well enough to be reported
-    residual: Tensor  # float32 (), share of the gradient's norm that no token's cross-entropy explains
-
-
-@dataclass(eq=False)
-class _WatchedForward:
-    """A forward whose logits are watched."""
 
     in_backward: bool
     """Whether it ran inside a backward: an activation checkpoint has run a forward again. Its logits may get no
     gradient."""
     num_labels: Tensor | None
     """See :func:`_num_labels`. An int64 ``()`` on the device of the labels."""
-    backwards: list[_Backward] = field(default_factory=list)
-    """The gradients that its logits got."""
+    weights: Tensor
+    """Weights of its positions, float32 ``(positions,)``: 0 without loss, and added over its backwards, as gradients
+    are."""
+    is_unclear: Tensor
+    """Which positions have a gradient that no weight can be read off, bool ``(positions,)``."""
+    residual: Tensor
+    """Share of the gradient's norm that no token's cross-entropy explains, float32 ``()``."""
+    has_gradient: bool = False
+    """Whether its logits got a gradient."""
 
     @property
-    def weights(self) -> Tensor:
-        """Weights of its tokens, float32 ``(tokens,)``, added over its backwards, as gradients are.
-
-        Leaves out positions without loss, and weights that could not be measured reliably.
-        """
-        reliable_weights = [backward.weights.where(backward.is_reliable, 0) for backward in self.backwards]
-        weights = torch.stack(reliable_weights).sum(dim=0)
-        return weights[weights != 0]
+    def reliable_weights(self) -> Tensor:
+        """Weights of its tokens, ``(tokens,)``, without those that could not be measured."""
+        return self.weights[(self.weights != 0) & ~self.is_unclear]
 
 
 class TokenWeightsReport:
@@ -85,12 +77,7 @@ class TokenWeightsReport:
 
         If several backwards reach the logits of a forward, their weights are added, as their gradients are.
         """
-        return [forward.weights for forward in self._forwards if forward.backwards]
-
-    @property
-    def _backwards(self) -> list[_Backward]:
-        """The backwards of all forwards, in the order of the forwards."""
-        return list(chain.from_iterable(forward.backwards for forward in self._forwards))
+        return [forward.reliable_weights for forward in self._forwards if forward.has_gradient]
 
     @property
     def spread(self) -> float:
@@ -106,7 +93,7 @@ class TokenWeightsReport:
     @property
     def residual(self) -> float:
         """Share of a gradient's norm that no token's cross-entropy explains. The largest share on this rank."""
-        residuals = [backward.residual for backward in self._backwards]
+        residuals = [forward.residual for forward in self._forwards if forward.has_gradient]
         if not residuals:
             return float('nan')
         return float(torch.stack(residuals).max())
@@ -126,7 +113,8 @@ class TokenWeightsReport:
         """
         sentences = []
         for number, forward in enumerate(self._forwards, start=1):
-            num_tokens = sum(int(backward.has_loss.sum()) for backward in forward.backwards)
+            has_loss = (forward.weights != 0) | forward.is_unclear
+            num_tokens = int(has_loss.sum())
             num_labels = 1 if forward.num_labels is None else int(forward.num_labels)
             # A forward of an activation checkpoint repeats another one, which is judged by itself.
             if num_tokens >= num_labels or forward.in_backward:
@@ -139,7 +127,7 @@ class TokenWeightsReport:
                 )
                 continue
             reason = '`backward` did not reach its logits'
-            if forward.backwards:
+            if forward.has_gradient:
                 reason = 'its gradient is 0'
             sentences.append(f'{name} adds nothing to the gradient: {reason}.')
         return sentences
@@ -149,40 +137,23 @@ class TokenWeightsReport:
 
         The median is over the tokens of all forwards of this rank.
         """
-        if not self._backwards:
+        if not self.weights:
             return ''
         # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).nanmedian().cpu()
         lines = []
         for number, forward in enumerate(self._forwards, start=1):
-            if not forward.backwards:
-                continue
-            line = self._line_of_unequal(forward.weights.cpu() / median)
-            if line:
-                lines.append(f'forward {number}: {line}')
+            ratios = forward.reliable_weights.cpu() / median
+            # NaN in one weight makes `known_to` NaN. Then only the tokens without a number are unequal.
+            is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
+            if is_unequal.any():
+                unequal = ratios[is_unequal]
+                numbers = is_unequal.nonzero().flatten() + 1
+                lines.append(
+                    f'forward {number}: {len(unequal):,} of {len(ratios):,} tokens with loss weigh {unequal.min():.4g} '
+                    f'to {unequal.max():.4g} times the median, such as {numbers[:MOST_LISTED].tolist()}'
+                )
         return '\n'.join(lines)
-
-    def _line_of_unequal(self, ratios: Tensor) -> str:
-        """Returns a text about the tokens of a forward with another weight than the median. Empty if there are none.
-
-        Args:
-            ratios: Weights of the tokens as multiples of the median, ``(tokens,)``.
-        """
-        # NaN in one weight makes `known_to` NaN. Then only the tokens without a number are unequal.
-        is_unequal = ratios.isnan() | ((ratios - 1).abs() > self.known_to)
-        unequal = is_unequal.nonzero().flatten()
-        if not len(unequal):
-            return ''
-        tokens = 'all'
-        if len(unequal) < len(ratios):
-            numbers = (unequal[:MOST_LISTED] + 1).tolist()
-            tokens = f'number {", ".join(map(str, numbers))}'
-        low = float(ratios[unequal].min())
-        high = float(ratios[unequal].max())
-        span = f'{high:.4g}'
-        if high - low > self.known_to:
-            span = f'{low:.4g} to {high:.4g}'
-        return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
         # A copy of the model, such as an average of weights, has copies of the hooks. They must write into this report,
@@ -190,16 +161,22 @@ class TokenWeightsReport:
         return self
 
     def __str__(self) -> str:
-        lines = ['backward    tokens       smallest           mean        largest  residual']
-        for number, backward in enumerate(self._backwards, start=1):
-            weights = backward.weights[backward.is_reliable]
+        lines = [' forward    tokens       smallest           mean        largest  residual']
+        num_unclear = 0
+        num_without_gradient = 0
+        for number, forward in enumerate(self._forwards, start=1):
+            if not forward.has_gradient:
+                num_without_gradient += 1
+                continue
+            num_unclear += int(forward.is_unclear.sum())
+            weights = forward.reliable_weights
             low = mean = high = torch.nan  # there may be no reliable weight
             if len(weights):
                 low = float(weights.min())
                 mean = float(weights.mean())
                 high = float(weights.max())
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
-            lines.append(f'{columns}{float(backward.residual):>10.1e}')
+            lines.append(f'{columns}{float(forward.residual):>10.1e}')
         # The weights of other ranks are not asked for, because a loop may print on rank 0 only.
         largest, smallest = self._extremes()
         if smallest != torch.inf:  # there is a weight
@@ -210,15 +187,10 @@ class TokenWeightsReport:
                 place = ' on this rank (`.spread` asks all)'
             ratio = f'largest over smallest weight {largest / smallest:.7f}'
             lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
-        num_left_out = 0
-        for backward in self._backwards:
-            is_left_out = backward.has_loss & ~backward.is_reliable
-            num_left_out += int(is_left_out.sum())
-        if num_left_out:
+        if num_unclear:
             lines.append(
-                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that no label explains'
+                f'{num_unclear:,} left out: 1 - p of the label below {SURE}, or a gradient that no label explains'
             )
-        num_without_gradient = sum(not forward.backwards for forward in self._forwards)
         if num_without_gradient:
             lines.append(
                 f'{num_without_gradient:,} of {len(self._forwards):,} forwards had no gradient at their logits'
@@ -274,7 +246,14 @@ class TokenWeightsReport:
             if earlier.num_labels is None:
                 earlier.num_labels = num_labels
             return
-        forward = _WatchedForward(is_in_backward(), num_labels)
+        nothing = torch.zeros((), device=logits.device)
+        forward = _WatchedForward(
+            is_in_backward(),
+            num_labels,
+            weights=nothing,
+            is_unclear=nothing.bool(),
+            residual=nothing,
+        )
         metadata_of_node[self, index] = forward
         self._forwards.append(forward)
         # Detached, because a graph whose hook holds its own logits is never freed.
@@ -311,23 +290,26 @@ class TokenWeightsReport:
         if gradient is None or not self._is_open:
             return
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
+        is_unclear = forward.is_unclear
+        residual = forward.residual
         if mask is not None:
             # The gradient by a log-probability is the weight itself, negated.
             weights = -gradient.float().flatten()
-            has_loss = mask.flatten() & (weights != 0)  # a label of weight 0 carries no loss
-            is_reliable = has_loss
-            residual = gradient.new_zeros(())
+            weights = weights.where(mask.flatten(), 0)
         else:
             measured = measure(logits, gradient)
             weights = measured.weights.flatten()
-            has_loss = measured.targets.flatten() != IGNORE_INDEX
             # The weight cannot be read off the gradient if the model is sure of the label, or if there is another loss.
+            # NaN fulfils neither condition, so it is reported.
             is_sure = measured.plain_norms < SURE
             is_unexplained = measured.residual_norms > OTHER * measured.norms
-            is_unclear = (is_sure | is_unexplained).flatten()
-            is_reliable = has_loss & ~is_unclear  # NaN fulfils neither condition, so it is reported
-            residual = measured.residual
-        forward.backwards.append(_Backward(weights, has_loss, is_reliable, residual))
+            has_label = measured.targets != IGNORE_INDEX
+            is_unclear = is_unclear | (has_label & (is_sure | is_unexplained)).flatten()
+            residual = torch.maximum(residual, measured.residual)
+        forward.has_gradient = True
+        forward.weights = forward.weights + weights
+        forward.is_unclear = is_unclear
+        forward.residual = residual
 
     def _why_empty(self) -> str:
         """Returns why nothing was measured."""
@@ -387,7 +369,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         report._is_open = False
         for hook in hooks:
             hook.remove()
-    if not report._backwards:
+    if not report.weights:
         name = type(inner).__name__
         raise NotExactError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
 

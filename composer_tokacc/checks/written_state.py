@@ -97,11 +97,11 @@ class State:
         return was_written_into or not _are_equal(current, self.content)
 
 
+@dataclass(frozen=True)
 class StateSnapshot:
     """Several states of a model at one moment."""
 
-    def __init__(self, states: Iterable[State]) -> None:
-        self.states = list(states)
+    states: list[State]
 
     @classmethod
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
@@ -118,7 +118,7 @@ class StateSnapshot:
     @classmethod
     def of_model(cls, model: Module, *, watches_parameters: bool = True) -> StateSnapshot:
         """Takes a snapshot of everything that a forward may write. Of parameters only some entries are copied."""
-        return cls(_states_of(model, watches_parameters=watches_parameters))
+        return cls(list(_states_of(model, watches_parameters=watches_parameters)))
 
     def written(self) -> list[State]:
         """Returns the states that were written after the snapshot, with copies of their present values."""
@@ -159,7 +159,7 @@ class StateSnapshot:
 
 @torch.no_grad()
 def perturb(states: Iterable[State]) -> None:
-    """Changes the present values of some states, to see whether the result of a forward depends on them.
+    """Replaces the present values of some states, to see whether the result of a forward depends on them.
 
     Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
     converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
@@ -174,15 +174,10 @@ def perturb(states: Iterable[State]) -> None:
     for state in states:
         current = state.container[state.key]
         if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
-            # The entries of an expanded tensor share memory, so it cannot be written.
-            if 0 in current.stride():
-                current = current.clone()
-                state.container[state.key] = current
             # With the mean and the constant, entries of 0 move, too.
             sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
             noise = torch.randn(current.shape, generator=generator).to(current)
-            with torch.inference_mode():
-                current.add_(PERTURBATION * sizes * noise)
+            state.container[state.key] = current + PERTURBATION * sizes * noise
         else:
             # A copy, because the next forward may write into it.
             written = state.content
@@ -248,11 +243,7 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
         attributes = vars(module)
-        containers = [parameters, buffers, attributes]
-        if isinstance(module, torch.jit.ScriptModule):
-            # Its attributes cannot be read. Its buffers are written, but never replaced.
-            containers = [dict(module.named_buffers(recurse=False))]
-        for container in containers:
+        for container in (parameters, buffers, attributes):
             is_parameter = container is parameters
             if is_parameter and not watches_parameters:
                 continue

@@ -252,18 +252,8 @@ class MicrobatchSplit:
             earlier = replace(earlier, needs_media=earlier.needs_media or may_depend)
         yield from padded_candidates(facts, earlier)
 
-    def assemble(
-        self,
-        facts: RowFacts,
-        rows: Sequence[int],
-        rules: CutRules,
-        *,
-        is_rounded: bool = True,
-    ) -> BatchDict:
-        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient.
-
-        ``is_rounded``: whether the width is rounded up, as in training. If not, the cut is the narrowest one.
-        """
+    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
+        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
@@ -271,7 +261,9 @@ class MicrobatchSplit:
                 raise NotExactError(f'rows that are not independent: {coupling}')
             self._set_attention(rules.packing)
         options = self.options.without_caps()
-        if not is_rounded:
+        if not rules.packing:
+            # The width is not rounded up, because the last token may see the next column (MobileBERT). In training some
+            # rows keep no padding after rounding.
             options = replace(options, width_multiple=1)
         all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)

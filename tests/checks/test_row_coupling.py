@@ -232,8 +232,8 @@ def test_rank_with_the_change_explains_it():
             return [changes, [change_there]]
 
     comparison = RowComparison.__new__(RowComparison)  # only what the method below reads
-    comparison._probe = ProbeOfTwoRanks()
-    comparison._rows = {'sample_ids': ['first', 'second']}
+    comparison.probe = ProbeOfTwoRanks()
+    comparison.rows = {'sample_ids': ['first', 'second']}
     comparison._counts = [1, 1]
     comparison.reference = SimpleNamespace(invalid_loss=None)
     comparison._aligned = lambda batch, result, rows: {}
