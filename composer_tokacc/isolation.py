@@ -24,11 +24,6 @@ from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
 
-NUM_CONSTANTS = 3
-"""How often a document is overwritten with one id at all its positions. Then all its tokens choose the same experts. If
-experts have a capacity, these overflow, and drop tokens of other documents. Which experts overflow depends on the id,
-so several ids are tried."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationReport:
@@ -162,18 +157,17 @@ def _leaks_of_gradient(
     # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(embeddings: Any) -> torch.Tensor:
+    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
         embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
 
-    embeds = inputs.get('inputs_embeds')
-    if isinstance(embeds, torch.Tensor):
-        # The model does not call its embedding, so the hook would not run.
-        inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
-    with embedding.register_forward_hook(lambda module, args, output: start_graph(output)):
+    with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     if not embedded:
-        raise TypeError(f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}.')
+        raise TypeError(
+            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}. Give `input_ids`, '
+            'not `inputs_embeds`.'
+        )
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)
@@ -271,7 +265,10 @@ def _with_other_ids(
     for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
             reserved = reserved | tokens
-    ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
+    ordinary_ids = set().union(*texts) - reserved
+    if len(ordinary_ids) < 2:
+        ordinary_ids = set(range(num_embeddings)) - reserved
+    ordinary = ids.new_tensor(sorted(ordinary_ids))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
@@ -284,25 +281,13 @@ def _with_other_ids(
             yield document, changed
 
 
-def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
-    """Returns the ids that may be inserted, in ascending order: those of the documents, without the reserved ones.
-
-    If these are fewer than two, the first ids of the vocabulary are added.
-    """
-    ordinary = set().union(*texts) - reserved
-    for token in range(num_embeddings):
-        if len(ordinary) >= 2:
-            break
-        if token not in reserved:
-            ordinary.add(token)
-    return sorted(ordinary)
-
-
 def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
     """Returns several versions of a row with other ids, because models leak in different ways.
 
     In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
-    same, see :data:`NUM_CONSTANTS`. Reserved ids are replaced as well, but the caller puts them back.
+    same, so all tokens choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
+    documents. Which experts overflow depends on the id, so several ids are tried. Reserved ids are replaced as well,
+    but the caller puts them back.
 
     Args:
         row: Ids, ``(width,)``.
@@ -312,10 +297,8 @@ def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tenso
     places = torch.searchsorted(ordinary, row).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
-    for number in range(NUM_CONSTANTS):
-        evenly_spaced_place = number * last // (NUM_CONSTANTS - 1)  # from the first id to the last
-        constant = ordinary[evenly_spaced_place]
-        replacements.append(constant.expand_as(row))
+    for place in (0, last // 2, last):
+        replacements.append(ordinary[place].expand_as(row))
     return replacements
 
 
