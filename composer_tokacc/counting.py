@@ -168,16 +168,10 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
-    text = text_of(batch)
-    num_rows, width = text.shape
+    is_attended = attended_positions(batch)
     mask = batch.get('attention_mask')
-    if mask is not None and mask.shape == text.shape:
+    if mask is not None and mask.shape == is_attended.shape:  # also of a batch without `input_ids`
         is_attended = mask != 0
-    elif mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
-        is_attended = attended_positions(batch)
-    else:
-        # There is no mask, or it belongs to another input, such as the frames of Whisper.
-        return [width] * num_rows
     return is_attended.sum(dim=1).tolist()
 
 
