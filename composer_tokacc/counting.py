@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
-from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.planning import check_choice
 
 # With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -56,8 +56,7 @@ class TokenCounts:
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
     """Returns the loss rule. Raises ValueError if it is none of :data:`LOSS_RULES`, nor an allowed ``'auto'``."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
-    if loss_tokens not in allowed:
-        raise InvalidInputError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
+    check_choice('loss_tokens', loss_tokens, allowed)
     return loss_tokens
 
 

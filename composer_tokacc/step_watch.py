@@ -25,9 +25,9 @@ from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
 from composer_tokacc.compat import inner_model, is_in_backward, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
-Checksum = tuple[str, str]
-"""The sum of a tensor's entries and the sum of their absolute values, each as :meth:`float.hex`."""
-ZERO: Checksum = ((0.0).hex(), (0.0).hex())
+Checksum = tuple[float, float]
+"""The sum of a tensor's entries and the sum of their absolute values. Infinity also stands for NaN."""
+ZERO: Checksum = (0.0, 0.0)
 """Checksum of a gradient that is 0, or absent."""
 SAME_GRADIENT = 1e-3
 """Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
@@ -275,11 +275,10 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
             values = values.to_local()
         if values.is_sparse:
             values = values.coalesce().values()
-        total = float(values.sum(dtype=torch.float64))
-        size = float(values.abs().sum(dtype=torch.float64))
-        total += 0.0  # turns -0.0 into 0.0
-        # As text, because NaN is not equal to itself.
-        checksums[name] = (total.hex(), size.hex())
+        sums = torch.stack([values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)])
+        # NaN is not equal to itself.
+        total, size = sums.masked_fill(sums.isnan(), math.inf).tolist()
+        checksums[name] = total, size
     return checksums
 
 
@@ -299,7 +298,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
-        sizes = [float.fromhex(gradients[name][1]) for gradients in gradients_by_rank]
+        sizes = [gradients[name][1] for gradients in gradients_by_rank]
         if max(sizes) == 0:  # equal on all ranks, but also without averaging
             continue
         # A loop may add up the gradients in another order on each rank.

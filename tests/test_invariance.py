@@ -162,7 +162,7 @@ def test_lost_or_nan_gradient_is_off():
 
     rows = text_rows(ROWS)
     report = verify_invariance(changed_step(without_head), rows, **FEW_CUTS)
-    assert report.worst.reason == f'most of all, {changed_name} has no gradient'
+    assert changed_name in report.worst.reason
     report = verify_invariance(changed_step(nan_in_cuts), rows, **FEW_CUTS)
     assert report.worst.error == float('inf')
 
@@ -263,10 +263,10 @@ def test_parameters_without_a_gradient():
     assert error == 0.0
     error, reason = relative_error({'b': expected['b']}, expected)
     assert error == pytest.approx(0.6)
-    assert reason == 'most of all, a has no gradient'
+    assert reason == 'most of all, a is off'
     error, reason = relative_error({**expected, 'c': torch.tensor([5.0])}, expected)
     assert error == pytest.approx(1.0)
-    assert reason == 'most of all, c has a gradient, but not in the reference'
+    assert reason == 'most of all, c is off'
 
 
 # Isolation of documents in a packed row.
