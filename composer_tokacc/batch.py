@@ -276,9 +276,10 @@ def padding_side(batch: Batch) -> str:
 
 def common_padding_side(batches: Iterable[Batch]) -> str:
     """Returns the padding side of several batches of one collator. A batch without padding or ids does not show it."""
-    with_ids = [batch for batch in batches if isinstance(batch.get('input_ids'), Tensor)]
-    is_left = any(padding_side(batch) == 'left' for batch in with_ids)
-    return 'left' if is_left else 'right'
+    for batch in batches:
+        if isinstance(batch.get('input_ids'), Tensor) and padding_side(batch) == 'left':
+            return 'left'
+    return 'right'
 
 
 @dataclass(frozen=True)

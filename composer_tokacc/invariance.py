@@ -443,11 +443,8 @@ def _cuts(
     in_order = list(range(num_rows))
     longest_first = sorted(in_order, key=lambda row: -widths[row])
     for size in sorted({min(size, num_rows) for size in sizes}):
-        starts = range(0, num_rows, size)
-        groups_in_order = [in_order[start : start + size] for start in starts]
-        groups_by_length = [longest_first[start : start + size] for start in starts]
-        yield 'in order', size, layout.split(batch, groups_in_order)
-        by_length = layout.split(batch, groups_by_length)
+        yield 'in order', size, layout.split(batch, groups_of(in_order, size))
+        by_length = layout.split(batch, groups_of(longest_first, size))
         # Padding on the left stays. Its last position may predict a label at the first token of a row. And trimming
         # would move tokens to earlier columns, which changes the result of some models.
         if padding == 'right':
@@ -455,3 +452,8 @@ def _cuts(
         yield 'by length', size, by_length
     # The smaller microbatch comes last, because some loops drop it, as a loader with `drop_last` does.
     yield 'uneven', num_rows - 1, layout.split(batch, [in_order[1:], in_order[:1]])
+
+
+def groups_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Returns the rows in groups of ``size``. The last group may be smaller."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

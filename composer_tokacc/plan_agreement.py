@@ -117,9 +117,7 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
     """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
-    if record is None:
-        # If all ranks return this, the plans count as equal.
-        return [0, 0, get_global_rank() ** 2]
+    record = record or PlanRecord()
     return [record.checksum, record.checksum**2, record.rank**2]
 
 
@@ -139,7 +137,8 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
     # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
     # because they cover the number of ranks.
-    is_for_all_ranks = record is None or record.num_ranks == world_size
+    record = record or PlanRecord()
+    is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
 

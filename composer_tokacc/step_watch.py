@@ -181,11 +181,7 @@ class StepWatch:
             )
 
     def _gradient_checksums(self) -> dict[str, Checksum]:
-        gradients = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
-        return dict.fromkeys(self._parameters, ZERO) | _checksums(gradients)
+        return _checksums({name: parameter.grad for name, parameter in self._parameters.items()})
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps the arguments of a forward until it ends, to repeat it."""
@@ -266,10 +262,13 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     return float(change / size.clamp(min=TINY))
 
 
-def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
+def _checksums(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Checksum]:
     """Returns the checksum of each tensor by name. Copies of all gradients would need too much memory."""
     checksums = {}
     for name, tensor in tensors.items():
+        if tensor is None:
+            checksums[name] = ZERO
+            continue
         values = tensor.detach()
         if isinstance(values, DTensor):
             values = values.to_local()

@@ -49,6 +49,7 @@ from composer_tokacc.invariance import (
     InvarianceReport,
     StepCut,
     compare_cuts,
+    groups_of,
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
@@ -255,8 +256,7 @@ class _VerifiedRun:
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
-        rows = range(self.layout.num_rows(batch))
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        groups = groups_of(range(self.layout.num_rows(batch)), size)
         data = DataSpec(
             [dict(batch)],
             # Composer's own split does not know which images belong to a row.
