@@ -93,10 +93,8 @@ class LabelledPositions:
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values ``(rows, width, ...)``, 0 at positions that predict no label."""
         num_labels = len(self.of_labels)  # leaves out the added position
-        values = selected[0, :num_labels]
-        of_predictions = self.of_logits[:num_labels]
-        placed = values.new_zeros(rows * width, *values.shape[1:])
-        placed.index_copy_(0, of_predictions.to(values.device), values)
+        placed = selected.new_zeros(rows * width, *selected.shape[2:])
+        placed[self.of_logits[:num_labels]] = selected[0, :num_labels]
         return placed.unflatten(0, (rows, width))
 
 
@@ -237,10 +235,6 @@ class LabelSelector:
         has_hook = output_embedding(module) is self._head
         if labels is None or num_labels is None or not has_hook:
             return args, kwargs
-        if kwargs.get('shift_labels') is not None:
-            raise NotExactError(
-                'Logits at labels need `labels` only, got: `shift_labels` as well, which are not selected.'
-            )
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
         if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
