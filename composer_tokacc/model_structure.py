@@ -63,14 +63,10 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped_block(block: nn.Module) -> nn.Module:
-    """Returns the block inside of torch's wrappers, such as that of activation checkpointing.
-
-    A wrapper is a module of torch with a single child.
-    """
-    children = list(block.children())
-    while type(block).__module__.startswith('torch.') and len(children) == 1:
-        [block] = children
-        children = list(block.children())
+    """Returns the block inside of torch's wrappers, such as that of activation checkpointing."""
+    for module in block.modules():  # from the outermost to the innermost
+        if not type(module).__module__.startswith('torch.'):
+            return module
     return block
 
 
