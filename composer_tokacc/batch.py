@@ -93,52 +93,41 @@ def check_ids(batch: Batch) -> None:
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # a custom model may have ids of another type. Then `labels` are the text, see text_of()
-    if ids is not None:
-        is_integer = ids.dtype in (torch.int32, torch.int64)
-        if not is_integer or ids.dim() != 2:
-            raise InvalidInputError(
-                f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. '
-                'Give vectors as `inputs_embeds`, and one row as `ids[None]`.'
-            )
-    _check_mask(batch)
-    if ids is None:
-        return
-    num_rows, width = ids.shape
+    if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 2):
+        raise InvalidInputError(
+            f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. '
+            'Give vectors as `inputs_embeds`, and one row as `ids[None]`.'
+        )
     mask = batch.get('attention_mask')
-    if isinstance(mask, Tensor):
-        is_shared = mask.dim() == 4 and len(mask) == 1  # by all rows
-        has_rows = is_shared or len(mask) == num_rows
-        if mask.shape[-1] != width or not has_rows:
-            raise _wrong_shape(batch, 'attention_mask')
+    if mask is not None and not _is_mask_of(mask, ids):
+        shown_value = type(mask).__name__
+        if isinstance(mask, Tensor):
+            shown_value = f'{mask.dtype} of shape {tuple(mask.shape)}'
+        raise InvalidInputError(
+            '`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), with rows and width '
+            f'of `input_ids`, got: {shown_value}, beginning with {sample_name(batch, 0)}. Give one mask for all heads '
+            'as `mask[:, None]`.'
+        )
     positions = batch.get('position_ids')
-    # Rows are not compared, because the first of three dimensions is for time, height and width.
-    if isinstance(positions, Tensor) and positions.dim() in (2, 3) and positions.shape[-1] != width:
-        raise _wrong_shape(batch, 'position_ids')
-
-
-def _check_mask(batch: Batch) -> None:
-    """Raises ValueError if the mask is no tensor of real numbers of two or four dimensions."""
-    mask = batch.get('attention_mask')
-    if mask is None:
+    if ids is None or not isinstance(positions, Tensor) or positions.dim() not in (2, 3):
         return
-    shown_value = type(mask).__name__
-    if isinstance(mask, Tensor):
-        has_nan = mask.is_floating_point() and bool(mask.isnan().any())
-        if mask.dim() in (2, 4) and not mask.is_complex() and not has_nan:
-            return
-        shown_value = f'{mask.dtype} of shape {tuple(mask.shape)}'
-    raise InvalidInputError(
-        f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {shown_value}, '
-        f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
-    )
+    # Rows are not compared, because the first of three dimensions is for time, height and width.
+    if positions.shape[-1] != ids.shape[1]:
+        raise InvalidInputError(
+            f'`position_ids` must be as wide as `input_ids`, {ids.shape[1]}, got: {tuple(positions.shape)}, '
+            f'beginning with {sample_name(batch, 0)}.'
+        )
 
 
-def _wrong_shape(batch: Batch, key: str) -> InvalidInputError:
-    """Returns the error for an entry that is not as wide as the ids, or lacks rows."""
-    return InvalidInputError(
-        f'`{key}` must have the rows of `input_ids` and be as wide, {tuple(batch["input_ids"].shape)}, '
-        f'got: {tuple(batch[key].shape)}, beginning with {sample_name(batch, 0)}.'
-    )
+def _is_mask_of(mask: object, ids: Tensor | None) -> bool:
+    """Returns whether a mask is a tensor of real numbers of two or four dimensions, which fits the ids if there are."""
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.is_complex() or bool(mask.isnan().any()):
+        return False
+    if ids is None:
+        return True
+    is_shared = mask.dim() == 4 and len(mask) == 1  # by all rows
+    has_rows = is_shared or len(mask) == len(ids)
+    return has_rows and mask.shape[-1] == ids.shape[1]
 
 
 def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
@@ -152,17 +141,14 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
     check_dense(batch)
     check_ids(batch)
     ids = batch.get('input_ids')
-    if labels_are_at_ids and not isinstance(ids, Tensor | None):
-        raise InvalidInputError(
-            f'`input_ids` must be a tensor of shape (rows, width), got: {type(ids).__name__}. Make it one in the '
-            'collator.'
-        )
-    if labels_are_at_ids and ids is not None and labels.shape != ids.shape:
-        raise InvalidInputError(
-            f'`labels` must be of the shape of `input_ids`, {tuple(ids.shape)}, one for each token, '
-            f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '
-            'has no mean over tokens: train it without TokenAccumulation.'
-        )
+    if labels_are_at_ids and ids is not None:
+        shape_of_ids = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        if labels.shape != shape_of_ids:
+            raise InvalidInputError(
+                f'`labels` must be of the shape of `input_ids`, which must be a tensor, one for each token, got: '
+                f'{tuple(labels.shape)} for {shape_of_ids}, beginning with {sample_name(batch, 0)}. A head that '
+                'classifies whole rows has no mean over tokens: train it without TokenAccumulation.'
+            )
     if labels.dtype != torch.int64:
         raise InvalidInputError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
     if labels.numel() == 0:
@@ -171,8 +157,6 @@ def check_batch(batch: Batch, *, labels_are_at_ids: bool = False) -> None:
             'loader leave such batches out, on all ranks alike.'
         )
     has_attention = attended_positions(batch).any(dim=1)
-    if bool(has_attention.all()):
-        return
     loses_labels = ~has_attention & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
@@ -200,16 +184,11 @@ def check_vocabulary(
     ids = batch[key]
     if key == 'labels':
         ids = ids.masked_fill(ids == IGNORE_INDEX, 0)
-    if ids.numel() == 0:
-        return
-    # Cheaper than to compare every id, and in nearly all batches it shows that none is bad.
-    extremes = torch.stack(ids.aminmax())
-    smallest, largest = extremes.tolist()
-    if smallest >= 0 and (size is None or largest < size):
-        return
     is_bad = ids < 0
     if size is not None:
         is_bad |= ids >= size
+    if not bool(is_bad.any()):
+        return
     for further_id in further_ids():
         is_bad &= ids != further_id
     if not bool(is_bad.any()):
@@ -297,9 +276,10 @@ def padding_side(batch: Batch) -> str:
 
 def common_padding_side(batches: Iterable[Batch]) -> str:
     """Returns the padding side of several batches of one collator. A batch without padding or ids does not show it."""
-    with_ids = [batch for batch in batches if isinstance(batch.get('input_ids'), Tensor)]
-    is_left = any(padding_side(batch) == 'left' for batch in with_ids)
-    return 'left' if is_left else 'right'
+    for batch in batches:
+        if isinstance(batch.get('input_ids'), Tensor) and padding_side(batch) == 'left':
+            return 'left'
+    return 'right'
 
 
 @dataclass(frozen=True)

@@ -220,14 +220,6 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return attributes.get('_parameters', {}), attributes.get('_buffers', {})
 
 
-def buffer_versions(module: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns two numbers for each buffer of a module itself. They change if the buffer is replaced or written."""
-    versions = {}
-    for name, buffer in module.named_buffers(recurse=False):
-        versions[name] = (id(buffer), num_writes(buffer))
-    return versions
-
-
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     """Returns a pair of numbers that changes if the gradient of a parameter is replaced or written, even with 0."""
     gradient = parameter.grad

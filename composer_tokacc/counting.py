@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
-from composer_tokacc.refusals import InvalidInputError
+from composer_tokacc.planning import check_choice
 
 # With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -56,8 +56,7 @@ class TokenCounts:
 def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
     """Returns the loss rule. Raises ValueError if it is none of :data:`LOSS_RULES`, nor an allowed ``'auto'``."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
-    if loss_tokens not in allowed:
-        raise InvalidInputError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
+    check_choice('loss_tokens', loss_tokens, allowed)
     return loss_tokens
 
 
@@ -168,16 +167,10 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns the number of attended positions of each row. Without a mask of the text, all positions are attended."""
-    text = text_of(batch)
-    num_rows, width = text.shape
+    is_attended = attended_positions(batch)
     mask = batch.get('attention_mask')
-    if mask is not None and mask.shape == text.shape:
+    if mask is not None and mask.shape == is_attended.shape:  # also of a batch without `input_ids`
         is_attended = mask != 0
-    elif mask is not None and mask.dim() > 2 and mask.shape[-1] == width:
-        is_attended = attended_positions(batch)
-    else:
-        # There is no mask, or it belongs to another input, such as the frames of Whisper.
-        return [width] * num_rows
     return is_attended.sum(dim=1).tolist()
 
 

@@ -24,11 +24,6 @@ from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import relative_difference
 
-NUM_CONSTANTS = 3
-"""How often a document is overwritten with one id at all its positions. Then all its tokens choose the same experts. If
-experts have a capacity, these overflow, and drop tokens of other documents. Which experts overflow depends on the id,
-so several ids are tried."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class IsolationReport:
@@ -59,7 +54,7 @@ class _Document:
     row: int
     number: int
     positions: torch.Tensor
-    """Whether each position of the row belongs to the document, bool ``(width,)``."""
+    """Whether each position of the batch belongs to the document, bool ``(rows, width)``."""
 
 
 Leaks = dict[tuple[int, int, int], float]
@@ -139,7 +134,9 @@ def _documents_of_rows(documents: torch.Tensor, text: torch.Tensor) -> list[_Doc
     documents_of_rows = []
     for row, numbers in enumerate(numbers_by_row):
         for number in numbers:
-            documents_of_rows.append(_Document(row, number, positions=documents[row] == number))
+            positions = torch.zeros_like(documents, dtype=torch.bool)
+            positions[row] = documents[row] == number
+            documents_of_rows.append(_Document(row, number, positions))
     return documents_of_rows
 
 
@@ -162,18 +159,17 @@ def _leaks_of_gradient(
     # only the first tensor is checked here. Leaks through the others show only in `_leaks_of_ids`.
     embedded: list[torch.Tensor] = []
 
-    def start_graph(embeddings: Any) -> torch.Tensor:
+    def start_graph(module: torch.nn.Module, args: object, embeddings: torch.Tensor) -> torch.Tensor:
         embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1]
 
-    embeds = inputs.get('inputs_embeds')
-    if isinstance(embeds, torch.Tensor):
-        # The model does not call its embedding, so the hook would not run.
-        inputs = {**inputs, 'inputs_embeds': start_graph(embeds)}
-    with embedding.register_forward_hook(lambda module, args, output: start_graph(output)):
+    with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     if not embedded:
-        raise TypeError(f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}.')
+        raise TypeError(
+            f'`model` must call its input embeddings, got: no call of {type(embedding).__name__}. Give `input_ids`, '
+            'not `inputs_embeds`.'
+        )
     # One backward for each document computes the gradient of a sum of its logits. In a plain sum the gradients of
     # several logits could cancel, so each logit has a random factor.
     generator = torch.Generator().manual_seed(0)
@@ -181,11 +177,10 @@ def _leaks_of_gradient(
     products = logits * factors
     leaks: Leaks = {}
     for reader in documents:
-        total = products[reader.row][reader.positions].sum()
+        total = products[reader.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
         for source in _others(reader, documents):
-            gradient_by_source = gradient[source.row][source.positions]
-            size = float(gradient_by_source.float().norm())
+            size = float(gradient[source.positions].float().norm())
             if size != 0.0:
                 leaks[reader.row, reader.number, source.number] = size
     return leaks
@@ -223,9 +218,7 @@ def _leaks_of_ids(
     for source, ids in _with_other_ids(inputs['input_ids'], documents, reserved, num_embeddings):
         logits = _logits(model, {**inputs, 'input_ids': ids})
         for reader in _others(source, documents):
-            before = expected[reader.row][reader.positions]
-            after = logits[reader.row][reader.positions]
-            change = relative_difference(before, after)
+            change = relative_difference(expected[reader.positions], logits[reader.positions])
             if not change <= tolerance:
                 place = (reader.row, reader.number, source.number)
                 leaks[place] = max(change, leaks.get(place, 0.0))
@@ -264,58 +257,45 @@ def _with_other_ids(
         reserved: Ids with a special meaning.
         num_embeddings: The size of the vocabulary, or 0 if it is not known.
     """
-    texts = [ids[document.row][document.positions].tolist() for document in documents]
+    texts = [ids[document.positions].tolist() for document in documents]
     # If all documents begin (or end) with the same id, it may separate them, even if the config does not name it.
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
     for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
             reserved = reserved | tokens
-    ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
+    ordinary_ids = set().union(*texts) - reserved
+    if len(ordinary_ids) < 2:
+        ordinary_ids = set(range(num_embeddings)) - reserved
+    ordinary = ids.new_tensor(sorted(ordinary_ids))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
+    replacements = _replacements(ids, ordinary)
     for document in documents:
-        row = ids[document.row]
-        is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
-        for other_ids in _replacements(row, ordinary):
-            changed = ids.clone()
-            changed[document.row] = torch.where(is_changed, other_ids, row)
-            yield document, changed
+        is_changed = document.positions.to(ids.device) & ~is_reserved
+        for other_ids in replacements:
+            yield document, torch.where(is_changed, other_ids, ids)
 
 
-def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
-    """Returns the ids that may be inserted, in ascending order: those of the documents, without the reserved ones.
-
-    If these are fewer than two, the first ids of the vocabulary are added.
-    """
-    ordinary = set().union(*texts) - reserved
-    for token in range(num_embeddings):
-        if len(ordinary) >= 2:
-            break
-        if token not in reserved:
-            ordinary.add(token)
-    return sorted(ordinary)
-
-
-def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
-    """Returns several versions of a row with other ids, because models leak in different ways.
+def _replacements(ids: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
+    """Returns several versions of a batch with other ids, because models leak in different ways.
 
     In the first version each ordinary id becomes the next one, so every token differs. In the others all ids are the
-    same, see :data:`NUM_CONSTANTS`. Reserved ids are replaced as well, but the caller puts them back.
+    same, so all tokens choose the same experts. If experts have a capacity, these overflow, and drop tokens of other
+    documents. Which experts overflow depends on the id, so several ids are tried. Reserved ids are replaced as well,
+    but the caller puts them back.
 
     Args:
-        row: Ids, ``(width,)``.
+        ids: ``input_ids`` of the batch, ``(rows, width)``.
         ordinary: The ids that may be inserted, at least two, in ascending order.
     """
     last = len(ordinary) - 1
-    places = torch.searchsorted(ordinary, row).clamp(max=last)
+    places = torch.searchsorted(ordinary, ids).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
-    for number in range(NUM_CONSTANTS):
-        evenly_spaced_place = number * last // (NUM_CONSTANTS - 1)  # from the first id to the last
-        constant = ordinary[evenly_spaced_place]
-        replacements.append(constant.expand_as(row))
+    for place in (0, last // 2, last):
+        replacements.append(ordinary[place].expand_as(ids))
     return replacements
 
 

@@ -61,19 +61,17 @@ class LabelledPositions:
             num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         running_count = loss_mask(batch, rule).flatten().cumsum(dim=0)
-        if rule == 'unshifted':
-            of_labels = places_of(running_count, range(1, num_labels + 1))
-            return cls(of_labels, of_labels, shifts_labels=False)
         # One place more than there are labels. The running count never reaches its ordinal, so this place is the length
         # of the batch, and the position before it is the last one of the batch. That is the added position, which
         # predicts no label.
         ordinals = range(1, num_labels + 2)
         places = _first_places(running_count, ordinals)
-        # The position before a label is in the same row, because these rules count no label in column 0.
-        of_logits = places - 1
         last = len(running_count) - 1
         of_labels = places[:-1].clamp(max=last)  # see places_of()
-        return cls(of_labels, of_logits, shifts_labels=True)
+        if rule == 'unshifted':
+            return cls(of_labels, of_labels, shifts_labels=False)
+        # The position before a label is in the same row, because these rules count no label in column 0.
+        return cls(of_labels, places - 1, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,10 +93,8 @@ class LabelledPositions:
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
         """Reverses :meth:`select`. Returns values ``(rows, width, ...)``, 0 at positions that predict no label."""
         num_labels = len(self.of_labels)  # leaves out the added position
-        values = selected[0, :num_labels]
-        of_predictions = self.of_logits[:num_labels]
-        placed = values.new_zeros(rows * width, *values.shape[1:])
-        placed.index_copy_(0, of_predictions.to(values.device), values)
+        placed = selected.new_zeros(rows * width, *selected.shape[2:])
+        placed[self.of_logits[:num_labels]] = selected[0, :num_labels]
         return placed.unflatten(0, (rows, width))
 
 
@@ -239,10 +235,6 @@ class LabelSelector:
         has_hook = output_embedding(module) is self._head
         if labels is None or num_labels is None or not has_hook:
             return args, kwargs
-        if kwargs.get('shift_labels') is not None:
-            raise NotExactError(
-                'Logits at labels need `labels` only, got: `shift_labels` as well, which are not selected.'
-            )
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
         if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
@@ -288,22 +280,20 @@ class LabelSelector:
             )
 
 
-def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
+def output_embedding(model: Any) -> torch.nn.Module | None:
     """Returns the module that computes logits from hidden states, or None if the model does not name one."""
-    get_output_embeddings = getattr(model, 'get_output_embeddings', None)
-    if get_output_embeddings is None:
-        return None
-    # Transformers raises one of these errors for a model without a head.
-    try:
-        return get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
+    return _module_of(model, 'get_output_embeddings')
 
 
 def input_embedding(model: Any) -> torch.nn.Module | None:
     """Returns the module that turns token ids into embeddings, or None if the model does not name one."""
+    return _module_of(model, 'get_input_embeddings')
+
+
+def _module_of(model: Any, method: str) -> torch.nn.Module | None:
+    # Transformers raises one of these errors for a model without such a module.
     try:
-        return model.get_input_embeddings()
+        return getattr(model, method)()
     except (AttributeError, NotImplementedError):
         return None
 

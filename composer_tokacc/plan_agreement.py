@@ -41,7 +41,7 @@ CHECKSUM_BITS = 20
 8,192 ranks."""
 
 MOST_SHOWN = 4
-"""An error shows at most so many numbers of a table, different values, and ranks with the same value."""
+"""An error shows the samplers of at most so many ranks."""
 
 RANDOM = 'random'
 """The witness of a rank whose dataset draws random numbers of its own."""
@@ -117,9 +117,7 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
     """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
-    if record is None:
-        # If all ranks return this, the plans count as equal.
-        return [0, 0, get_global_rank() ** 2]
+    record = record or PlanRecord()
     return [record.checksum, record.checksum**2, record.rank**2]
 
 
@@ -139,7 +137,8 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     has_all_ranks = squared_ranks == sum(rank**2 for rank in range(world_size))
     # All ranks must compare their plans, or none. This value may differ between ranks, but then the checksums do, too,
     # because they cover the number of ranks.
-    is_for_all_ranks = record is None or record.num_ranks == world_size
+    record = record or PlanRecord()
+    is_for_all_ranks = record.num_ranks == world_size
     if not (are_equal and has_all_ranks and is_for_all_ranks):
         compare_plans(record)
 
@@ -167,17 +166,10 @@ def extended_checksum(checksum: int, data: bytes) -> int:
     return zlib.crc32(data, checksum) % 2**CHECKSUM_BITS
 
 
-def table_facts(name: str, values: np.ndarray) -> Facts:
-    """Returns two facts of a table: its numbers, and their order. If only the order differs, an error says so.
-
-    Args:
-        name: Name of the table in an error.
-        values: The table, such as the length of each sample, ``(n,)``.
-    """
-    numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
-    first_numbers = [str(value) for value in values[:MOST_SHOWN].tolist()]
-    first = ', '.join(first_numbers)
-    return {name: numbers, f'order of {name}': f'{first}, ... ({_digest(values)})'}
+def table_summary(values: np.ndarray) -> str:
+    """Returns a text about a table, such as the length of each sample, ``(n,)``. It changes with the order, too."""
+    digest = zlib.crc32(np.ascontiguousarray(values).tobytes())
+    return f'{len(values)} numbers of sum {values.sum()} (in this order {digest:08x})'
 
 
 def reading_facts(dataloader: DataLoader) -> Facts:
@@ -200,11 +192,6 @@ def reading_facts(dataloader: DataLoader) -> Facts:
     return facts
 
 
-def _digest(values: np.ndarray) -> str:
-    """Returns eight hex digits that change with the values or their order."""
-    return f'{zlib.crc32(np.ascontiguousarray(values).tobytes()):08x}'
-
-
 def find_difference(records: Sequence[PlanRecord]) -> str | None:
     """Returns the error for the first difference between the records of all ranks; None if they agree."""
     # The arguments come first, because they explain all other differences. All ranks usually have the same names.
@@ -220,11 +207,12 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
         return _unequal('first samples', witnesses)
     # Every process must have the sampler of its own rank, and all samplers must be for all ranks.
     num_ranks = len(records)
-    planned_ranks = sorted((record.rank, record.num_ranks) for record in records)
-    if planned_ranks != [(rank, num_ranks) for rank in range(num_ranks)]:
-        planned = _by_rank([f'rank {record.rank} of {record.num_ranks}' for record in records])
+    planned = [f'rank {record.rank} of {record.num_ranks}' for record in records]
+    launched = [f'rank {rank} of {num_ranks}' for rank in range(num_ranks)]
+    if sorted(planned) != sorted(launched):
+        shown = ', '.join(planned[:MOST_SHOWN])
         return (
-            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {planned}. Leave `rank` and '
+            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {shown}. Leave `rank` and '
             '`num_replicas` out, or give the rank and the number of ranks as launched.'
         )
     if len({record.plan_checksum for record in records}) > 1:
@@ -237,31 +225,11 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
 
 def _unequal(name: str, values: Sequence[str]) -> str:
     """Returns the error for an argument that differs between ranks. ``values`` has one for each rank."""
+    is_unlike = [value != values[0] for value in values]
+    rank = is_unlike.index(True)
     return (
-        f'`{name}` must be the same on all ranks, got: {_by_rank(values)}. {_remedy(name)}, or some samples are '
-        'trained twice and others never.'
+        f'`{name}` must be the same on all ranks, got: {values[0]} on rank 0, {values[rank]} on rank {rank}. Give all '
+        'ranks the same arguments, list the samples in the same order (sort what a glob or a set returns), and call '
+        '`set_epoch`, `skip_to` and `load_state_dict` on every rank. Otherwise some samples are trained twice and '
+        'others never.'
     )
-
-
-def _by_rank(values: Sequence[str]) -> str:
-    """Returns each value with the ranks that have it, as text. ``values`` has one for each rank."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks_of.setdefault(value, []).append(rank)
-    parts = []
-    for value, ranks in ranks_of.items():
-        listed = ', '.join(str(rank) for rank in ranks[:MOST_SHOWN])
-        more = ''
-        if len(ranks) > MOST_SHOWN:
-            more = f' and {len(ranks) - MOST_SHOWN} more'
-        parts.append(f'{value} on rank {listed}{more}')
-    return ', '.join(parts[:MOST_SHOWN])
-
-
-def _remedy(name: str) -> str:
-    """Returns what to do if the argument of this name differs between ranks."""
-    if name.startswith('order of ') or name == 'first samples':
-        return 'Sort what the dataset lists, because a glob or a set has another order in each process'
-    if name in ('epoch', 'global batch'):
-        return 'Call `set_epoch`, `skip_to` and `load_state_dict` on every rank'
-    return 'Give all ranks the same'

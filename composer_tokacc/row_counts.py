@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, overload
 
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, text_of
 from composer_tokacc.counting import counted_tokens, mask_document_starts, real_tokens
-from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
 ROWS_KEY = 'composer_tokacc.rows'
@@ -190,12 +190,10 @@ def without_row_counts(batch: Batch) -> BatchDict:
 
 def row_counts_of(batch: Batch) -> list[RowCounts]:
     """Returns the counts of each row. If the batch has none, each row is one sample, without further counts."""
-    if isinstance(batch, PreSplitBatch):
-        return list(chain.from_iterable(map(row_counts_of, batch.microbatches)))
-    rows = batch.get(ROWS_KEY)
-    if rows is None:
-        return [RowCounts()] * num_rows(batch)
-    return rows
+    counts: list[RowCounts] = []
+    for microbatch in microbatches_of(batch):
+        counts += microbatch.get(ROWS_KEY) or [RowCounts()] * len(text_of(microbatch))
+    return counts
 
 
 def is_counted(batch: object) -> bool:
@@ -206,9 +204,7 @@ def is_counted(batch: object) -> bool:
 
 def num_rows(batch: Batch) -> int:
     """Returns the number of rows of the batch, see :func:`.text_of`."""
-    if isinstance(batch, PreSplitBatch):
-        return sum(num_rows(microbatch) for microbatch in batch.microbatches)
-    return text_of(batch).shape[0]
+    return sum(len(text_of(microbatch)) for microbatch in microbatches_of(batch))
 
 
 def num_samples(batch: Batch) -> int:

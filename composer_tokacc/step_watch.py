@@ -11,32 +11,23 @@ all microbatches except the last one. :class:`StepWatch` sees that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, edge_of, logits_of, tolerance_of
 from composer_tokacc.checks.written_state import StateSnapshot, undisturbed
-from composer_tokacc.compat import (
-    buffer_versions,
-    inner_model,
-    is_in_backward,
-    state_of_gradient,
-    when_backward_ends,
-)
+from composer_tokacc.compat import inner_model, is_in_backward, when_backward_ends
 from composer_tokacc.random_state import same_random_numbers
 
-Versions = dict[str, tuple[int, int]]
-"""By the name of a buffer: two numbers that change if the buffer is replaced or written."""
-Checksum = tuple[str, str]
-"""The sum of a tensor's entries and the sum of their absolute values, each as :meth:`float.hex`."""
-ZERO: Checksum = ((0.0).hex(), (0.0).hex())
+Checksum = tuple[float, float]
+"""The sum of a tensor's entries and the sum of their absolute values. NaN counts as a change in each comparison."""
+ZERO: Checksum = (0.0, 0.0)
 """Checksum of a gradient that is 0, or absent."""
 SAME_GRADIENT = 1e-3
 """Largest relative difference of the sizes of a gradient that was averaged, on two ranks. It may be round-off of short
@@ -44,15 +35,6 @@ types. Gradients of different rows differ by far more."""
 MASKED_LOGIT = -1e4
 """Logits at or below this value count as masked, and as equal. Some models mask the logits of ids that no text
 has, with -inf or with the smallest number of the type, which is -65504 in float16."""
-
-
-class Checksums(NamedTuple):
-    """The state of all watched parameters at one moment, by the name of the parameter."""
-
-    weights: dict[str, Checksum]
-    gradients: dict[str, Checksum]
-    frozen: set[str]
-    """Parameters without `requires_grad`."""
 
 
 class StepWatch:
@@ -81,16 +63,10 @@ class StepWatch:
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
-        self._at_start = Checksums({}, {}, set())
-        """At the start of the last backward."""
-        self._states_at_start: list[tuple[int, int]] = []
-        """:func:`.state_of_gradient` of each parameter at the start of the last backward."""
+        self._parameters_at_start: dict[str, tuple[Checksum, bool]] = {}
+        """At the start of the last backward: the checksum of each parameter, and whether it requires a gradient."""
         self._gradients_at_end: dict[str, Checksum] = {}
-        """Gradients at the end of the last backward. If it did not come to an end, those at its start."""
-        self._has_accumulated = False
-        """Whether the last backward added to a gradient, even if it added 0. ``torch.autograd.grad`` adds nothing."""
-        self._has_failed = False
-        """Whether the last backward raised."""
+        """Gradients at the end of the last backward. Empty: there was none."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the start of the last backward."""
         self._inputs: tuple[Any, Any] = ((), {})
@@ -130,62 +106,46 @@ class StepWatch:
         self._in_backward = True
         self._num_backwards += 1
         when_backward_ends(self._on_backward_end)
-        current = Checksums(
-            weights=_checksums(self._parameters),
-            gradients=self._gradient_checksums(),
-            frozen={name for name, parameter in self._parameters.items() if not parameter.requires_grad},
-        )
+        parameters = {}
+        for name, checksum in _checksums(self._parameters).items():
+            parameters[name] = checksum, self._parameters[name].requires_grad
+        gradient_checksums = self._gradient_checksums()
         if self._num_backwards == 1:
-            names = [name for name, checksum in current.gradients.items() if checksum != ZERO]
+            names = [name for name, checksum in gradient_checksums.items() if checksum != ZERO]
             if names:
                 self.faults.append(
-                    f'Gradients were not 0 before the first backward: {listed(names)}. Call `zero_grad` first.'
+                    f'Gradients were not 0 before the first backward, or after one that raised: {listed(names)}. Call '
+                    '`zero_grad` first.'
                 )
         else:
-            self._list_changes(current)
+            self._list_changes(parameters, gradient_checksums)
         # From here on this is the last backward.
-        self._at_start = current
-        self._states_at_start = self._gradient_states()
-        self._gradients_at_end = current.gradients
-        self._has_failed = False
+        self._parameters_at_start = parameters
         self._has_stepped = False
 
-    def _list_changes(self, current: Checksums) -> None:
+    def _list_changes(
+        self,
+        parameters: Mapping[str, tuple[Checksum, bool]],
+        gradients: Mapping[str, Checksum],
+    ) -> None:
         """Lists what has changed since the last backward, at the start of the next one."""
         between = f'between backward {self._num_backwards - 1} and {self._num_backwards}'
         if self._has_stepped:
             # The step explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Call its `step` after the last microbatch.')
             return
-        names = _changed_names(self._at_start.weights, current.weights)
+        names = _changed_names(self._parameters_at_start, parameters)
         if names:
-            self.faults.append(f'Parameters changed {between}: {listed(names)}.')
-        names = sorted(current.frozen ^ self._at_start.frozen)
+            self.faults.append(f'Parameters changed, or were frozen or unfrozen, {between}: {listed(names)}.')
+        names = _changed_names(self._gradients_at_end, gradients)
         if names:
-            self.faults.append(f'Parameters were frozen or unfrozen {between}: {listed(names)}.')
-        names = _changed_names(self._gradients_at_end, current.gradients)
-        if self._has_failed:
-            # The loop may have set the gradients to 0 to compute the step again.
-            names = [name for name in names if current.gradients[name] != ZERO]
-            if names:
-                self.faults.append(
-                    f'A backward raised after it had added to gradients: {listed(names)}. Call `zero_grad`, and '
-                    'compute the whole step again.'
-                )
-            return
-        # If the last backward added nothing, the loop itself adds the result of `torch.autograd.grad`.
-        if names and self._has_accumulated:
             self.faults.append(
                 f'Gradients changed {between}: {listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
                 'in every microbatch.'
             )
 
     def _on_backward_end(self) -> None:
-        """Records the gradients, and whether this backward added to them."""
         self._gradients_at_end = self._gradient_checksums()
-        # A backward that adds 0 changes only the states, and a backward of FSDP2 perhaps only the checksums.
-        was_written = self._gradient_states() != self._states_at_start
-        self._has_accumulated = was_written or self._gradients_at_end != self._at_start.gradients
         self._in_backward = False
 
     def _on_optimizer_step(
@@ -201,9 +161,8 @@ class StepWatch:
         if not stepped & self._trained_ids:
             return
         self._has_stepped = True
-        # Within a backward, an optimizer may make its step as soon as one gradient is complete. Without a gradient that
-        # a backward has added, none can have been lost.
-        if self._in_backward or not self._has_accumulated:
+        # Within a backward, an optimizer may make its step as soon as one gradient is complete.
+        if self._in_backward or not self._gradients_at_end:
             return
         lost_names = []
         for name, gradient in self._gradient_checksums().items():
@@ -221,15 +180,8 @@ class StepWatch:
                 '`requires_grad_(False)`.'
             )
 
-    def _gradient_states(self) -> list[tuple[int, int]]:
-        return [state_of_gradient(parameter) for parameter in self._parameters.values()]
-
     def _gradient_checksums(self) -> dict[str, Checksum]:
-        gradients = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad
-        return dict.fromkeys(self._parameters, ZERO) | _checksums(gradients)
+        return _checksums({name: parameter.grad for name, parameter in self._parameters.items()})
 
     def _keep_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keeps the arguments of a forward until it ends, to repeat it."""
@@ -243,10 +195,10 @@ class StepWatch:
         if module is not self._model:  # copies of the model have its hooks
             return
         if self._in_backward and not is_in_backward():
-            # The last backward raised, perhaps because memory ran out, so its end was not reported.
+            # The last backward raised, perhaps because memory ran out. The loop must compute the whole step again.
             self._in_backward = False
-            self._has_accumulated = False
-            self._has_failed = True
+            self._num_backwards = 0
+            self._gradients_at_end = {}
         args, kwargs = self._inputs
         self._inputs = (), {}  # the batch must not stay in memory
         logits = logits_of(outputs)
@@ -292,38 +244,6 @@ def _difference_of_forwards(
     return relative_difference(*logits), written
 
 
-@contextmanager
-def written_buffers() -> Iterator[set[str]]:
-    """Collects which buffers forwards write, in all modules that run inside of this context.
-
-    Yields names such as ``BatchNorm1d.running_mean``. They begin with the class of the module, because its name in the
-    model is not known here.
-    """
-    written: set[str] = set()
-    versions_before: dict[int, Versions] = {}
-    """By the identity of a module."""
-
-    def before_forward(module: torch.nn.Module, args: object) -> None:
-        # While torch.compile traces a module, the hooks must do nothing, or they would be part of its graph.
-        if not torch.compiler.is_compiling():
-            versions_before[id(module)] = buffer_versions(module)
-
-    def after_forward(
-        module: torch.nn.Module,
-        args: object,
-        outputs: object,
-    ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        before = versions_before.pop(id(module), {})
-        for name, version in buffer_versions(module).items():
-            if before.get(name, version) != version:  # a buffer that is new does not count
-                written.add(f'{type(module).__name__}.{name}')
-
-    with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
-        yield written
-
-
 def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None) -> float:
     """Returns the norm of the difference of two tensors of logits over the norm of the first.
 
@@ -342,10 +262,13 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     return float(change / size.clamp(min=TINY))
 
 
-def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
+def _checksums(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Checksum]:
     """Returns the checksum of each tensor by name. Copies of all gradients would need too much memory."""
     checksums = {}
     for name, tensor in tensors.items():
+        if tensor is None:
+            checksums[name] = ZERO
+            continue
         values = tensor.detach()
         if isinstance(values, DTensor):
             values = values.to_local()
@@ -353,15 +276,13 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
             values = values.coalesce().values()
         total = float(values.sum(dtype=torch.float64))
         size = float(values.abs().sum(dtype=torch.float64))
-        total += 0.0  # turns -0.0 into 0.0
-        # As text, because NaN is not equal to itself.
-        checksums[name] = (total.hex(), size.hex())
+        checksums[name] = total, size
     return checksums
 
 
-def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
-    """Returns the names of the tensors whose checksum has changed. Both mappings have the same names."""
-    return [name for name, checksum in after.items() if checksum != before[name]]
+def _changed_names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    """Returns the names whose value has changed. Both mappings have the same names."""
+    return [name for name, value in after.items() if value != before[name]]
 
 
 def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:
@@ -375,7 +296,7 @@ def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> lis
     names_of_ranks = [gradients.keys() for gradients in gradients_by_rank]
     unequal = []
     for name in sorted(set(names_of_ranks[0]).intersection(*names_of_ranks)):
-        sizes = [float.fromhex(gradients[name][1]) for gradients in gradients_by_rank]
+        sizes = [gradients[name][1] for gradients in gradients_by_rank]
         if max(sizes) == 0:  # equal on all ranks, but also without averaging
             continue
         # A loop may add up the gradients in another order on each rank.

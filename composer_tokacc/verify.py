@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -49,6 +49,7 @@ from composer_tokacc.invariance import (
     InvarianceReport,
     StepCut,
     compare_cuts,
+    groups_of,
     relative_error,
 )
 from composer_tokacc.layout import BatchLayout
@@ -144,35 +145,18 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         tolerance: Largest relative error that is taken for round-off.
     """
     run = _VerifiedRun(config, max_rows)
-    references: dict[str, _WholeStep] = {}
-
-    def reference(padding: str) -> Gradients:
-        # Computed only now, because compare_cuts() watches the buffers during this call. Kept to measure the round-off.
-        rows = run.layout.concat(run.rows_of_all_ranks, padding_side=padding)
-        references[padding] = run.whole_step(rows)
-        return references[padding].gradients
-
-    report = compare_cuts(SIDES, reference, run.cuts, tolerance=tolerance)
+    report = compare_cuts(SIDES, run.whole_step, run.cuts, tolerance=tolerance)
     if report.is_exact:
         return report
-    # The load-balancing loss of a router depends on the cut by definition, so round-off is not the reason.
-    if run.options.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
+    # The load-balancing loss of a router depends on the cut by definition.
+    if run.options.router_balance == 'microbatch' and run.has_router_loss:
         return replace(report, note=ROUTER_NOTE)
     # Even one forward of the model may have more round-off than the tolerance. Only then is a larger one accepted.
-    round_offs = [run.round_off(padding, references[padding].gradients) for padding in SIDES]
-    round_off = max(round_offs)
+    round_off = run.round_off()
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
         return with_round_off
     return report
-
-
-@dataclass(frozen=True)
-class _WholeStep:
-    """The result of a step that is one forward over the whole global batch."""
-
-    gradients: Gradients
-    has_router_loss: bool
 
 
 class _VerifiedRun:
@@ -202,6 +186,8 @@ class _VerifiedRun:
                 f'and --rows must leave rows to cut apart, got: {len(self.rows_of_all_ranks)}',
             )
         self.options = TokenAccumulation(**token_accumulation_options(config)).options
+        self.has_router_loss = False
+        """Whether the model has returned a load-balancing loss of a router."""
         self.loss_rule = ''
         """Over which labels the model averages its loss. Empty if all tokens weigh the same: then nothing needs it."""
         if self.options.is_weighted:
@@ -210,7 +196,23 @@ class _VerifiedRun:
             on_device = self.device.batch_to_device(self.layout.with_media(row))
             self.loss_rule = find_loss_rule(Probe.from_model(self.parts.model), on_device)
 
-    def whole_step(self, batch: Batch) -> _WholeStep:
+    def round_off(self) -> float:
+        """Returns the relative change of the gradient of one forward by round-off.
+
+        The rows come in reverse order, and with more padding on the left. This moves the tokens to other columns, so
+        their rotary embedding is rounded in another way. Without round-off that would not change the gradient.
+        """
+        batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side='left')
+        # A multiple that is larger than the width is the new width.
+        wider = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE, side='left')
+        error, _ = relative_error(self.gradients_of(wider), self.whole_step('left'))
+        return error
+
+    def whole_step(self, padding: str) -> Gradients:
+        """Returns the gradient of one plain forward over the rows of all ranks."""
+        return self.gradients_of(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
+
+    def gradients_of(self, batch: Batch) -> Gradients:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
 
         If tokens have different weights, their weighted mean is computed here, from the logits.
@@ -234,22 +236,8 @@ class _VerifiedRun:
         loss.backward()
         gradients = _gradients_of(model)
         model.zero_grad(set_to_none=True)
-        return _WholeStep(gradients, has_router_loss=router_loss_of(outputs) is not None)
-
-    def round_off(self, padding: str, expected: Gradients) -> float:
-        """Returns the relative change of the gradient of one forward by round-off.
-
-        The rows come in reverse order and, if padded on the left, with more padding. Without round-off that would not
-        change the gradient.
-        """
-        reversed_rows = self.rows_of_all_ranks[::-1]
-        batch = self.layout.concat(reversed_rows, padding_side=padding)
-        if padding == 'left':
-            # On the left, more padding moves the tokens to other columns, so their rotary embedding is rounded in
-            # another way. On the right it moves no token. A multiple that is larger than the width is the new width.
-            batch = widened(batch, width_multiple=self.layout.width(batch) + COLUMNS_BEFORE)
-        error, _ = relative_error(self.whole_step(batch).gradients, expected)
-        return error
+        self.has_router_loss |= router_loss_of(outputs) is not None
+        return gradients
 
     def cuts(self, padding: str) -> Iterator[StepCut]:
         """Yields three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
@@ -268,8 +256,7 @@ class _VerifiedRun:
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
         """Trains one step with stock Composer, on microbatches of ``size`` rows in order."""
-        rows = range(self.layout.num_rows(batch))
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        groups = groups_of(range(self.layout.num_rows(batch)), size)
         data = DataSpec(
             [dict(batch)],
             # Composer's own split does not know which images belong to a row.

@@ -107,24 +107,19 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     if isinstance(column, (list, tuple)):
         weights_of_rows = []
         for row, value in enumerate(column):
-            if getattr(value, 'ndim', None) == 0:  # a number of numpy, or a tensor with one value
-                value = value.item()
-            if value is not None and not isinstance(value, (int, float)):
+            try:
+                weights_of_rows.append(math.nan if value is None else float(value))
+            except (TypeError, ValueError):
                 raise InvalidInputError(
                     f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {sample_name(batch, row)}.'
-                )
-            weights_of_rows.append(math.nan if value is None else value)
+                ) from None
         column = torch.tensor(weights_of_rows, device=counted.device)
-    if not isinstance(column, Tensor) or column.is_complex():
-        raise InvalidInputError(
-            f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.'
-        )
     rows, width = counted.shape
-    shapes = ((rows,), (rows, 1), (rows, width))
-    if tuple(column.shape) not in shapes:
+    shape = tuple(getattr(column, 'shape', ()))
+    if not isinstance(column, Tensor) or column.is_complex() or shape not in ((rows,), (rows, 1), (rows, width)):
         raise InvalidInputError(
-            f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(column.shape)}, '
-            f'beginning with {sample_name(batch, 0)}.'
+            f'`{LOSS_WEIGHTS}` must be a real tensor of shape ({rows},) or {rows, width}, as the labels, or a list of '
+            f'floats, got: {type(column).__name__} of shape {shape}, beginning with {sample_name(batch, 0)}.'
         )
     weights = column.float().view(rows, -1)
     weights = weights.expand(rows, width)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import InvarianceCase, InvarianceReport, relative_error
-from tests.checks.test_written_state import Cache, RunningMean, spectral_norm, with_layers
+from tests.checks.test_written_state import Cache, spectral_norm, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
@@ -91,11 +92,13 @@ def test_dropped_smaller_microbatch_is_off():
 
 
 def test_step_that_differs_from_itself():
-    model = text_model()
-    report = verify_invariance(step_mean(model, keep=True), text_rows(ROWS))
+    report = verify_invariance(step_mean(text_model(), keep=True), text_rows(ROWS))
     repeated_step = report.cases[0]
     assert repeated_step.cut == 'again'
     assert repeated_step.factor == pytest.approx(2.0)
+    with_state = with_layers(spectral_norm())
+    repeated_step = verify_invariance(step_mean(with_state), text_rows(ROWS)).cases[0]
+    assert repeated_step.error > 1e-6
 
 
 def test_trainer_that_writes_into_batches():
@@ -159,7 +162,7 @@ def test_lost_or_nan_gradient_is_off():
 
     rows = text_rows(ROWS)
     report = verify_invariance(changed_step(without_head), rows, **FEW_CUTS)
-    assert report.worst.reason == f'most of all, {changed_name} has no gradient'
+    assert changed_name in report.worst.reason
     report = verify_invariance(changed_step(nan_in_cuts), rows, **FEW_CUTS)
     assert report.worst.error == float('inf')
 
@@ -227,11 +230,10 @@ def test_means_averaged_over_ranks_are_off():
     # What Composer's token-weighted flag and most trainers do: each rank is exact, but then its mean weighs as much as
     # that of a rank with more tokens.
     assert results['mean of each rank'] > 1e-2
-    assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['refused']
     assert results['images on one rank'] < 1e-6
-    # The same rows on every rank, so with equal numbers of labels. The check assigns rows to ranks in another way.
-    assert results['step mean, same rows'] < 1e-6
-    assert results['mean of each rank, same rows'] > 1e-2
+    assert 'as many rows on every rank, and at least 2, got: [3, 2]' in results['a row less on rank 1']
+    # With equal numbers of labels on all ranks, a mean of the means of ranks would be right.
+    assert re.search(r'differ .* labels, got: 22 in each of 2 ranks', results['same rows'])
 
 
 def test_ranks_send_each_row_once(monkeypatch, tmp_path):
@@ -261,10 +263,10 @@ def test_parameters_without_a_gradient():
     assert error == 0.0
     error, reason = relative_error({'b': expected['b']}, expected)
     assert error == pytest.approx(0.6)
-    assert reason == 'most of all, a has no gradient'
+    assert reason == 'most of all, a is off'
     error, reason = relative_error({**expected, 'c': torch.tensor([5.0])}, expected)
     assert error == pytest.approx(1.0)
-    assert reason == 'most of all, c has a gradient, but not in the reference'
+    assert reason == 'most of all, c is off'
 
 
 # Isolation of documents in a packed row.
@@ -296,23 +298,13 @@ def test_isolation_of_documents(is_wrapped):
         verify_isolation(model, packed, torch.zeros_like(documents))
 
 
-def test_isolation_of_embedded_documents():
-    """A batch may hold ``inputs_embeds`` instead of ids. Then no layer of the model embeds anything."""
-    packed = packed_row(text_rows([(4, 2), (6, 3)]))
-    documents = torch.tensor([[0] * 4 + [1] * 6])
-    model = text_model()
-    embed = model.get_input_embeddings()
-    packed['inputs_embeds'] = embed(packed.pop('input_ids'))
-    assert verify_isolation(model, packed, documents).is_isolated
-    packed['position_ids'] = torch.arange(10)[None]
-    assert pairs_of(verify_isolation(model, packed, documents)) == [(0, 1, 0)]
-
-
 def test_isolation_needs_called_embeddings():
+    """If a batch holds ``inputs_embeds`` instead of ids, no layer of the model embeds anything."""
+    packed = packed_row(text_rows([(4, 2), (6, 3)]))
     model = text_model()
-    model.get_input_embeddings = lambda: torch.nn.Embedding(1, 1)
+    packed['inputs_embeds'] = model.get_input_embeddings()(packed.pop('input_ids'))
     with pytest.raises(TypeError, match=r'must call its input embeddings, got: no call of Embedding'):
-        verify_isolation(model, PACKED, DOCUMENTS)
+        verify_isolation(model, packed, torch.tensor([[0] * 4 + [1] * 6]))
 
 
 class HashedBigrams(torch.nn.Module):
@@ -395,8 +387,10 @@ def test_hashed_bigrams_leak_without_gradient():
         assert size > 1e-2
 
 
-def test_capped_experts_leak_without_gradient():
-    report = verify_isolation(CappedExperts(capacity=4), PACKED, DOCUMENTS)
+# With the capacity 8, experts overflow only if a document has one id at all its positions.
+@pytest.mark.parametrize('capacity', [4, 8])
+def test_capped_experts_leak_without_gradient(capacity):
+    report = verify_isolation(CappedExperts(capacity), PACKED, DOCUMENTS)
     assert report.leaks
     for _, reader, source, _ in report.leaks:
         assert reader > source, 'experts fill up from the left'
@@ -463,23 +457,3 @@ def test_random_logits_are_refused():
     model.register_forward_hook(scale_by_calls)
     with pytest.raises(ValueError, match=r'same logits, got: a change of 5\.0e-01'):
         verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
-
-
-@pytest.mark.parametrize(
-    ('make_layer', 'name'),
-    [(spectral_norm, '_SpectralNorm._u'), (RunningMean, 'RunningMean.running')],
-)
-def test_state_that_forwards_write_is_named(make_layer, name):
-    """Each forward writes it, so the gradient of a step depends on the number of its microbatches."""
-    model = with_layers(make_layer())
-    report = verify_invariance(step_mean(model), text_rows(ROWS))
-    assert not report.is_exact
-    assert f'`{name}`' in report.note
-    assert report.note in str(report)
-
-
-def test_buffer_made_in_inference_mode():
-    model = text_model()
-    with torch.inference_mode():
-        model.register_buffer('table', torch.ones(2))
-    assert verify_invariance(step_mean(model), text_rows([(4, 2), (3, 1)]), **FEW_CUTS).note == ''

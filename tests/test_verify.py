@@ -63,9 +63,7 @@ def test_cuts_are_made_with_the_runs_options(monkeypatch):
     """These options are wrong for the model, and switch off the check that would say so. The run has them, too."""
     trained_gradients = mock.Mock(side_effect=NotExactError('the algorithm is known'))
     monkeypatch.setattr(program._VerifiedRun, '_trained_gradients', trained_gradients)
-    monkeypatch.setattr(
-        program._VerifiedRun, '_stock_gradients', lambda self, batch, size: self.whole_step(batch).gradients
-    )
+    monkeypatch.setattr(program._VerifiedRun, '_stock_gradients', lambda self, batch, size: self.whole_step('right'))
     assert verify('algorithms.token_accumulation={loss_tokens: unshifted, check_loss: false, logits: all}') == 1
     _, _, algorithm = trained_gradients.call_args.args
     assert "loss_tokens='unshifted'" in repr(algorithm)

@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
-from composer_tokacc.plan_agreement import Facts, PlanRecord, checksum_of, extended_checksum, table_facts
+from composer_tokacc.plan_agreement import Facts, PlanRecord, checksum_of, extended_checksum, table_summary
 from composer_tokacc.planning import (
     CAPPED_SIZES,
     CostModel,
@@ -367,7 +367,7 @@ class RegroupingBatchSampler(DistributedSampler):
             tables['sizes of loss_shares'] = np.array(self.loss_shares.sizes)
         for name, table in tables.items():
             if table is not None:
-                facts.update(table_facts(name, table))
+                facts[name] = table_summary(table)
         return {**facts, **self._identity(), **asdict(self.rows.options)}
 
     @cached_property

@@ -62,7 +62,7 @@ def test_labels_that_are_not_int64(dtype, has_spec):
 
 def test_ids_in_lists():
     message = refusal(batch_of(input_ids=batch_of()['input_ids'].tolist()))
-    assert re.search('`input_ids` must be a tensor.*list', message)
+    assert re.search('`input_ids`, which must be a tensor.*list', message)
 
 
 @pytest.mark.parametrize(('number', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
