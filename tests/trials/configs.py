@@ -27,7 +27,8 @@ class Override:
 
 OVERRIDES = {
     # name: (override, expected)
-    'a number in quotes': ('seed="17"', '`seed` must be a valid integer'),
+    'a number in quotes': ('seed="17"', WORKS),
+    'a word for a number': ('seed=abc', '`seed` must be'),
     'a learning rate in percent': ('optimizer.lr=5%', '`optimizer.lr`'),
     'a dataset part with 100,000 epochs': ('dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs`'),
     'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
@@ -51,7 +52,7 @@ OVERRIDES = {
     'duration in seconds': ('trainer.max_duration=1sec', '`trainer.max_duration`'),
     'duration in batches': ('trainer.max_duration=3ba', WORKS),
     'tensor parallelism without options': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
-    'a dataset whose name is a number': ('dataset.name=1.5', '`dataset.name`: ModuleNotFoundError: '),
+    'a dataset whose name is a number': ('dataset.name=1.5', '`dataset.name` cannot be used: ModuleNotFoundError: '),
     'dataset that is a module': ('dataset.name=os.path', '`dataset'),
     'report that is a command': ('report.name=os.system', '`report'),
     'a misspelt key of a processor': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
@@ -95,7 +96,7 @@ OVERRIDES = {
     'a half-life of 0': ('algorithms.ema={half_life: 0ba}', '`algorithms.ema`'),
     'a beta above 1': ('optimizer.betas=[0.9,1.5]', '`optimizer`'),
     'FSDP as one word': ('trainer.parallelism_config=fsdp', '`trainer.parallelism_config`'),
-    'algorithm passes that are words': ('trainer.algorithm_passes=[x]', '`trainer.algorithm_passes` must be'),
+    'algorithm passes that are words': ('trainer.algorithm_passes=[x]', '`trainer.algorithm_passes`'),
     'an epoch without batches': ('trainer.train_subset_num_batches=0', '`trainer.train_subset_num_batches`'),
     'a schedule scaled to 0': ('trainer.scale_schedule_ratio=0', '`trainer.scale_schedule_ratio`'),
     'a profiler, which is an object': ('trainer.profiler={}', '`trainer.profiler`'),
@@ -120,7 +121,7 @@ OVERRIDES = {
     'a dropout of 2.0': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
     '4000 workers': ('loader.num_workers=4000', '`loader.num_workers`'),
     '4000 workers of a dataset': ('dataset.num_workers=4000', '`dataset.num_workers`'),
-    'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup` must be'),
+    'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup`'),
     'an optimizer in a list': ('optimizer.name=[adamw]', '`optimizer` has no class'),
     'keys to ignore on loading in one word': (
         'trainer.load_ignore_keys=state/optimizers',
@@ -132,7 +133,7 @@ OVERRIDES = {
     'a language model in a list': ('model.config.text_config.model_type=[llama]', '`model.config`'),
     'a key of two thousand dots': (f'model.config{".a" * 2000}=1', 'must be valid YAML'),
     'an empty path of a checkpoint': ('trainer.load_path=""', '`trainer.load_path`'),
-    'a length of the run in words': ('trainer.max_duration=3 epochs', '`trainer.max_duration` must be a time'),
+    'a length of the run in words': ('trainer.max_duration=3 epochs', '`trainer.max_duration`'),
     'an override of one element of a list': ('optimizer.betas[0]=0.5', '`optimizer.betas`'),
     'memory with its unit': ('microbatching.device_memory_gib=80GB', '`microbatching.device_memory_gib`'),
     'a tag of Python in a value': ('seed=!!python/object/apply:os.system [id]', '`seed` must be valid YAML'),

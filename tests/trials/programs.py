@@ -392,7 +392,7 @@ PROGRAMS: dict[str, Call] = {
     'resume without the time': loading(without('timestamp'), 'timestamp'),
     'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
     'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), 'JSONDecodeError'),
-    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer`: TypeError'),
+    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer` cannot be used: TypeError'),
     'resume from a pickle that ends in .ckpt': running(
         'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
     ),
@@ -404,7 +404,7 @@ PROGRAMS: dict[str, Call] = {
     ),
     'resume with the state of another optimizer': loading(changed(with_another_optimizer), "['SGD']"),
     'resume with the state of an optimizer that is empty': loading(
-        with_entry('optimizers', {'AdamW': {}}), '`trainer`: '
+        with_entry('optimizers', {'AdamW': {}}), '`trainer` cannot be used: '
     ),
     'resume with another learning rate': loading(intact, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
     'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
@@ -440,7 +440,7 @@ PROGRAMS: dict[str, Call] = {
         'every rank a batch', 'loader.regroup_ranks=false', 'dataset.num_samples=7'
     ),
     'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
-    'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
+    'an algorithm for another model': running('`trainer` cannot be used: ', 'algorithms.gated_linear_units={}'),
     'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
     'an algorithm that finds no labels': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
     'an optimizer for GPUs': running('capturable', 'optimizer.capturable=true'),
@@ -479,11 +479,13 @@ PROGRAMS: dict[str, Call] = {
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
     'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),
-    'autoresume without a run name': running('`trainer`: ', 'trainer.autoresume=true'),
-    'prefetching without workers': running('`loader`: ', 'loader.prefetch_factor=2'),
+    'autoresume without a run name': running('`trainer` cannot be used: ', 'trainer.autoresume=true'),
+    'prefetching without workers': running('`loader` cannot be used: ', 'loader.prefetch_factor=2'),
     'an unknown device': running('`trainer.device`', 'trainer.device=abacus'),
     'half precision on a CPU': running('AMP_FP16', 'trainer.precision=amp_fp16'),
-    'microbatches by trial on a CPU': running('`trainer`: ', 'microbatching.device_train_microbatch_size=auto'),
+    'microbatches by trial on a CPU': running(
+        '`trainer` cannot be used: ', 'microbatching.device_train_microbatch_size=auto'
+    ),
     'verify of one row': Call('verify', [*RUN, '--rows', '1'], '--rows'),
     'verify of a negative number of rows': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance of NaN': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
