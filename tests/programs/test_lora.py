@@ -137,7 +137,7 @@ def test_fsdp_1_saves_and_loads_trained_weights(is_full, processor, pretrained, 
         ({'target_modules': '(q_proj'}, '`model.lora` cannot be used: .*'),
         ({'target_modules': ['self_attn']}, '`model.lora` cannot be used: .*CLIPAttention'),
         ({'bias': 'some'}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: 'some'"),
-        ({'alpha': 'a'}, '`model.lora.alpha` must be a valid number'),
+        ({'alpha': True}, '`model.lora.alpha` must be a valid number, got: True'),
         ({'bits': 8}, '`model.lora.bits` must be 4, got: 8'),
         ({'bits': 4}, '`model.lora.bits` needs the weights of `model.pretrained`'),
     ],
@@ -270,13 +270,6 @@ def test_unreached_layers_are_not_trained(lora, processor):
     encoder = [name for name in trained_names(model) if 'vision_tower' in name]
     assert any('.layers.1.' in name for name in encoder)
     assert not any('.layers.2.' in name or 'post_layernorm' in name for name in encoder)
-
-
-def test_adapter_without_a_reached_layer_is_refused(processor):
-    config = {**LLAVA, 'vision_feature_layer': -2}
-    lora = {'target_modules': r'.*vision_tower.*layers\.2.*q_proj'}
-    with pytest.raises(ValueError, match=r'`model\.lora\.target_modules` must .* a loss reaches'):
-        build_model(config=config, processor=processor, lora=lora)
 
 
 def test_whole_base_may_be_frozen(processor):
