@@ -9,7 +9,6 @@ them from shards of mosaicml-streaming.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import math
@@ -18,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from transformers import AutoProcessor, PretrainedConfig
 from composer_tokacc.data import (
     LengthTable,
     LlavaDataset,
-    VideoSampling,
     VisionLanguageCollator,
     ask_hub,
     build_small_processor,
@@ -48,10 +46,10 @@ from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import (
-    Count,
     Hint,
     Sections,
     TrainConfig,
+    Workers,
     check_arguments,
     check_names,
     check_value,
@@ -68,23 +66,6 @@ from composer_tokacc.sampling import (
 log = logging.getLogger(__name__)
 
 
-class DatasetArguments(TypedDict, total=False):
-    """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
-
-    The annotations of these arguments have no range. The class is never filled: only its annotations are read, for
-    ``DATASET_HINTS``.
-    """
-
-    image_size: Count
-    max_length: Count | None
-    model_max_length: Count
-    num_workers: Annotated[int, Field(ge=0, le=256)] | None  # as `loader.num_workers`
-    patch_size: Count
-    video: VideoSampling | None
-    vocab_size: Count
-
-
-DATASET_HINTS: dict[str, Hint] = get_type_hints(DatasetArguments, include_extras=True)
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -137,7 +118,6 @@ class Source(ABC):
         self.config = config
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
-        self._model_config: PretrainedConfig | None = None  # see `model_config`
 
     @abstractmethod
     def check(self) -> None:
@@ -194,10 +174,7 @@ class Source(ABC):
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        # An argument of a user's function may have the name of one of ours, but another range.
-        is_ours = getattr(maker, 'func', None) is build_small_processor
-        hints = DATASET_HINTS if is_ours else None
-        return partial(maker, **check_arguments('dataset.processor', maker, arguments, hints=hints))
+        return partial(maker, **check_arguments('dataset.processor', maker, arguments))
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
@@ -281,10 +258,8 @@ class Source(ABC):
         return patch_size_of(self.model_config(processor), processor)
 
     def model_config(self, processor: Processor | None) -> PretrainedConfig:
-        """Returns the config of the model that is trained, which is read only once. A run has one processor."""
-        if self._model_config is None:
-            self._model_config = read_config(self.config.model.pretrained, self.config.model.config, processor)
-        return self._model_config
+        """Returns the config of the model that is trained."""
+        return read_config(self.config.model.pretrained, self.config.model.config, processor)
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
@@ -496,10 +471,8 @@ class FileSource(Source):
                 'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '
                 'llava, whose labels are tokens that an encoder sees (docs/encoders.md)',
             )
-        if _is_ours(cls):
-            if 'video' in part:
-                # The check has made a VideoSampling of this mapping, but the class takes the mapping.
-                arguments['video'] = part['video']
+        # We assume that a subclass has the same arguments.
+        if inspect.isclass(cls) and issubclass(cls, LlavaDataset):
             self._add_settings_of_run(arguments, processor)
         with building(path):
             return cls(processor=processor, **arguments)
@@ -519,12 +492,13 @@ class FileSource(Source):
             return
         # A sample must fit into a microbatch, so the limits of the dataset may be lowered to those of a microbatch.
         microbatching = self.config.microbatching
-        max_image_tokens = microbatching.max_image_tokens
-        arguments['max_image_tokens'] = _smaller(arguments.get('max_image_tokens'), max_image_tokens)
+        limits = {'max_image_tokens': microbatching.max_image_tokens}
         size = microbatching.device_train_microbatch_size
-        slot_tokens = microbatching.slot_tokens
-        if isinstance(size, int) and slot_tokens:  # otherwise the loader sets the budget, by the measured samples
-            arguments['max_length'] = _smaller(arguments.get('max_length'), token_budget(size, slot_tokens))
+        if isinstance(size, int) and microbatching.slot_tokens:  # otherwise the loader sets the budget by the samples
+            limits['max_length'] = token_budget(size, microbatching.slot_tokens)
+        for name, limit in limits.items():
+            if limit is not None:
+                arguments[name] = min(arguments.get(name) or limit, limit)
 
     def open_loader(
         self,
@@ -613,12 +587,6 @@ def _path_of_part(name: str) -> str:
     return f'dataset.parts.{name}' if name else 'dataset'
 
 
-def _smaller(first: int | None, second: int | None) -> int | None:
-    """Returns the smaller of two limits. None or 0 means no limit."""
-    limits = [limit for limit in (first, second) if limit]
-    return min(limits, default=None)
-
-
 def _check_loss_weights(dataset: LlavaDataset) -> None:
     """Refuses a dataset if one of its records has no weights."""
     for record in dataset.records:
@@ -631,25 +599,16 @@ def _dataset_class(path: str, name: object) -> Any:
     name = str(name)
     if name == 'llava':
         return LlavaDataset
-    if name == 'llava_streaming':
-        raise ConfigError(
-            f'{path}.name', 'must be read by index, got: llava_streaming. Only `dataset` itself can be it'
-        )
     if '.' in name:
         return import_by_name(f'{path}.name', name)
-    message = unknown_name('dataset', name, ['llava', 'llava_streaming'])
-    raise ConfigError(f'{path}.name', f'{message}, or the dotted name of a dataset class')
-
-
-def _is_ours(cls: Any) -> bool:
-    """Tells whether a dataset class is LlavaDataset or a subclass. We assume that a subclass has the same arguments."""
-    return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
+    message = unknown_name('dataset', name, ['llava'])
+    raise ConfigError(f'{path}.name', f'{message}, or llava_streaming for all data, or the dotted name of a class')
 
 
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
     """Returns the checked settings. Only arguments of the class and ``extra_keys`` are allowed."""
     cls = _dataset_class(path, part.get('name'))
-    hints = DATASET_HINTS if _is_ours(cls) else None
+    hints: dict[str, Hint] = {'num_workers': Workers | None} if cls is LlavaDataset else {}
     return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
@@ -660,12 +619,7 @@ class ShardSource(Source):
     """
 
     def check(self) -> None:
-        """Refuses a missing mosaicml-streaming, unknown arguments, and settings that streamed data cannot follow."""
-        if importlib.util.find_spec('streaming') is None:
-            raise ConfigError(
-                'dataset.name',
-                "llava_streaming needs mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'",
-            )
+        """Refuses unknown arguments, and settings that streamed data cannot follow."""
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self.check_processor()
@@ -715,13 +669,12 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        # DATASET_HINTS replaces Any for the arguments that have a range.
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
-        check_arguments(path, base_class, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
+        check_arguments(path, base_class, arguments, extra_keys=extra_keys)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():
