@@ -199,14 +199,14 @@ OF_ANY_SIZE = [*WITHOUT_DATA, 'model.config.model_type=qwen2_vl']
     ('run', 'arguments', 'message'),
     [
         (DIGITS_RUN, 'num_ranks=0', '`num_ranks` must be greater than or equal to 1, got: 0'),
-        (DIGITS_RUN, 'num_ranks=two', '`num_ranks` must be a valid integer'),
+        (DIGITS_RUN, 'num_ranks=two', "`num_ranks` must be a valid integer, got: 'two'"),
         (DIGITS_RUN, 'safety=2', '`safety` must be less than or equal to 1, got: 2'),
         (DIGITS_RUN, 'num_ranks=3', 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
         (DIGITS_RUN, 'device_memory_gib=-1', '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
         (DIGITS_RUN, TOO_LITTLE_MEMORY, 'What would help: sharding with FSDP'),
         (DIGITS_RUN, 'nonsense=1', 'nonsense'),
         (WITHOUT_DATA, 'lengths.mean=-3', '`lengths.mean` must be greater than or equal to 1, got: -3'),
-        (WITHOUT_DATA, 'lengths.mean=nan', '`lengths'),
+        (WITHOUT_DATA, 'lengths.mean=nan', "`lengths.mean` must be a valid number, got: 'nan'"),
         (WITHOUT_DATA, 'lengths.mean=many', '`lengths.mean`'),
         (WITHOUT_DATA, 'lengths.variation=1', '`lengths.mean` must be given'),
         (

@@ -10,8 +10,9 @@ Each of our sections is a dataclass, whose annotations are types, choices and ra
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
@@ -39,6 +40,7 @@ Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Workers = Annotated[int, Field(ge=0, le=256)]
 
 
 def _check_name(value: str) -> str:
@@ -105,7 +107,7 @@ class LoaderConfig:
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
-    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    num_workers: Workers = 0
     """Loader processes for each rank; 0 loads in the training process. More than 256 are taken for a slip."""
     prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
@@ -425,10 +427,11 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
-    """Returns the value as pydantic reads it by the annotation. Raises ConfigError if it does not fit.
+    """Returns the value if it fits the annotation. Raises ConfigError if it does not.
 
-    A list becomes a tuple or a set, a text a path or a number, if the annotation asks for it. A mapping becomes the
-    dataclass of the annotation. A value is not checked if pydantic does not know the annotation.
+    The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and that a list
+    or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
+    fit, because hosts treat the text ``'no'`` as true. A value is not checked if pydantic does not know the annotation.
     """
     # The annotation itself, and what stands in it: also `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
@@ -442,16 +445,26 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     if checker is None:
         return value
     try:
-        checked = checker.validate_python(value)
+        checker.validate_python(value)
+        return value
+    except ValidationError:
+        # Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is
+        # as strict about numbers and bools as otherwise.
+        text = json.dumps(value, default=repr)
+    try:
+        return checker.validate_json(text)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
-        messages = [detail['msg'] for detail in error.errors()]  # of all branches of a union
-        requirement = (
-            ', or '.join(dict.fromkeys(messages)).replace('Input should ', 'must ').replace('Value error, ', '')
-        )
+        messages = []
+        for detail in error.errors():  # of all branches of a union
+            # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
+            if 'isinstance' not in detail['msg'] and detail['msg'] not in messages:
+                messages.append(detail['msg'])
+        requirement = ', or '.join(messages) or 'must be left out'
+        # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
+        requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
+        requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
-    # Of an Iterable pydantic makes an iterator, which could be read only once.
-    return value if isinstance(checked, Iterator) else checked
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
@@ -475,7 +488,7 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
     if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
         return None
     try:
-        checker = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+        checker = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
     except Exception:  # of any kind, because an annotation may be any object
         return None
     # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.

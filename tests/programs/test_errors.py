@@ -80,7 +80,7 @@ def test_debug_level_shows_the_traceback(capsys):
         logging.getLogger('composer_tokacc').setLevel(logging.NOTSET)
     *traceback, line = capsys.readouterr().err.splitlines()
     assert 'Traceback (most recent call last):' in traceback
-    assert line == 'error: `optimizer` cannot be used: ValueError: Invalid learning rate: -1.0'
+    assert line == 'error: `optimizer` cannot be used: ValueError: Invalid learning rate: -1'
 
 
 @pytest.mark.parametrize(

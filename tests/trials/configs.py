@@ -27,8 +27,7 @@ class Override:
 
 OVERRIDES = {
     # name: (override, expected)
-    'a number in quotes': ('seed="17"', WORKS),
-    'a word for a number': ('seed=abc', '`seed` must be'),
+    'a number in quotes': ('seed="17"', '`seed` must be a valid integer'),
     'a learning rate in percent': ('optimizer.lr=5%', '`optimizer.lr`'),
     'a dataset part with 100,000 epochs': ('dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs`'),
     'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
@@ -44,8 +43,6 @@ OVERRIDES = {
     'clipping threshold above 0': ('algorithms.gradient_clipping.clipping_threshold=0.5', WORKS),
     'width multiple of a billion': ('microbatching.width_multiple=1000000000', 'width_multiple'),
     'width multiple of 8': ('microbatching.width_multiple=8', WORKS),
-    'a negative number of layers': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
-    'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
     'an unknown attention implementation': ('model.config.attn_implementation=flahs', 'attn_implementation'),
     'warm-up longer than the run': ('scheduler.t_warmup=100ep', WORKS),
     'a number of five thousand digits': (f'seed={"9" * 5000}', '`seed`'),
@@ -57,17 +54,11 @@ OVERRIDES = {
     'report that is a command': ('report.name=os.system', '`report'),
     'a misspelt key of a processor': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
     'a negative number of pixels': ('dataset.processor.max_pixels=-1', 'max_pixels'),
-    'an empty vocabulary': ('dataset.processor.vocab_size=0', 'vocab_size'),
     'an image size that is null': ('model.config.vision_config.image_size=null', 'image_size`'),
-    'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
     'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
     'a negative number of workers': ('loader.num_workers=-1', '`loader.num_workers'),
     'evaluation at no interval': ('trainer.eval_interval=0', WORKS),
     'a save interval of 0': ('trainer.save_interval=0ep', 'save_interval'),
-    'a negative number of checkpoints to keep': (
-        'trainer.save_num_checkpoints_to_keep=-5',
-        'save_num_checkpoints_to_keep',
-    ),
     'early stopping by the logged name of a metric': (
         'callbacks.early_stopper={monitor: metrics/eval/LanguageCrossEntropy, dataloader_label: eval, patience: 1ep}',
         'LanguageCrossEntropy',
@@ -85,7 +76,7 @@ OVERRIDES = {
     'an unknown placeholder in the folder of the report': ('report.folder={nope}/x', '`report.folder`'),
     'an unknown placeholder in the quoted folder of the report': (
         'report.folder="x/{nope}"',
-        '`report.folder` may have',
+        '`report.folder`',
     ),
     'loggers in a list': ('trainer.loggers=[tensorboard]', '`trainer.loggers`'),
     'a dataset without parts': ('dataset.parts={}', '`dataset.parts`'),
@@ -103,8 +94,6 @@ OVERRIDES = {
     'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` has no class'),
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),
     'betas that are one number': ('optimizer.betas=0.9', '`optimizer.betas`'),
-    'an optimizer of sparse gradients': ('optimizer.name=sparse_adam', '`optimizer` has no class'),
-    'an algorithm that mixes images': ('algorithms.mix_up={}', '`algorithms` has no class'),
     'a cosine schedule of length 0': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
     'no warm-up': ('scheduler.t_warmup=0ba', WORKS),
     'a speed monitor with a window of 0': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),
@@ -117,8 +106,6 @@ OVERRIDES = {
         'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}',
         "('eval', 'loss')",
     ),
-    '0 key-value heads': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
-    'a dropout of 2.0': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
     '4000 workers': ('loader.num_workers=4000', '`loader.num_workers`'),
     '4000 workers of a dataset': ('dataset.num_workers=4000', '`dataset.num_workers`'),
     'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup`'),
@@ -146,8 +133,7 @@ OVERRIDES = {
     ),
     'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text'),
     'braces, which begin a mapping in YAML': ('report.folder={run_name}', "got: {'run_name': None}"),
-    'a command as a scheduler': ('scheduler.name=os.system', 'must be a class, got'),
-    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'derived from Callback'),
-    'a rope theta of 0': ('model.config.text_config.rope_theta=0', 'rope_theta'),
+    'a command as a scheduler': ('scheduler.name=os.system', 'must be a class such as'),
+    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class such as a Callback'),
 }
 CONFIGS = {name: Override(text, expected) for name, (text, expected) in OVERRIDES.items()}
