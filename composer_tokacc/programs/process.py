@@ -24,6 +24,7 @@ from functools import partial
 
 DIST_TIMEOUT = 300.0
 """Seconds that a rank waits for the others, if ``trainer.dist_timeout`` is not given. This is Composer's default."""
+_START = time.monotonic()
 HARMLESS_WARNINGS = (
     'Detected comparison between a string and Precision',  # Composer compares its own enum
     'No device id is provided via `init_process_group`',  # torch's barrier() chooses a device; each rank has only one
@@ -81,11 +82,8 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 def say(text: str) -> None:
     """Prints what the program does next, and the seconds since its start, on the first rank."""
-    import psutil
-
     if os.environ.get('RANK', '0') == '0':
-        seconds = time.time() - psutil.Process().create_time()
-        print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
+        print(f'[{time.monotonic() - _START:4.0f} s] {text}', file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -473,9 +473,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
-    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
-    if '[key]' in keys:
-        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)

@@ -100,8 +100,7 @@ class NamedParts(ConcatDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample: dict[str, Any] = super().__getitem__(index)  # raises if the index is out of range
-        from_start = index % len(self)  # -1 is the last sample
-        part = bisect_right(self.cumulative_sizes, from_start)
+        part = bisect_right(self.cumulative_sizes, index % len(self))  # -1 is the last sample
         return {**sample, 'source': [self.names[part]]}
 
 
@@ -155,38 +154,25 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
-        if self.config.model.pretrained is not None:
-            return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
-        with building('dataset.processor'):
-            make_processor = self._bound_processor_maker()
-            return make_processor()
+        """Returns the processor of the checkpoint. A fresh model gets a small one.
 
-    def _bound_processor_maker(self) -> partial[Any]:
-        """Returns :meth:`processor_maker` bound to its arguments. Refuses wrong ones in ``dataset.processor``.
-
-        Sizes that the section leaves out come from the config of the model.
+        Its sizes, if ``dataset.processor`` leaves them out, come from the config of the model.
         """
-        maker = self.processor_maker()
         arguments = dict(self.section.get('processor') or {})
+        if self.config.model.pretrained is not None:
+            return self._pretrained_processor(self.config.model.pretrained, arguments)
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        return partial(maker, **check_arguments('dataset.processor', maker, arguments))
+        with building('dataset.processor'):
+            make_processor = self.processor_maker()
+            return make_processor(**check_arguments('dataset.processor', make_processor, arguments))
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
         return partial(build_small_processor, self.texts())
-
-    def check_processor(self) -> None:
-        """Refuses wrong arguments of the processor of a fresh model.
-
-        Those for the processor of a checkpoint are checked when it is loaded.
-        """
-        if self.config.model.pretrained is None:
-            self._bound_processor_maker()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -312,16 +298,12 @@ class FileSource(Source):
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        settings: dict[str, Any] = {
-            'seed': self.config.seed,
-            'loader.shuffle': loader.shuffle,
-            'loader.drop_last': loader.drop_last,
-            'loader.modality': loader.modality,
-        }
-        if loader.global_batch_tokens is None:
-            settings['loader.global_batch_size'] = loader.global_batch_size
-        else:
-            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+        names = ['shuffle', 'drop_last', 'modality', 'global_batch_size']
+        if loader.global_batch_tokens is not None:
+            names[-1] = 'global_batch_tokens'
+        settings: dict[str, Any] = {'seed': self.config.seed}
+        for name in names:
+            settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
         # Without parts both samplers make the same global batches. But RegroupingBatchSampler mixes parts evenly.
@@ -343,7 +325,6 @@ class FileSource(Source):
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
-        self.check_processor()
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -415,17 +396,10 @@ class FileSource(Source):
 
         Our own function needs the ``texts`` of all classes.
         """
-        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
-        for cls in classes:
+        for part in self._parts().values():
+            cls = _dataset_class('dataset', part['name'])
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
-        for cls in classes:
-            if not hasattr(cls, 'texts'):
-                raise ConfigError(
-                    'model.pretrained',
-                    f'must be given for `dataset.name` {cls.__name__}, which has neither `build_processor` nor '
-                    '`texts`. Name a checkpoint',
-                )
         return super().processor_maker()
 
     def texts(self) -> Iterator[str]:
@@ -622,7 +596,6 @@ class ShardSource(Source):
         """Refuses unknown arguments, and settings that streamed data cannot follow."""
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
-        self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         eval_section = self.section.get('eval')
         if eval_section:

@@ -211,6 +211,19 @@ def test_missing_file_of_a_fresh_model(override, key):
     assert raised.value.path == key
 
 
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('dataset.processor={vocab_sise: 300}', '`dataset.processor` has no key vocab_sise. Did you mean vocab_size'),
+        ('model.config.vision_config.image_size=null', '`dataset.processor.image_size` must be a valid integer'),
+    ],
+)
+def test_mistakes_of_processors_are_named(override, message):
+    source = source_of(load_config(LLAVA, ['dataset.path=a.json', override]))
+    with pytest.raises(ConfigError, match=message):
+        source.build_processor()
+
+
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as if scikit-learn were not installed
     # Without the scans that were loaded before.
