@@ -78,6 +78,8 @@ KINDS = {
     ),
 }
 UNSUITED = (
+    composer.algorithms.CutMix,  # mixes the images of a microbatch, so the gradient would depend on the cut
+    composer.algorithms.MixUp,  # the same
     composer.algorithms.NoOpModel,  # replaces the model by one that learns nothing
     composer.algorithms.SeqLengthWarmup,  # cuts text, and so images and answers apart
     composer.callbacks.LoadCheckpoint,  # unpickles a file, so a config could run code

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -40,7 +40,6 @@ Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Workers = Annotated[int, Field(ge=0, le=256)]
 
 
 def _check_name(value: str) -> str:
@@ -107,7 +106,7 @@ class LoaderConfig:
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
-    num_workers: Workers = 0
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Loader processes for each rank; 0 loads in the training process. More than 256 are taken for a slip."""
     prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
@@ -439,20 +438,13 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         return None
     for branch in branches:
         # Not a dataclass of a host: Composer's Time is one, but a text in the file.
-        if is_dataclass(branch) and branch.__module__.startswith('composer_tokacc.'):
+        if hasattr(branch, '__dataclass_fields__') and branch.__module__.startswith('composer_tokacc.'):
             return build_dataclass(path, branch, value)
     checker = _checker_of(hint)
     if checker is None:
         return value
     try:
-        checker.validate_python(value)
-        return value
-    except ValidationError:
-        # Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is
-        # as strict about numbers and bools as otherwise.
-        text = json.dumps(value, default=repr)
-    try:
-        return checker.validate_json(text)
+        return _fit(value, checker)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         messages = []
@@ -465,6 +457,22 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
+
+
+def _fit(value: Any, checker: TypeAdapter) -> Any:
+    """Returns the value if it fits the annotation, or else as pydantic reads it from JSON. Raises ValidationError.
+
+    Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is as
+    strict about numbers and bools as otherwise.
+    """
+    try:
+        checker.validate_python(value)
+        return value
+    except ValidationError:
+        text = json.dumps(value, default=repr)
+        if json.loads(text) != value:  # keys that are not texts would become texts; NaN is never equal
+            raise
+        return checker.validate_json(text)
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:

@@ -49,7 +49,6 @@ from composer_tokacc.programs.schema import (
     Hint,
     Sections,
     TrainConfig,
-    Workers,
     check_arguments,
     check_names,
     check_value,
@@ -66,6 +65,8 @@ from composer_tokacc.sampling import (
 log = logging.getLogger(__name__)
 
 
+DATASET_HINTS: dict[str, Hint] = {'num_workers': Annotated[int | None, Field(ge=0, le=256)]}
+"""Ranges of arguments of LlavaDataset that it does not check itself."""
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -445,8 +446,7 @@ class FileSource(Source):
                 'must be a dataset class of your own that masks its samples, because the model is an encoder, got: '
                 'llava, whose labels are tokens that an encoder sees (docs/encoders.md)',
             )
-        # We assume that a subclass has the same arguments.
-        if inspect.isclass(cls) and issubclass(cls, LlavaDataset):
+        if _is_ours(cls):
             self._add_settings_of_run(arguments, processor)
         with building(path):
             return cls(processor=processor, **arguments)
@@ -579,10 +579,15 @@ def _dataset_class(path: str, name: object) -> Any:
     raise ConfigError(f'{path}.name', f'{message}, or llava_streaming for all data, or the dotted name of a class')
 
 
+def _is_ours(cls: Any) -> bool:
+    """Tells whether a dataset class is LlavaDataset or a subclass. We assume that a subclass has the same arguments."""
+    return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
+
+
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> dict[str, Any]:
     """Returns the checked settings. Only arguments of the class and ``extra_keys`` are allowed."""
     cls = _dataset_class(path, part.get('name'))
-    hints: dict[str, Hint] = {'num_workers': Workers | None} if cls is LlavaDataset else {}
+    hints = DATASET_HINTS if _is_ours(cls) else None
     return check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
