@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from composer_tokacc.planning import CostModel, mean_samples
@@ -329,12 +329,11 @@ def merge(cls: type[Options], *layers: Values) -> Options:
         merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = str(error.full_key)
-        raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
-    except OmegaConfBaseException as error:
-        message = shorten(str(error).splitlines()[0])
-        raise ConfigError(str(error.full_key or 'values'), f'must be valid, got: {message}') from error
+    except OmegaConfBaseException as error:  # a missing value (`???`), or a reference to nothing
+        key = str(error.full_key or 'values')
+        reason = shorten(str(error).splitlines()[0])
+        message = f'must be given, got: {reason}. Write {key}=... after the file on the command line'
+        raise ConfigError(key, message) from error
     return build_dataclass('', cls, values)
 
 

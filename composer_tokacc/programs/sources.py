@@ -188,7 +188,7 @@ class Source(ABC):
         # of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
         known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
-            known_names.update(name for name in dir(part) if name[0].islower())
+            known_names.update(dir(part))
             known_names.update(getattr(part, 'SPECIAL_TOKENS_ATTRIBUTES', ()))  # not in `dir` with Transformers 5
             valid_kwargs = getattr(part, 'valid_kwargs', None)
             known_names.update(getattr(valid_kwargs, '__annotations__', ()))
