@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 DIST_TIMEOUT = 300.0
 """Seconds that a rank waits for the others, if ``trainer.dist_timeout`` is not given. This is Composer's default."""
-_START = time.monotonic()
+_IMPORTED_AT = time.monotonic()
 """When the program started: it imports this module first."""
 HARMLESS_WARNINGS = (
     'Detected comparison between a string and Precision',  # Composer compares its own enum
@@ -76,7 +76,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 def say(text: str) -> None:
     """Prints what the program does next, and the seconds since its start, on the first rank."""
     if os.environ.get('RANK', '0') == '0':
-        print(f'[{time.monotonic() - _START:4.0f} s] {text}', file=sys.stderr, flush=True)
+        print(f'[{time.monotonic() - _IMPORTED_AT:4.0f} s] {text}', file=sys.stderr, flush=True)
 
 
 @contextmanager

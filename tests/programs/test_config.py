@@ -298,7 +298,7 @@ def test_only_first_rank_prints_the_line():
     assert status == 2
     (line,) = printed.splitlines()
     assert line.startswith('error:')
-    assert "must be greater than or equal to 1, or Input must be 'auto' or 'suggest', got: 0" in line
+    assert "must be greater than or equal to 1, or must be 'auto' or 'suggest', got: 0" in line
     assert other_rank == [0, '']
 
 
