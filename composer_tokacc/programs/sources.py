@@ -10,7 +10,6 @@ them from shards of mosaicml-streaming.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -61,8 +60,6 @@ from composer_tokacc.sampling import (
     RegroupingBatchSampler,
     RegroupingDataLoader,
 )
-
-log = logging.getLogger(__name__)
 
 
 DATASET_HINTS: dict[str, Hint] = {'num_workers': Annotated[int | None, Field(ge=0, le=256)]}
@@ -299,9 +296,11 @@ class FileSource(Source):
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        names = ['shuffle', 'drop_last', 'modality', 'global_batch_size']
-        if loader.global_batch_tokens is not None:
-            names[-1] = 'global_batch_tokens'
+        names = ['shuffle', 'drop_last', 'modality']
+        if loader.global_batch_tokens is None:
+            names.append('global_batch_size')
+        else:
+            names.append('global_batch_tokens')
         settings: dict[str, Any] = {'seed': self.config.seed}
         for name in names:
             settings[f'loader.{name}'] = getattr(loader, name)
