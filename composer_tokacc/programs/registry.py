@@ -90,24 +90,24 @@ NamedArguments = dict[str, dict[str, Any] | None]
 """Arguments by the name of a class. None means its defaults."""
 
 
-def _check_time(value: int | str | None, least: int) -> int | str | None:
-    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
+def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
+    """Refuses a text that Composer cannot read as a time, a negative time, and perhaps 0."""
     if value is None:
         return None
     try:
         length = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError) as error:
         raise ValueError(f'must be a time such as 2ep or 500ba ({error})') from error
-    if length < least:
-        raise ValueError(f'must be a time of at least {least}')
+    if length < 0 or (length == 0 and not may_be_zero):
+        raise ValueError('must be a longer time')
     return value
 
 
-Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, least=1))]
+Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
 """A time above 0 as Composer reads it, such as ``2ep``, or None. A number without a unit means epochs."""
-Interval = Annotated[int | str, AfterValidator(partial(_check_time, least=0))]
+Interval = Annotated[int | str, AfterValidator(partial(_check_time, may_be_zero=True))]
 """A time between two events, or 0 for never."""
-WarmUp = Annotated[str, AfterValidator(partial(_check_time, least=0))]
+WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 """A time that may be 0, such as ``0ba``. It must have a unit."""
 Weight = Annotated[float, Field(ge=0)]
 AllOrSome = Literal[-1] | Count

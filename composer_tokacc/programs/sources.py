@@ -61,7 +61,6 @@ from composer_tokacc.sampling import (
     RegroupingDataLoader,
 )
 
-
 DATASET_HINTS: dict[str, Hint] = {'num_workers': Annotated[int | None, Field(ge=0, le=256)]}
 """Ranges of arguments of LlavaDataset that it does not check itself."""
 SHARE_KEYS = {

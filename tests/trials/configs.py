@@ -55,6 +55,7 @@ OVERRIDES = {
     'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
     'a negative number of workers': ('loader.num_workers=-1', '`loader.num_workers'),
     'evaluation at no interval': ('trainer.eval_interval=0', WORKS),
+    'saving after each tenth of the run': ('trainer.save_interval=0.1dur', WORKS),
     'a save interval of 0': ('trainer.save_interval=0ep', 'save_interval'),
     'early stopping by the logged name of a metric': (
         'callbacks.early_stopper={monitor: metrics/eval/LanguageCrossEntropy, dataloader_label: eval, patience: 1ep}',
