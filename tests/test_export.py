@@ -334,7 +334,7 @@ def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
     # A checkpoint that is complete, but whose base is damaged.
     (tmp_path / 'base' / 'config.json').unlink()
     assert export(checkpoint, exports / 'merged', 'merge=true') == 2
-    assert '`base_model_name_or_path`: ' in capsys.readouterr().err
+    assert '`base_model_name_or_path` cannot be used: ' in capsys.readouterr().err
     assert not list(exports.iterdir())
 
 

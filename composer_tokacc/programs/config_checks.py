@@ -9,7 +9,6 @@ data was read and the model was loaded.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
 from composer.core import TimeUnit, ensure_time
-from composer.utils import is_compressed_pt
+from composer.utils import dist, is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder
@@ -51,8 +50,6 @@ FROM_OTHER_SECTIONS = (
     'seed',
 )
 """Arguments of the Trainer that other sections of the file fill."""
-RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
-"""Files that ``train`` writes into the folder of the report."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -85,16 +82,11 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE.
-
-    If RANK is no integer, Composer has already raised an error when it was imported.
-    """
-    numbers = {}
-    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
-        with building(name):
-            numbers[name] = int(os.environ.get(name, default))
-    rank = numbers['RANK']
-    world_size = numbers['WORLD_SIZE']
+    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
+    with building('RANK, LOCAL_RANK or WORLD_SIZE'):
+        dist.get_local_rank()
+        rank = dist.get_global_rank()
+        world_size = dist.get_world_size()
     # If only RANK=1 is set, for example, this process is a run of its own, in which no rank 0 writes results.
     if rank >= world_size:
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
@@ -151,8 +143,7 @@ def _check_duration(config: TrainConfig) -> None:
     if isinstance(config.loader.global_batch_size, int):
         units.append(TimeUnit.EPOCH)
     if unit not in units:
-        names = [f'{unit.name.lower()} ({unit.value})' for unit in units]
-        message = f'must be in one of the units {", ".join(names)}, got: {duration}'
+        message = f'must be in one of the units {[unit.value for unit in units]}, got: {duration}'
         raise ConfigError('trainer.max_duration', message)
 
 
@@ -197,16 +188,11 @@ def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer ignores, or refuses only in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
     # Composer ignores unknown names. With FSDP_VERSION=2 in the environment this section holds FSDP2's settings.
-    names = [setting.name for setting in (*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config))]
+    names = (*FSDPConfig.__dataclass_fields__, *FSDP2Config.__dataclass_fields__)
     # `object` takes no arguments, so only these names are allowed.
     check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(names, Any))
-    replicas = settings.get('data_parallel_replicate_degree')
-    shards = settings.get('data_parallel_shard_degree', -1)
-    if os.environ.get('FSDP_VERSION') == '2':
-        # Composer drops the degrees, because its FSDP2Config has none, and shards over all ranks.
-        if replicas is not None or shards != -1:
-            raise ConfigError(_FSDP, f'must be without degrees with FSDP_VERSION=2, got: {replicas} and {shards}')
-    elif replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
+    is_hybrid = 'HYBRID' in str(settings.get('sharding_strategy')).upper()
+    if is_hybrid and settings.get('data_parallel_replicate_degree') is None and os.environ.get('FSDP_VERSION') != '2':
         raise ConfigError(
             f'{_FSDP}.data_parallel_replicate_degree', 'must be given with HYBRID. Set it to the number of nodes'
         )
@@ -216,11 +202,8 @@ def _check_report(config: TrainConfig) -> None:
     """Refuses a function, a folder or an export that cannot be used at the end of the run."""
     report = config.report
     report_function(report)  # only for its refusals
-    try:
+    with building('report.folder'):
         report['folder'].format(run_name='x')
-    except (LookupError, ValueError, AttributeError) as error:
-        message = f'may have only {{run_name}} in braces, got: {report["folder"]} ({type(error).__name__}: {error})'
-        raise ConfigError('report.folder', message) from error
     # Transformers loads an exported adapter onto the base that it names. A base with random weights has no name.
     is_random_base = config.model.lora is not None and config.model.pretrained is None
     if report.get('export') and (config.is_sharded or is_random_base):
@@ -243,18 +226,15 @@ def check_folders(config: TrainConfig) -> None:
     }
     for path, name in folders.items():
         if name is not None:
-            folder = local_folder(path, str(name).replace('{run_name}', run_name))
-            files = RESULT_FILES if path == 'report.folder' else ()
-            check_folder(path, folder, files)
+            check_folder(path, local_folder(path, str(name).replace('{run_name}', run_name)))
 
 
-def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
+def check_folder(path: str, folder: Path) -> None:
     """Refuses a folder in which no file can be written. Does not make the folder, because a dry run writes nothing.
 
     Args:
         path: The key of the config that names the folder.
         folder: The folder. If it does not exist, its nearest parent that exists must be writable.
-        files: Names of files to write. None may be a folder, a pipe or a device. Opening a pipe could wait for ever.
     """
     try:
         folders = (folder, *folder.parents)
@@ -262,7 +242,3 @@ def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error
-    for name in files:
-        file = folder / name
-        if file.exists() and not file.is_file():
-            raise ConfigError(path, f'must have no folder, pipe or device in the way of its files, got: {file}')

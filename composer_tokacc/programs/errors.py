@@ -40,9 +40,6 @@ class ConfigError(InvalidInputError):
         message: The mistake, the value and the remedy, such as "must be ..., got: ...". The key is put before it.
     """
 
-    _separator = ' '
-    """Text between the key and the message."""
-
     def __init__(self, path: str, message: str) -> None:
         # Ranks and loader processes send errors to each other. An exception is pickled with these arguments.
         super().__init__(path, message)
@@ -51,23 +48,13 @@ class ConfigError(InvalidInputError):
 
     def __str__(self) -> str:
         """Returns the line for the user."""
-        text = f'`{self.path}`{self._separator}{self.message}' if self.path else self.message
+        text = f'`{self.path}` {self.message}' if self.path else self.message
         return ' '.join(text.split())
-
-
-class PartError(ConfigError):
-    """An error that was raised while a part of the config was built.
-
-    Its message is that of the error, no clause that follows the key. So a colon separates them, as in "`optimizer`:
-    TypeError: ...".
-    """
-
-    _separator = ': '
 
 
 @contextmanager
 def building(path: str) -> Iterator[None]:
-    """Turns any error in the block, which builds the part of the config under a key, into a :class:`PartError`.
+    """Turns any error in the block, which builds the part of the config under a key, into a :class:`ConfigError`.
 
     Two kinds of errors pass unchanged: a ConfigError, which has its key already, and a fault of the machine, which is
     no mistake of the user.
@@ -77,11 +64,11 @@ def building(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except RefusalError as error:
-        raise PartError(path, str(error)) from error
+        raise ConfigError(path, f'cannot be used: {error}') from error
     except Exception as error:
         if fault_of_machine(error):
             raise
-        raise PartError(path, f'{type(error).__name__}: {error}') from error
+        raise ConfigError(path, f'cannot be used: {type(error).__name__}: {error}') from error
 
 
 def is_of_host(error: BaseException) -> bool:

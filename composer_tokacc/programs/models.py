@@ -11,16 +11,14 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
-from pydantic import Field
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
@@ -37,7 +35,7 @@ from composer_tokacc.programs.lora import (
     refuse_partial,
     with_adapter,
 )
-from composer_tokacc.programs.schema import Count, Fraction, Positive, check_names, check_value
+from composer_tokacc.programs.schema import check_names
 from composer_tokacc.random_state import same_random_numbers
 
 log = logging.getLogger(__name__)
@@ -57,18 +55,6 @@ VISION_ENCODERS = ('vision_tower', 'image_tower', 'video_tower')
 """Ends of the names of the vision encoders in these model types. Video-LLaVA has one for images and one for videos."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts in every config, even if the config class has no such attribute."""
-FIELD_RANGES = {
-    '^num_': Annotated[float, Field(ge=0)],
-    '_size$': Annotated[float, Field(ge=1)],
-    '_heads$': Count,
-    '_theta$': Positive,
-    'dropout$': Fraction,
-}
-"""Ranges of the numbers in a config, by patterns of the names of their fields. Transformers accepts any number.
-
-A number must be in the range of each pattern that matches its field. Fields ``num_...`` may be 0, which some configs
-write for "none".
-"""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -161,7 +147,6 @@ def build_transformers_model(
     for name, parameter in model.named_parameters():
         if name_in_base(name) in unreached_names:  # also the adapter of such a parameter
             parameter.requires_grad_(False)
-    _check_trained(model, freeze, lora)
 
     if activation_checkpointing:
         # The reentrant kind does not work with DDP's hooks, and needs inputs with gradients.
@@ -207,18 +192,6 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
             raise ConfigError('model.freeze', unknown_name('part', name, outer_parts))
         for parameter in parameters_of_part:
             parameter.requires_grad_(False)
-
-
-def _check_trained(model: nn.Module, freeze: Sequence[str], lora: Section | None) -> None:
-    """Refuses a model without any trained parameter."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    if lora is not None:
-        targets = lora.get('target_modules')
-        message = f'must name layers that a loss reaches, got: {targets}. No parameter would be trained'
-        raise ConfigError('model.lora.target_modules', message)
-    # Without an adapter only `freeze` can have frozen everything.
-    raise ConfigError('model.freeze', f'must leave something to train, got: {list(freeze)}, which is the whole model')
 
 
 def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
@@ -280,9 +253,7 @@ def read_config(
 
 
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
-    """Refuses unknown fields and numbers that are out of range, also in the configs inside a config.
-
-    A number that is the default of its field is always accepted.
+    """Refuses unknown fields, also in the configs inside a config.
 
     Args:
         settings: The user's fields.
@@ -294,15 +265,8 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     check_names(path, settings, known_names)
     for key, value in settings.items():
         # vars(), because getattr() raises for a field with a value for each layer, such as Gemma 4's head_dim.
-        name_of_default = default.attribute_map.get(key, key)
-        default_value = vars(default).get(name_of_default)
-        is_flag = isinstance(default_value, bool)  # its name may match a pattern, too: Evolla's `token_dropout`
-        if isinstance(value, int | float) and not is_flag and value != default_value:
-            for pattern, allowed in FIELD_RANGES.items():
-                if re.search(pattern, key):
-                    check_value(f'{path}.{key}', value, allowed)
-        if isinstance(value, dict) and isinstance(default_value, PretrainedConfig):
-            inner = default_value
+        inner = vars(default).get(default.attribute_map.get(key, key))
+        if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
             # The settings may name another type of encoder or language model than the default one.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:
@@ -462,12 +426,12 @@ def _unreached_vision_layers(model: Any) -> set[str]:
         feature_layers = model.config.vision_feature_layers  # of VipLLaVA
     if not isinstance(feature_layers, list | tuple):
         feature_layers = [feature_layers]
-    if not feature_layers:
-        raise ConfigError('model.config.vision_feature_layer', 'must name at least one layer, got: []')
     unreached = set()
     for encoder_name, encoder in model.named_modules():
         if encoder_name.endswith(VISION_ENCODERS):
-            for name in _without_gradient(encoder, feature_layers):
+            with building('model.config.vision_feature_layer'):
+                names = _without_gradient(encoder, feature_layers)
+            for name in names:
                 unreached.add(f'{encoder_name}.{name}')
     log.info('Freezing %d parameters after the vision feature layer, which no loss reaches.', len(unreached))
     return unreached
@@ -490,11 +454,6 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
         pixels = torch.empty(1, config.num_channels, *sides, dtype=empty_encoder.dtype)
         states = empty_encoder(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
-            if not -len(states) <= layer < len(states):
-                raise ConfigError(
-                    'model.config.vision_feature_layer',
-                    f'must be one of the {len(states)} hidden states of the vision encoder, got: {layer}',
-                )
             states[layer].sum().backward(retain_graph=True)  # the states of several layers share a graph
     # On `meta` gradients have no values, but a parameter that was not reached has no gradient at all.
     return [name for name, parameter in empty_encoder.named_parameters() if parameter.grad is None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import logging
 import os
 import resource
 import signal
@@ -20,10 +19,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 DIST_TIMEOUT = 300.0
 """Seconds that a rank waits for the others, if ``trainer.dist_timeout`` is not given. This is Composer's default."""
+_IMPORTED_AT = time.monotonic()
+"""When the program started: it imports this module first."""
 HARMLESS_WARNINGS = (
     'Detected comparison between a string and Precision',  # Composer compares its own enum
     'No device id is provided via `init_process_group`',  # torch's barrier() chooses a device; each rank has only one
@@ -32,12 +32,6 @@ HARMLESS_WARNINGS = (
     'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
 """Words in warnings that Composer, torch and other hosts give in a healthy run. The user can do nothing about them."""
-HARMLESS_LOG_LINES = {
-    'transformers.configuration_utils': '`use_return_dict` is deprecated',
-    'transformers.modeling_utils': '`loss_type=None` was set in the config',
-    'composer.utils.reproducibility': 'Setting seed to',
-}
-"""Words in harmless lines of the hosts' logs, by the name of the logger."""
 
 
 def prepare(description: str | None, *, announces: bool = False) -> None:
@@ -81,11 +75,8 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 def say(text: str) -> None:
     """Prints what the program does next, and the seconds since its start, on the first rank."""
-    import psutil
-
     if os.environ.get('RANK', '0') == '0':
-        seconds = time.time() - psutil.Process().create_time()
-        print(f'[{seconds:4.0f} s] {text}', file=sys.stderr, flush=True)
+        print(f'[{time.monotonic() - _IMPORTED_AT:4.0f} s] {text}', file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -153,9 +144,3 @@ def silence_harmless_warnings() -> None:
     """Silences the warnings of hosts that are known to be harmless, so that only others show on the screen."""
     for words in HARMLESS_WARNINGS:
         warnings.filterwarnings('ignore', message=f'.*{words}')
-    for logger_name, words in HARMLESS_LOG_LINES.items():
-        logging.getLogger(logger_name).addFilter(partial(_lacks, words))
-
-
-def _lacks(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()

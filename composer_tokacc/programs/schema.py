@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -22,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from composer_tokacc.planning import CostModel, mean_samples
@@ -47,16 +46,13 @@ def _check_name(value: str) -> str:
     """Refuses an empty text, and the text None."""
     # `key=None` on the command line is the text None. In YAML the value would be null.
     if value.strip() in ('', 'None'):
-        raise ValueError('it should be a name, or null for none')
+        raise ValueError('must be a name, or null for none')
     return value
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
-INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""Keys that may be ``.inf``, in every section. Only :class:`.CostModel` has a key ``quadratic``, and an infinite one
-switches the quadratic term off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
@@ -296,9 +292,6 @@ def _read_file(path: str | Path) -> Values:
     """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
     path = str(path)
     try:
-        # Reading a pipe would wait for somebody to write to it.
-        if not os.path.isfile(path):
-            raise FileNotFoundError('no such file')
         content = OmegaConf.load(path)
     except (OSError, *INVALID_YAML) as error:
         message = f'must be a YAML file that can be read, got: {type(error).__name__}: {shorten(error)}'
@@ -336,12 +329,11 @@ def merge(cls: type[Options], *layers: Values) -> Options:
         merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue as error:
-        key = str(error.full_key)
-        raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
-    except OmegaConfBaseException as error:
-        message = shorten(str(error).splitlines()[0])
-        raise ConfigError(str(error.full_key or 'values'), f'must be valid, got: {message}') from error
+    except OmegaConfBaseException as error:  # a missing value (`???`), or a reference to nothing
+        key = str(error.full_key or 'values')
+        reason = shorten(str(error).splitlines()[0])
+        message = f'must be given, got: {reason}. Write {key}=... after the file on the command line'
+        raise ConfigError(key, message) from error
     return build_dataclass('', cls, values)
 
 
@@ -364,7 +356,7 @@ def _join(path: str, key: object) -> str:
 
 def build_dataclass(path: str, cls: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values. Fields that are dataclasses themselves are built in the same way."""
-    checked = check_arguments(path, cls, values, hints=INFINITE_HINTS)
+    checked = check_arguments(path, cls, values)
     with building(path):  # a class may check itself, as CostModel does
         return cls(**checked)
 
@@ -393,14 +385,13 @@ def check_arguments(
     names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
     for name in names_of_program:
         if name in arguments:
-            raise ConfigError(
-                _join(path, name),
-                f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}. Perhaps '
-                'another section of the file has a key for it',
-            )
+            message = f'must be left out here, because the program sets it, got: {shorten(arguments[name], 200)}'
+            raise ConfigError(_join(path, name), message)
     annotations: dict[str, Hint] = {}
     takes_any_name = False
-    for parameter in _parameters_of(path, target):
+    with building(path):  # the signature of a partial raises an error if the function does not take its arguments
+        parameters = _parameters_of(target)
+    for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
         # The signature of a partial still has its keywords.
@@ -425,28 +416,12 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
             raise ConfigError(path or 'config', unknown_name('key', str(key), known_list))
 
 
-def _parameters_of(path: str, target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
-    """Returns the parameters of a class or function. Refuses a partial whose function does not take its arguments."""
-    try:
-        return _evaluated_parameters(target)
-    except ValueError as error:
-        function = getattr(target, 'func', target)
-        needed = ', '.join(getattr(target, 'keywords', ())) or 'an argument'
-        raise ConfigError(
-            path,
-            f'must name something that takes {needed} from the program, got: {function}. Add this parameter to it, or '
-            'name another one',
-        ) from error
-
-
-def _evaluated_parameters(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
-    """Returns the parameters with evaluated annotations; with none if one of the annotations cannot be evaluated."""
+def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """Returns the parameters of a class or function."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        # It is no Python, or names something that is only imported for type checkers. Then no value is checked.
-        parameters = inspect.signature(target).parameters.values()
-        return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+    except Exception:  # an annotation is no Python, or names something that is only imported for type checkers
+        return inspect.signature(target).parameters.values()
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
@@ -454,14 +429,15 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     The value stays as it is, except that a mapping for one of our dataclasses becomes this dataclass, and that a list
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
-    fit, because hosts treat the text ``'no'`` as true.
+    fit, because hosts treat the text ``'no'`` as true. A value is not checked if pydantic does not know the annotation.
     """
     # The annotation itself, and what stands in it: also `CostModel` and `None` for `CostModel | None`.
     branches = (hint, *get_args(hint))
     if value is None and NoneType in branches:
         return None
     for branch in branches:
-        if _is_section(branch):
+        # Not a dataclass of a host: Composer's Time is one, but a text in the file.
+        if hasattr(branch, '__dataclass_fields__') and branch.__module__.startswith('composer_tokacc.'):
             return build_dataclass(path, branch, value)
     checker = _checker_of(hint)
     if checker is None:
@@ -470,7 +446,16 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         return _fit(value, checker)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
-        raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
+        messages = []
+        for detail in error.errors():  # of all branches of a union
+            # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
+            if 'isinstance' not in detail['msg'] and detail['msg'] not in messages:
+                messages.append(detail['msg'])
+        requirement = ', or '.join(messages) or 'must be left out'
+        # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
+        requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
+        requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
+        raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
 
 
 def _fit(value: Any, checker: TypeAdapter) -> Any:
@@ -489,20 +474,12 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
         return checker.validate_json(text)
 
 
-def _is_section(hint: Hint) -> bool:
-    """Returns whether an annotation is a dataclass of this package."""
-    return is_dataclass(hint) and hint.__module__.startswith('composer_tokacc.')
-
-
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping.
 
     Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
-    # Pydantic writes '[key]' after a key that is wrong itself: ('lr', '[key]').
-    if '[key]' in keys:
-        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         if isinstance(value, Mapping) and key in value:  # otherwise it is the name of a branch
             path = _join(path, key)
@@ -514,31 +491,12 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
     if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
         return None
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        checker = TypeAdapter(hint, config=config)
+        checker = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
     except Exception:  # of any kind, because an annotation may be any object
         return None
     # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.
     return checker if checker.pydantic_complete else None
-
-
-def _requirement(error: ValidationError) -> str:
-    """Returns what pydantic requires, in words that follow "must": "be greater than or equal to 1, or 'auto'".
-
-    If only an object of a class would fit, no value of a YAML file does, so the key must "be left out".
-    """
-    requirements = []
-    for detail in error.errors():
-        _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
-        reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
-        reason = reason.replace('an object', 'a mapping').replace('valid array', 'list')  # the words for JSON
-        if detail['type'] == 'missing':
-            reason = 'have more entries'  # of a tuple
-        # A YAML file cannot hold an object of a class, so this branch of a union is not named.
-        if reason and reason not in requirements and detail['type'] != 'is_instance_of':
-            requirements.append(reason)
-    return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
 
 
 def without(section: Mapping[str, Any], *keys: str) -> Values:

@@ -9,16 +9,14 @@ them from shards of mosaicml-streaming.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import logging
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +29,6 @@ from transformers import AutoProcessor, PretrainedConfig
 from composer_tokacc.data import (
     LengthTable,
     LlavaDataset,
-    VideoSampling,
     VisionLanguageCollator,
     ask_hub,
     build_small_processor,
@@ -48,7 +45,6 @@ from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import (
-    Count,
     Hint,
     Sections,
     TrainConfig,
@@ -65,26 +61,8 @@ from composer_tokacc.sampling import (
     RegroupingDataLoader,
 )
 
-log = logging.getLogger(__name__)
-
-
-class DatasetArguments(TypedDict, total=False):
-    """Ranges of arguments of LlavaDataset, LlavaStreamingDataset and :func:`.build_small_processor`.
-
-    The annotations of these arguments have no range. The class is never filled: only its annotations are read, for
-    ``DATASET_HINTS``.
-    """
-
-    image_size: Count
-    max_length: Count | None
-    model_max_length: Count
-    num_workers: Annotated[int, Field(ge=0, le=256)] | None  # as `loader.num_workers`
-    patch_size: Count
-    video: VideoSampling | None
-    vocab_size: Count
-
-
-DATASET_HINTS: dict[str, Hint] = get_type_hints(DatasetArguments, include_extras=True)
+DATASET_HINTS: dict[str, Hint] = {'num_workers': Annotated[int | None, Field(ge=0, le=256)]}
+"""Ranges of arguments of LlavaDataset that it does not check itself."""
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -119,8 +97,7 @@ class NamedParts(ConcatDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample: dict[str, Any] = super().__getitem__(index)  # raises if the index is out of range
-        from_start = index % len(self)  # -1 is the last sample
-        part = bisect_right(self.cumulative_sizes, from_start)
+        part = bisect_right(self.cumulative_sizes, index % len(self))  # -1 is the last sample
         return {**sample, 'source': [self.names[part]]}
 
 
@@ -137,7 +114,6 @@ class Source(ABC):
         self.config = config
         self.section = config.dataset
         self.has_parts = self.section.get('parts') is not None
-        self._model_config: PretrainedConfig | None = None  # see `model_config`
 
     @abstractmethod
     def check(self) -> None:
@@ -175,41 +151,25 @@ class Source(ABC):
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
-        if self.config.model.pretrained is not None:
-            return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
-        with building('dataset.processor'):
-            make_processor = self._bound_processor_maker()
-            return make_processor()
+        """Returns the processor of the checkpoint. A fresh model gets a small one.
 
-    def _bound_processor_maker(self) -> partial[Any]:
-        """Returns :meth:`processor_maker` bound to its arguments. Refuses wrong ones in ``dataset.processor``.
-
-        Sizes that the section leaves out come from the config of the model.
+        Its sizes, if ``dataset.processor`` leaves them out, come from the config of the model.
         """
-        maker = self.processor_maker()
         arguments = dict(self.section.get('processor') or {})
+        if self.config.model.pretrained is not None:
+            return self._pretrained_processor(self.config.model.pretrained, arguments)
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        # An argument of a user's function may have the name of one of ours, but another range.
-        is_ours = getattr(maker, 'func', None) is build_small_processor
-        hints = DATASET_HINTS if is_ours else None
-        return partial(maker, **check_arguments('dataset.processor', maker, arguments, hints=hints))
+        with building('dataset.processor'):
+            make_processor = self.processor_maker()
+            return make_processor(**check_arguments('dataset.processor', make_processor, arguments))
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
         return partial(build_small_processor, self.texts())
-
-    def check_processor(self) -> None:
-        """Refuses wrong arguments of the processor of a fresh model.
-
-        Those for the processor of a checkpoint are checked when it is loaded.
-        """
-        if self.config.model.pretrained is None:
-            self._bound_processor_maker()
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         """Returns the processor of a checkpoint, changed by the ``arguments`` of ``dataset.processor``."""
@@ -224,7 +184,7 @@ class Source(ABC):
         # of the processor and of its parts, such as the tokenizer, and the arguments of their calls.
         known_names = {'use_fast'}  # an argument of `from_pretrained` that is no attribute
         for part in (processor, *vars(processor).values()):
-            known_names.update(name for name in dir(part) if name[0].islower())
+            known_names.update(dir(part))
             known_names.update(getattr(part, 'SPECIAL_TOKENS_ATTRIBUTES', ()))  # not in `dir` with Transformers 5
             valid_kwargs = getattr(part, 'valid_kwargs', None)
             known_names.update(getattr(valid_kwargs, '__annotations__', ()))
@@ -281,10 +241,8 @@ class Source(ABC):
         return patch_size_of(self.model_config(processor), processor)
 
     def model_config(self, processor: Processor | None) -> PretrainedConfig:
-        """Returns the config of the model that is trained, which is read only once. A run has one processor."""
-        if self._model_config is None:
-            self._model_config = read_config(self.config.model.pretrained, self.config.model.config, processor)
-        return self._model_config
+        """Returns the config of the model that is trained."""
+        return read_config(self.config.model.pretrained, self.config.model.config, processor)
 
     def rank_batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of a batch of one rank. ``check_config`` has checked that the ranks divide the batch."""
@@ -337,16 +295,14 @@ class FileSource(Source):
     def settings_of_batches(self) -> dict[str, Any]:
         """Returns the settings that decide which samples a batch holds, by their keys in the config."""
         loader = self.config.loader
-        settings: dict[str, Any] = {
-            'seed': self.config.seed,
-            'loader.shuffle': loader.shuffle,
-            'loader.drop_last': loader.drop_last,
-            'loader.modality': loader.modality,
-        }
+        names = ['shuffle', 'drop_last', 'modality']
         if loader.global_batch_tokens is None:
-            settings['loader.global_batch_size'] = loader.global_batch_size
+            names.append('global_batch_size')
         else:
-            settings['loader.global_batch_tokens'] = loader.global_batch_tokens
+            names.append('global_batch_tokens')
+        settings: dict[str, Any] = {'seed': self.config.seed}
+        for name in names:
+            settings[f'loader.{name}'] = getattr(loader, name)
         if not self.has_parts:
             return settings
         # Without parts both samplers make the same global batches. But RegroupingBatchSampler mixes parts evenly.
@@ -368,7 +324,6 @@ class FileSource(Source):
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any, 'processor': Any, 'parts': None})
         if self.section.get('eval'):
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
-        self.check_processor()
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -440,17 +395,10 @@ class FileSource(Source):
 
         Our own function needs the ``texts`` of all classes.
         """
-        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
-        for cls in classes:
+        for part in self._parts().values():
+            cls = _dataset_class('dataset', part['name'])
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor
-        for cls in classes:
-            if not hasattr(cls, 'texts'):
-                raise ConfigError(
-                    'model.pretrained',
-                    f'must be given for `dataset.name` {cls.__name__}, which has neither `build_processor` nor '
-                    '`texts`. Name a checkpoint',
-                )
         return super().processor_maker()
 
     def texts(self) -> Iterator[str]:
@@ -497,9 +445,6 @@ class FileSource(Source):
                 'llava, whose labels are tokens that an encoder sees (docs/encoders.md)',
             )
         if _is_ours(cls):
-            if 'video' in part:
-                # The check has made a VideoSampling of this mapping, but the class takes the mapping.
-                arguments['video'] = part['video']
             self._add_settings_of_run(arguments, processor)
         with building(path):
             return cls(processor=processor, **arguments)
@@ -519,12 +464,13 @@ class FileSource(Source):
             return
         # A sample must fit into a microbatch, so the limits of the dataset may be lowered to those of a microbatch.
         microbatching = self.config.microbatching
-        max_image_tokens = microbatching.max_image_tokens
-        arguments['max_image_tokens'] = _smaller(arguments.get('max_image_tokens'), max_image_tokens)
+        limits = {'max_image_tokens': microbatching.max_image_tokens}
         size = microbatching.device_train_microbatch_size
-        slot_tokens = microbatching.slot_tokens
-        if isinstance(size, int) and slot_tokens:  # otherwise the loader sets the budget, by the measured samples
-            arguments['max_length'] = _smaller(arguments.get('max_length'), token_budget(size, slot_tokens))
+        if isinstance(size, int) and microbatching.slot_tokens:  # otherwise the loader sets the budget by the samples
+            limits['max_length'] = token_budget(size, microbatching.slot_tokens)
+        for name, limit in limits.items():
+            if limit is not None:
+                arguments[name] = min(arguments.get(name) or limit, limit)
 
     def open_loader(
         self,
@@ -613,12 +559,6 @@ def _path_of_part(name: str) -> str:
     return f'dataset.parts.{name}' if name else 'dataset'
 
 
-def _smaller(first: int | None, second: int | None) -> int | None:
-    """Returns the smaller of two limits. None or 0 means no limit."""
-    limits = [limit for limit in (first, second) if limit]
-    return min(limits, default=None)
-
-
 def _check_loss_weights(dataset: LlavaDataset) -> None:
     """Refuses a dataset if one of its records has no weights."""
     for record in dataset.records:
@@ -631,14 +571,10 @@ def _dataset_class(path: str, name: object) -> Any:
     name = str(name)
     if name == 'llava':
         return LlavaDataset
-    if name == 'llava_streaming':
-        raise ConfigError(
-            f'{path}.name', 'must be read by index, got: llava_streaming. Only `dataset` itself can be it'
-        )
     if '.' in name:
         return import_by_name(f'{path}.name', name)
-    message = unknown_name('dataset', name, ['llava', 'llava_streaming'])
-    raise ConfigError(f'{path}.name', f'{message}, or the dotted name of a dataset class')
+    message = unknown_name('dataset', name, ['llava'])
+    raise ConfigError(f'{path}.name', f'{message}, or llava_streaming for all data, or the dotted name of a class')
 
 
 def _is_ours(cls: Any) -> bool:
@@ -660,15 +596,9 @@ class ShardSource(Source):
     """
 
     def check(self) -> None:
-        """Refuses a missing mosaicml-streaming, unknown arguments, and settings that streamed data cannot follow."""
-        if importlib.util.find_spec('streaming') is None:
-            raise ConfigError(
-                'dataset.name',
-                "llava_streaming needs mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'",
-            )
+        """Refuses unknown arguments, and settings that streamed data cannot follow."""
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
-        self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         eval_section = self.section.get('eval')
         if eval_section:
@@ -715,13 +645,12 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        # DATASET_HINTS replaces Any for the arguments that have a range.
         own_arguments = dict.fromkeys(inspect.signature(LlavaStreamingDataset).parameters, Any)
         # The program gives the processor. `kwargs` is no argument: it collects those of StreamingDataset.
         extra_keys = {**without(own_arguments, 'processor', 'kwargs'), 'streams': Sections | None}
         # The section must not have these two, because the section `loader` sets them.
         base_class = partial(StreamingDataset, batch_size=None, shuffle=None)
-        check_arguments(path, base_class, arguments, hints=DATASET_HINTS, extra_keys=extra_keys)
+        check_arguments(path, base_class, arguments, extra_keys=extra_keys)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         for name, stream in (arguments.get('streams') or {}).items():

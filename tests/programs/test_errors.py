@@ -50,11 +50,17 @@ def run_and_raise(error, monkeypatch):
 @pytest.mark.parametrize(
     ('raise_it', 'expected'),
     [
-        (lambda: torch.optim.AdamW([torch.zeros(1)], lr=-1.0), '`optimizer`: ValueError: Invalid learning rate: -1.0'),
-        (lambda: torch.optim.AdamW([torch.zeros(1)], lrr=1), '`optimizer`: TypeError: '),
-        (lambda: run_line('{}["a key"]'), "`optimizer`: KeyError: 'a key'"),
-        (lambda: run_line('import absent_package', 'composer_tokacc.owner'), '`optimizer`: ModuleNotFoundError: '),
-        (lambda: CostModel(launch=-1.0), '`optimizer`: `launch` must be finite'),
+        (
+            lambda: torch.optim.AdamW([torch.zeros(1)], lr=-1.0),
+            '`optimizer` cannot be used: ValueError: Invalid learning rate: -1.0',
+        ),
+        (lambda: torch.optim.AdamW([torch.zeros(1)], lrr=1), '`optimizer` cannot be used: TypeError: '),
+        (lambda: run_line('{}["a key"]'), "`optimizer` cannot be used: KeyError: 'a key'"),
+        (
+            lambda: run_line('import absent_package', 'composer_tokacc.owner'),
+            '`optimizer` cannot be used: ModuleNotFoundError: ',
+        ),
+        (lambda: CostModel(launch=-1.0), '`optimizer` cannot be used: `launch` must be finite'),
     ],
 )
 def test_error_of_part_is_one_line(raise_it, expected):
@@ -74,7 +80,7 @@ def test_debug_level_shows_the_traceback(capsys):
         logging.getLogger('composer_tokacc').setLevel(logging.NOTSET)
     *traceback, line = capsys.readouterr().err.splitlines()
     assert 'Traceback (most recent call last):' in traceback
-    assert line == 'error: `optimizer`: ValueError: Invalid learning rate: -1'
+    assert line == 'error: `optimizer` cannot be used: ValueError: Invalid learning rate: -1'
 
 
 @pytest.mark.parametrize(

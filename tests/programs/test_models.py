@@ -75,7 +75,6 @@ def test_settings_are_not_changed_in_place(processor):
 T5 = {'model_type': 't5', 'd_model': 16, 'd_ff': 16, 'd_kv': 8, 'num_layers': 1, 'num_heads': 2}
 QFORMER = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16}
 BLIP2 = {'model_type': 'blip-2', 'text_config': T5, 'vision_config': QFORMER, 'qformer_config': QFORMER}
-EVERY_PART = ['model.language_model', 'model.vision_tower', 'model.multi_modal_projector', 'lm_head']
 LATE = pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='refused in the first forward')
 MISTAKES = [
     ({'config': {**LLAVA, 'model_type': 'lava'}}, 'lava. Did you mean llava\\?'),
@@ -90,7 +89,6 @@ MISTAKES = [
     # An encoder would read the answers.
     ({'config': BLIP2}, 'must have only a decoder, got: blip-2'),
     ({'config': LLAVA, 'freeze': ['vision']}, r'has no part vision. Known: .*(model\.)?multi_modal_projector'),
-    ({'config': LLAVA, 'freeze': EVERY_PART}, '`model.freeze` must leave something .*, which is the whole model'),
 ]
 
 
@@ -101,26 +99,17 @@ def test_mistakes_are_refused_by_name(processor, settings, expected):
 
 
 LEGAL_CONFIGS = [
-    {'model_type': 'granitemoeshared', 'shared_intermediate_size': 0},
-    {'model_type': 'idefics', 'additional_vocab_size': 0},
     {'model_type': 'phi4_multimodal', 'audio_config': {'chunk_size': -1}},
-    {'model_type': 'evolla', 'protein_encoder_config': {'token_dropout': False}},
     {'model_type': 'gemma4_text', 'head_dim': 64},
 ]
 
 
 @pytest.mark.parametrize('config', LEGAL_CONFIGS, ids=lambda config: config['model_type'])
-def test_defaults_and_flags_are_in_range(config):
+def test_fields_of_configs_are_known(config):
     """Gemma 4 has a field that cannot be read for all layers together."""
     if config['model_type'] not in CONFIG_MAPPING:
         pytest.skip('this release of Transformers does not have the model')
     read_config(None, config)
-
-
-def test_numbers_out_of_range():
-    config = {'model_type': 'granitemoeshared', 'shared_intermediate_size': -1}
-    with pytest.raises(ValueError, match=r'`model.config.shared_intermediate_size` must be .*, got: -1'):
-        read_config(None, config)
 
 
 def test_parts_to_freeze_have_parameters():

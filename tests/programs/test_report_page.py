@@ -184,5 +184,5 @@ def test_report_folder_that_is_a_file(tmp_path):
     file = tmp_path / 'file'
     file.touch()
     lines = JsonLines(str(file))
-    with pytest.raises(ConfigError, match=r'^`report.folder`: FileExistsError: '):
+    with pytest.raises(ConfigError, match=r'^`report.folder` cannot be used: FileExistsError: '):
         lines.run_event(Event.FIT_START, state_at(0), None)

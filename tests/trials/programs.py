@@ -169,16 +169,6 @@ def code_in_a_checkpoint(folder: Path, name: str = 'a.pt') -> None:
     torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / name)
 
 
-def metrics_pipe(folder: Path) -> None:
-    (folder / 'report').mkdir()
-    os.mkfifo(folder / 'report' / 'metrics.jsonl')
-
-
-def size_pipe(folder: Path) -> None:
-    (folder / 'size').mkdir()
-    os.mkfifo(folder / 'size' / 'size.json')
-
-
 def of_bytes(content: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'a.pt').write_bytes(content)
 
@@ -392,7 +382,7 @@ PROGRAMS: dict[str, Call] = {
     'resume without the time': loading(without('timestamp'), 'timestamp'),
     'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
     'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), 'JSONDecodeError'),
-    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer`: TypeError'),
+    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`trainer` cannot be used: TypeError'),
     'resume from a pickle that ends in .ckpt': running(
         'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
     ),
@@ -404,7 +394,7 @@ PROGRAMS: dict[str, Call] = {
     ),
     'resume with the state of another optimizer': loading(changed(with_another_optimizer), "['SGD']"),
     'resume with the state of an optimizer that is empty': loading(
-        with_entry('optimizers', {'AdamW': {}}), '`trainer`: '
+        with_entry('optimizers', {'AdamW': {}}), '`trainer` cannot be used: '
     ),
     'resume with another learning rate': loading(intact, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
     'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
@@ -429,7 +419,6 @@ PROGRAMS: dict[str, Call] = {
     'a second run into the folder of the first': running(
         'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
     ),
-    'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'must be a YAML file', write=a_picture),
     'a YAML file below a file': Call('train', ['{folder}/a.pt/run.yaml'], 'must be a YAML file', write=of_bytes(b'')),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
@@ -440,7 +429,7 @@ PROGRAMS: dict[str, Call] = {
         'every rank a batch', 'loader.regroup_ranks=false', 'dataset.num_samples=7'
     ),
     'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
-    'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
+    'an algorithm for another model': running('`trainer` cannot be used: ', 'algorithms.gated_linear_units={}'),
     'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
     'an algorithm that finds no labels': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
     'an optimizer for GPUs': running('capturable', 'optimizer.capturable=true'),
@@ -457,7 +446,8 @@ PROGRAMS: dict[str, Call] = {
         '`input_ids` must be', 'dataset.name=mine.Flat', write=module_of_user(SAMPLES_OF_ONE_DIMENSION)
     ),
     'a result that is a folder': running(
-        'result.json', write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True)
+        'files of the run must be in a place',
+        write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True),
     ),
     'a run name longer than any file may have': running(
         '`trainer.save_folder`', 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'
@@ -468,22 +458,29 @@ PROGRAMS: dict[str, Call] = {
     'a missing layer of the vision encoder': running(
         '`model.config.vision_feature_layer`', 'model.config.vision_feature_layer=-99'
     ),
-    'no layer of the vision encoder': running('at least one layer', 'model.config.vision_feature_layer=[]'),
+    'no layer of the vision encoder': running('shows where', 'model.config.vision_feature_layer=[]'),
+    'hidden size of 0': running('`model` cannot be used', 'model.config.text_config.hidden_size=0'),
+    'a negative number of layers': running('shows where', 'model.config.text_config.num_hidden_layers=-1'),
+    'a dropout of 2.0': running('shows where', 'model.config.text_config.attention_dropout=2.0'),
+    'a model without trained parts': running(
+        '`optimizer` cannot be used: ValueError',
+        'model.freeze=[language_model,vision_tower,multi_modal_projector,lm_head]',
+    ),
     'groups that do not divide heads': running('shows where', 'model.config.text_config.num_key_value_heads=3'),
     'an unknown level of logging': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
     'an unknown precision': running('Precision', 'trainer.precision=fp8ish'),
     'a folder with a tilde': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
     'an unknown activation': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
-    'a metrics file that is a pipe': running('metrics.jsonl', write=metrics_pipe),
-    'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
     'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),
-    'autoresume without a run name': running('`trainer`: ', 'trainer.autoresume=true'),
-    'prefetching without workers': running('`loader`: ', 'loader.prefetch_factor=2'),
+    'autoresume without a run name': running('`trainer` cannot be used: ', 'trainer.autoresume=true'),
+    'prefetching without workers': running('`loader` cannot be used: ', 'loader.prefetch_factor=2'),
     'an unknown device': running('`trainer.device`', 'trainer.device=abacus'),
     'half precision on a CPU': running('AMP_FP16', 'trainer.precision=amp_fp16'),
-    'microbatches by trial on a CPU': running('`trainer`: ', 'microbatching.device_train_microbatch_size=auto'),
+    'microbatches by trial on a CPU': running(
+        '`trainer` cannot be used: ', 'microbatching.device_train_microbatch_size=auto'
+    ),
     'verify of one row': Call('verify', [*RUN, '--rows', '1'], '--rows'),
     'verify of a negative number of rows': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance of NaN': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
@@ -507,5 +504,5 @@ PROGRAMS: dict[str, Call] = {
 ENVIRONMENTS = {
     'a local rank of 0.5': CallWithVariable('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
     'a world size of 0': CallWithVariable('WORLD_SIZE', '0', 'WORLD_SIZE'),
-    'a rank above the world size': CallWithVariable('RANK', '5', '`RANK`'),
+    'a rank above the world size': CallWithVariable('RANK', '5', 'RANK'),
 }
