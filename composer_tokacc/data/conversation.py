@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -273,37 +274,39 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that cannot be encoded.
         """
-        samples: list[dict[str, torch.Tensor] | None] = []
-        for messages in conversations:
-            sample = None
+        rendered_conversations: dict[int, Rendered] = {}
+        for index, messages in enumerate(conversations):
             with suppress(Exception):  # encoding the whole sample raises the error again
-                sample = self._encode_text(messages)
-            samples.append(sample)
+                rendered_conversations[index] = self.render(messages)
+        texts = [rendered.text for rendered in rendered_conversations.values()]
+        encodings = self._tokenize(texts)
+        samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
+        for (index, rendered), encoding in zip(rendered_conversations.items(), encodings, strict=True):
+            input_ids = torch.tensor([encoding.ids])
+            with suppress(InvalidInputError):  # an answer has no tokens; the whole sample raises this error again, too
+                spans = _spans_of(encoding, rendered.answers)
+                sample = {
+                    'input_ids': input_ids,
+                    'labels': _labels_of(input_ids, spans),
+                }
+                samples[index] = self.control.spell(sample)
         return samples
 
-    def _encode_text(self, messages: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """Encodes one conversation with the tokenizer only."""
-        rendered = self.render(messages)
-        encoding = self._tokenize(rendered.text)
-        input_ids = torch.tensor([encoding.ids])
-        spans = _spans_of(encoding, rendered.answers)
-        sample = {
-            'input_ids': input_ids,
-            'labels': _labels_of(input_ids, spans),
-        }
-        return self.control.spell(sample)
-
-    def _tokenize(self, text: str) -> Encoding:
-        """Returns the tokens of a rendered text. Placeholders are not expanded."""
-        tokens = self.tokenizer(
-            [text],
-            add_special_tokens=self._adds_special_tokens(text),
-            # Not needed. They would take a third of the time.
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        (encoding,) = tokens.encodings
-        return encoding
+    def _tokenize(self, texts: Sequence[str]) -> list[Encoding]:
+        """Returns the tokens of rendered texts. Placeholders are not expanded."""
+        encodings: list[Encoding] = []
+        # The tokenizer is much faster for many texts at once, but one call has one `add_special_tokens`. So a call gets
+        # consecutive texts that need the same value. Nearly always, these are all texts.
+        for add_special_tokens, group in groupby(texts, self._adds_special_tokens):
+            tokens = self.tokenizer(
+                list(group),
+                add_special_tokens=add_special_tokens,
+                # Not needed. They would take a third of the time.
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            encodings.extend(tokens.encodings)
+        return encodings
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
         """Tells whether a sample is within ``max_length`` and ``max_image_tokens``.
@@ -537,7 +540,7 @@ class ConversationEncoder:
         Raises:
             ValueError: If an answer is not found, because the processor has added such tokens.
         """
-        encoding = self._tokenize(rendered.text)
+        (encoding,) = self._tokenize([rendered.text])
         text_ids = torch.tensor(encoding.ids)
         spans_in_text = _spans_of(encoding, rendered.answers)
         spans = []

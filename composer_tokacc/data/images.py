@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -103,7 +102,6 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
         yield image
 
 
-@cache  # looking for pillow-heif takes longer than reading a header
 def _known_formats() -> list[str]:
     """Returns those of IMAGE_FORMATS that this installation of PIL can open. Adds HEIF if pillow-heif is there."""
     Image.init()

@@ -5,8 +5,8 @@
 
 Headers are much faster, because no image is decoded. They are enough if the tokens and patches that images add to a
 sample depend only on the sizes of the images, and not on the text: `lengths.py` reads some samples to check that. The
-processor runs once in each process for each distinct list of sizes, with black images, and a fast tokenizer counts the
-tokens of all texts. A sample that cannot be measured in this way must be read.
+processor runs once for each distinct list of sizes, with black images, and a fast tokenizer counts the tokens of all
+texts. A sample that cannot be measured in this way must be read.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ SHRINK_STEPS = 'shrink_steps'
 """Key of samples that `fit.py` encodes to measure them: a list of one number, the steps that make the sample fit."""
 DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
+TEXTS_TOGETHER = 32
+"""Samples whose texts go through the tokenizer together."""
 FEWEST_FOR_WORKERS = 256
 """From this number of items on, processes are started. With fewer, starting them may take longer than the work."""
 PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
@@ -64,19 +66,21 @@ def map_samples(
     *,
     num_workers: int,
     shows_bar: bool,
+    batch_size: int | None = None,
 ) -> Iterator[MapResult]:
     """Runs a function on items, in worker processes if there are many. Yields the results in the order of the items.
 
     Args:
-        function: Gets one item.
+        function: Gets one item. If ``batch_size`` is set, it gets a list of items.
         items: The items.
         num_workers: Most processes.
         shows_bar: Whether to show a progress bar if the output is a terminal.
+        batch_size: Most items of a list.
     """
     # The workers of a DataLoader run `collate_fn` on the items that they read. Without workers, this process does.
     loader: Any = DataLoader(
         items,  # pyright: ignore[reportArgumentType]  # a sequence has all that is used of a dataset
-        batch_size=None,  # one item at a time
+        batch_size=batch_size,
         num_workers=num_workers if len(items) >= FEWEST_FOR_WORKERS else 0,
         generator=torch.Generator(),  # without one it would draw a seed from the run's global generator
         collate_fn=function,  # pyright: ignore[reportArgumentType]
@@ -188,6 +192,13 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     return num_tiles * (height // patch_size) * (width // patch_size)
 
 
+class TextRow(NamedTuple):
+    """The row of a sample's text, before the processor expands the placeholders of its images."""
+
+    row: TableRow
+    sizes: ImageSizes
+
+
 class AddedRow(NamedTuple):
     """The row that images add to the row of a text. An image of 576 tokens adds 575, because its placeholder is one."""
 
@@ -211,8 +222,6 @@ class SampleMeasurer:
         self.run = run
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
-        self._added_rows: dict[ImageSizes, AddedRow | None] = {}
-        """The results of `_compute_added`."""
 
     def measure(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
@@ -242,42 +251,52 @@ class SampleMeasurer:
         # Some processors make the same tokens of images of any size, so one size can stand for all. If the processor
         # cannot encode an image at all, every row is None. Then samples with images get no row below, and are read.
         probe_rows = {self._added_by((size,)) for size in PROBE_SIZES}
-        measure = partial(self._measure_headers, sizes_matter=len(probe_rows) > 1)
+        measure_texts = partial(self._measure_texts, sizes_matter=len(probe_rows) > 1)
+        measured_rows = []
+        for batch in self.run(measure_texts, indices, batch_size=TEXTS_TOGETHER):
+            measured_rows.extend(batch)
+        # The expensive part: one call of the processor for each distinct list of sizes.
+        distinct_sizes = sorted({measured.sizes for measured in measured_rows if isinstance(measured, TextRow)})
+        added_rows = self.run(self._added_by, distinct_sizes)
+        additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: dict[int, TableRow] = {}
-        for index, row in zip(indices, self.run(measure, indices), strict=True):
+        for index, row in zip(indices, measured_rows, strict=True):
+            if isinstance(row, TextRow):
+                row = self._add_images(row.row, additions[row.sizes])
             if row is not None:
                 rows[index] = row
         return rows
 
-    def _measure_headers(self, index: int, *, sizes_matter: bool) -> TableRow | None:
-        """Returns the row of a sample. None if it must be read.
+    def _measure_texts(self, indices: Sequence[int], *, sizes_matter: bool) -> list[TextRow | TableRow | None]:
+        """Returns for each sample the row of its text, or its whole row if it has videos. None if it must be read.
 
         Args:
-            index: The sample.
+            indices: The samples.
             sizes_matter: False if an image of any size adds the same row. Then all images get the same size.
         """
-        (unexpanded,) = self.dataset.unexpanded([index])
-        if unexpanded is None:  # the sample has videos or audio, or is bad
-            return self._measure_videos(index)
-        sample, sizes = unexpanded
-        if not sizes_matter:
-            sizes = PROBE_SIZES[:1] * len(sizes)
-        text_row = self.measure(sample)
-        added = self._added_by(sizes)
-        if added is None or text_row.image_tokens != added.num_placeholders:
-            return None  # in the second case the user has written a placeholder token into the text
-        total = TableRow(*map(operator.add, text_row, added.row))
+        measured_rows: list[TextRow | TableRow | None] = []
+        for index, result in zip(indices, self.dataset.unexpanded(indices), strict=True):
+            if result is None:  # the sample has videos or audio, or is bad
+                measured_rows.append(self._measure_videos(index))
+                continue
+            sample, sizes = result
+            if not sizes_matter:
+                sizes = PROBE_SIZES[:1] * len(sizes)
+            measured_rows.append(TextRow(self.measure(sample), sizes))
+        return measured_rows
+
+    def _add_images(self, row: TableRow, added: AddedRow | None) -> TableRow | None:
+        """Returns the row of a text with its images. None if the sample must be read."""
+        if added is None:
+            return None
+        if row.image_tokens != added.num_placeholders:
+            return None  # the user has written a placeholder token into the text
+        total = TableRow(*map(operator.add, row, added.row))
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
             return None  # over a cap: reading it raises the error, or makes its media smaller (`fit.py`)
         return total
 
     def _added_by(self, sizes: ImageSizes) -> AddedRow | None:
-        """Returns the row that images of these sizes add. Computes it once, because the processor is slow."""
-        if sizes not in self._added_rows:
-            self._added_rows[sizes] = self._compute_added(sizes)
-        return self._added_rows[sizes]
-
-    def _compute_added(self, sizes: ImageSizes) -> AddedRow | None:
         """Returns the row that images of these sizes add. None if only reading the sample can tell.
 
         It is computed by running the processor on black images. If the processor computes with torch, they are meta

@@ -154,6 +154,7 @@ def test_table_from_headers_matches_samples(name, path, tmp_path, by_headers):
 @pytest.mark.slow
 def test_workers_make_the_same_table(path, by_headers, monkeypatch):
     monkeypatch.setattr(sizes, 'FEWEST_FOR_WORKERS', 1)
+    monkeypatch.setattr(sizes, 'TEXTS_TOGETHER', 7)
     processor = PROCESSORS['llava_next']()
     dataset = open_dataset(path, processor)
     assert_same_table(build_length_table(dataset, processor, num_workers=2), truth(dataset))
