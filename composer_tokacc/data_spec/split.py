@@ -435,17 +435,19 @@ class MicrobatchSplit:
     ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch of a pre-split batch stays as it is if it fits."""
         pieces: list[Piece] = []
+        has_ranks = get_world_size() > 1
         for number, facts in enumerate(facts_of_batches):
             piece = Piece.from_facts(facts, self.rules, options)
             indices = None
             if pre_split is not None and pre_split.indices is not None:
                 indices = pre_split.indices[number]
             piece.check_caps(indices)
-            # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
-            # they are left out. If no row remains, the rank makes an empty microbatch.
-            counts = row_counts_of(facts.batch)
-            samples = [row for row in piece.rows if counts[row].samples]
-            piece = piece.take(samples)
+            if has_ranks:
+                # DistributedSampler repeats samples to give all ranks equally many. Repeated samples have no weight, so
+                # they are left out. If no row remains, the rank makes an empty microbatch.
+                counts = row_counts_of(facts.batch)
+                samples = [row for row in piece.rows if counts[row].samples]
+                piece = piece.take(samples)
             if pre_split is not None and piece.rows and piece.fits:
                 pieces.append(piece)
             elif piece.rows:
