@@ -92,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
         options, config_overrides = read_options(SizeOptions, overrides)
+        # `lengths=` has no value, which reads as None. It is refused, because the program would measure the data.
+        if options.lengths is None and 'lengths=' in overrides:
+            raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     if options.lengths is not None:

@@ -19,7 +19,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import EarlyStopper, ThresholdStopper
 from composer.core import TimeUnit, ensure_time
-from composer.utils import dist, is_compressed_pt
+from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, checkpoint_folder
@@ -82,11 +82,16 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
-    with building('RANK, LOCAL_RANK or WORLD_SIZE'):
-        dist.get_local_rank()
-        rank = dist.get_global_rank()
-        world_size = dist.get_world_size()
+    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE.
+
+    If RANK is no integer, Composer has already raised an error when it was imported.
+    """
+    numbers = {}
+    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
+        with building(name):
+            numbers[name] = int(os.environ.get(name, default))
+    rank = numbers['RANK']
+    world_size = numbers['WORLD_SIZE']
     # If only RANK=1 is set, for example, this process is a run of its own, in which no rank 0 writes results.
     if rank >= world_size:
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')

@@ -29,6 +29,7 @@ from composer_tokacc.planning import (
     Rows,
     Table,
     check_choice,
+    check_count,
     check_kind,
     check_state,
     checked_table,
@@ -149,6 +150,8 @@ class RegroupingBatchSampler(DistributedSampler):
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
+        check_count('num_replicas', num_replicas)
+        _check_integer('rank', rank, 0, num_replicas - 1)
         check_choice('shuffle', shuffle, (True, False))
         check_choice('drop_last', drop_last, (True, False))
         _check_integer('seed', seed, *_SEEDS)

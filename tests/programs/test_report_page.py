@@ -15,7 +15,7 @@ import torch
 from composer.core import Event, Timestamp
 from composer.loggers import InMemoryLogger
 
-from composer_tokacc import TokenMonitor
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
@@ -44,7 +44,8 @@ def run(tmp_path_factory):
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
     _, memory, trainer = train(
         text_model(),
-        loader(*[batch] * 5),
+        token_data_spec(loader(*[batch] * 5)),
+        algorithms=[TokenAccumulation()],
         callbacks=[TokenMonitor()],
         loggers=[JsonLines(str(folder))],
         max_duration='5ba',
