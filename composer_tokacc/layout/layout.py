@@ -806,9 +806,9 @@ def _items_by_sizes(unit: str, tokens_per_row: Sequence[int], tokens_per_item: S
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are numbers of rows."""
+    """Raises ValueError unless these are numbers of rows. A bool would count as row 0 or 1."""
     for row in rows:
-        if not 0 <= row < num_rows:
+        if isinstance(row, bool) or not 0 <= row < num_rows:
             raise InvalidInputError(
                 f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
                 'each row that is selected.'
