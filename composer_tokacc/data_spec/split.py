@@ -74,7 +74,8 @@ class MicrobatchSplit:
     Args:
         dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
         layout: How tensors belong to rows: the user's layout, or that of ``model=``. None: the algorithm gives the
-            layout of its model. Without an algorithm it is inferred from each batch.
+            layout of its model. Without an algorithm it is inferred from the first batch, or without
+            ``model=`` from each batch.
         options: The caps, and how to cut under them.
         microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
@@ -639,8 +640,8 @@ def split_of(dataloader: Any) -> MicrobatchSplit | None:
 def largest_of_ranks(layout: BatchLayout) -> BatchLayout:
     """Returns the layout with the most entries, of those that the ranks infer from their batches; a collective.
 
-    A rank without media infers the layout of a text model, which has no entries. Without an algorithm and without an
-    argument ``layout`` this is called in every step, because each step infers its layout again.
+    A rank without media infers the layout of a text model, which has no entries. Without an algorithm, ``model=`` and
+    ``layout=`` this is called in every step, because each step infers its layout again.
     """
     layouts = all_gather_object(layout)
     return max(layouts, key=lambda inferred: len(inferred.family.entries))

@@ -250,8 +250,13 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
-    """Returns the facts about a batch's rows. Reads masks and labels now. Media are counted on first use."""
+    """Returns the facts about a batch's rows. Reads masks and labels now. Media are counted on first use.
+
+    Raises:
+        ValueError: If ``mm_token_type_ids`` are padded on another side than the ids.
+    """
     real = real_positions(batch)
+    _check_types_on_padding(layout, batch, real)
     reach = Reach.of(real)
     facts = RowFacts(
         batch=dict(batch),
@@ -263,6 +268,28 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     )
     vars(facts)['_reach'] = reach  # fills the cached property, so that the reach is computed once
     return facts
+
+
+def _check_types_on_padding(layout: BatchLayout, batch: Batch, real: torch.Tensor) -> None:
+    """Raises ValueError, naming the row, if ``mm_token_type_ids`` are not 0 on padding.
+
+    Then they are probably padded on another side than the ids. Trimming would cut off the types of images, and a model
+    that numbers its positions by them (Qwen-VL) would number images as text. A placeholder on padding may have any
+    type: if a batch has no image, LLaMA-Factory adds the placeholders of a dummy image, and hides them by the mask.
+    """
+    types = batch.get('mm_token_type_ids')
+    if types is None or types.shape != real.shape:
+        return
+    # A hole between real positions is not padding. It is never trimmed.
+    is_before_row = real.cumsum(dim=1) == 0
+    is_after_row = real.flip(1).cumsum(dim=1).flip(1) == 0
+    is_wrong = (is_before_row | is_after_row) & (types != 0) & ~layout.is_placeholder(batch)
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f'`mm_token_type_ids` must be 0 where `attention_mask` is 0, got: {types[row, column].item()} in column '
+            f'{column} of {sample_name(batch, row)}. Pad them on the side on which `input_ids` are padded.'
+        )
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:

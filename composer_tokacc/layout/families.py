@@ -30,7 +30,7 @@ class Media:
 
     Args:
         sizes: Returns the number of placeholders of each item, for models that do not notice a wrong number: see
-            ``queries`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
+            ``queries`` and ``audio_frames`` of ``placeholders.py``. None: it is inferred, see ``found.py``.
         token_type: The value of ``mm_token_type_ids`` at the placeholders of this modality; 0: there is none.
         frames: None if the modality has its own placeholder. In GLM-4V, images and frames of videos have the same one:
             ``<image> ... <start of video> <image> <image> <end of video>``. There it is True for videos, which have the
@@ -238,7 +238,8 @@ FAMILIES: tuple[Family, ...] = (
         media={
             'image': Media(token_type=1),
             'video': Media(token_type=2),
-            'audio': Media(),
+            # Qwen-Omni does not notice missing placeholders of an audio. It gives the next row the rest of the audio.
+            'audio': Media(sizes=placeholders.audio_frames),
         },
         matches=_is_qwen,
     ),

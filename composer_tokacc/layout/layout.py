@@ -301,8 +301,8 @@ class BatchLayout:
 
         1. If images are in slots (see ``Family.slots``), the slots of the row.
         2. If no tensor has the items, the numbers ``num_<unit>s`` of the batch. Without them each row has 0.
-        3. If the family has queries (InstructBLIP), and the config names the placeholders: the placeholders. A row has
-           as many items as its placeholders fill: see ``Media.sizes``.
+        3. If the model does not notice a wrong number of placeholders (InstructBLIP, audios of Qwen-Omni), and the
+           config names them: the placeholders. A row has as many items as these fill: see ``Media.sizes``.
         4. If there is one row, it has all items.
         5. The numbers ``num_<unit>s``, if they add up to the items of the batch.
         6. The placeholders, in the ways of ``found.py``.
@@ -359,8 +359,8 @@ class BatchLayout:
             return carried or [0] * num_rows
         is_placeholder = self._placeholders_of(batch, item_unit)
         media = self.family.media.get(item_unit, Media())
-        # Models with queries do not notice if there are too few placeholders, so these are counted even if there is a
-        # shorter way.
+        # These models do not notice if there are too few placeholders, so they are counted even if there is a shorter
+        # way.
         if media.sizes is not None and is_placeholder is not None:
             tokens_per_row = is_placeholder.sum(dim=1).tolist()
             tokens_per_item = media.sizes(batch, self.config, num_items, sum(tokens_per_row))
@@ -799,16 +799,16 @@ def _items_by_sizes(unit: str, tokens_per_row: Sequence[int], tokens_per_item: S
     if items is None:
         raise InvalidInputError(
             f'`input_ids` must hold the placeholders of {len(tokens_per_item)} whole {unit}s, got: {tokens_per_row} by '
-            f'row, where the {unit}s fill {tokens_per_item}. Give processor and model the same `num_query_tokens`, '
-            f'write no {unit} into the text, and do not cut rows inside their {unit}s.'
+            f'row, where the {unit}s fill {tokens_per_item}. Do not cut rows inside their {unit}s, and write no {unit} '
+            'into the text. If the model has query tokens, give it and its processor the same `num_query_tokens`.'
         )
     return items
 
 
 def _check_rows(rows: Sequence[int], num_rows: int) -> None:
-    """Raises ValueError unless these are numbers of rows."""
+    """Raises ValueError unless these are numbers of rows. A bool would count as row 0 or 1."""
     for row in rows:
-        if not 0 <= row < num_rows:
+        if isinstance(row, bool) or not 0 <= row < num_rows:
             raise InvalidInputError(
                 f'`rows` must be numbers of the {num_rows} rows of the batch, from 0, got: {row!r}. Give the number of '
                 'each row that is selected.'

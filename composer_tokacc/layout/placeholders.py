@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ids of placeholder tokens, and how many of them each image or video has if the model has query tokens.
+"""Ids of placeholder tokens, and how many of them each item has if the model does not notice a wrong number.
 
 The text has placeholders at the positions at which the model puts the embeddings of an image, video or audio (an item).
 The config of a model in ``families.py`` names one id of each modality, ``image_token_id``, and perhaps others that the
@@ -103,7 +103,7 @@ def has_any_id(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return has_id
 
 
-# Placeholders of each item. This function is the `sizes` of `families.Media`. The batch has `num_items` items of the
+# Placeholders of each item. These functions are the `sizes` of `families.Media`. The batch has `num_items` items of the
 # modality, and `num_tokens` placeholders in all.
 
 
@@ -114,3 +114,20 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
     if pixels.dim() == 5:  # (videos, frames, channels, height, width)
         frames_per_item = pixels.shape[1]
     return [frames_per_item * config.num_query_tokens] * num_items
+
+
+def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+    """Qwen-Audio and Qwen-Omni: a convolution halves the number of real frames, and a pooling halves it again."""
+    # Processors up to transformers 4.45 write one placeholder per audio, which the model replaces with all its tokens.
+    if num_tokens == num_items:
+        return [1] * num_items
+    mask = batch.get('feature_attention_mask')
+    if mask is None:
+        mask = torch.ones(num_items, batch['input_features'].shape[-1])
+    frames_per_item = mask.sum(dim=-1).int().tolist()
+    tokens_per_item = []
+    for num_frames in frames_per_item:
+        after_convolution = (num_frames - 1) // 2 + 1  # stride 2, kernel 3, padding 1
+        after_pooling = (after_convolution - 2) // 2 + 1  # stride 2, kernel 2
+        tokens_per_item.append(after_pooling)
+    return tokens_per_item

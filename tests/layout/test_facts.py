@@ -21,6 +21,20 @@ from tests.support.small_batches import IMAGE, LLAVA, QWEN, drawn_batch, text_ba
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 
+@pytest.mark.parametrize(('side', 'start'), [('right', 1), ('left', 4)])
+def test_types_are_padded_like_the_ids(side, start):
+    """Others would be trimmed, and the model would number an image as text. A hidden image may have types."""
+    batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
+    batch['input_ids'][1, start : start + 2] = IMAGE
+    batch['mm_token_type_ids'] = (batch['input_ids'] == IMAGE).long()
+    assert describe(LAYOUT, batch).lengths == [7, 4]
+    hidden = {**batch, 'attention_mask': batch['mm_token_type_ids'] * 0, 'labels': batch['labels'] * 0 - 100}
+    describe(LAYOUT, hidden)
+    batch['mm_token_type_ids'] = batch['mm_token_type_ids'].flip(1)
+    with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
+        describe(LAYOUT, batch)
+
+
 def test_largest_image_of_each_row():
     """The first row has as many runs as images. The second has one run of two images, so only their mean is known."""
     batch = drawn_batch('1ii2iiii', 'iiiiii', '12', pixel_values=torch.zeros(4, 3), num_images=[2, 2, 0])

@@ -662,7 +662,7 @@ def image_batch():
 
 
 def test_split_needs_numbers_of_rows(image_batch):
-    for rows in ([4], [-1]):
+    for rows in ([0, True], [4], [-1]):
         with pytest.raises(ValueError, match=f'`rows` must be .*got: {rows[-1]}'):
             LLAVA_LAYOUT.split(image_batch, [[0], rows])
 

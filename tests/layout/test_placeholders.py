@@ -105,3 +105,14 @@ def test_audio_expanded_by_the_model():
         '1i1', '234', 'i1i', input_features=torch.rand(3, 4, 40), feature_attention_mask=torch.ones(3, 40)
     )
     assert layout.units_per_row(batch, 'audio') == [1, 0, 2]
+
+
+def test_row_cut_inside_an_audio():
+    """Qwen-Omni computes such rows, but gives the next row the rest of the audio."""
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='qwen2_5_omni_thinker', audio_token_id=IMAGE))
+    num_frames = torch.tensor([[16], [8], [8]])
+    mask = (torch.arange(16) < num_frames).long()
+    audios = {'input_features': torch.rand(3, 2, 16), 'feature_attention_mask': mask}
+    assert layout.units_per_row(drawn_batch('iiiiii1', 'ii12', **audios), 'audio') == [2, 1]
+    with pytest.raises(ValueError, match=r'3 whole audios, got: \[3, 2, 2\] by row, where the audios fill \[4, 2, 2\]'):
+        layout.units_per_row(drawn_batch('iii1', 'ii12', 'ii12', **audios), 'audio')
