@@ -88,7 +88,7 @@ def _write_folder(
         else:
             model = _merged_model(config, adapter_file['content'], weights)
         set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
-        generation_config = model.generation_config
+        generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
         if generation_file:
             generation_config = GenerationConfig.from_dict(generation_file['content'])
         # Saved separately, because Transformers refuses to save some generation configs that it loads, such as
