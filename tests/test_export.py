@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.export import main
@@ -25,12 +25,13 @@ from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.support.training import fit
+from tests.support.text import text_model
+from tests.support.training import fit, hugging_face
 
 UNCHECKED = {'loss_tokens': 'causal', 'check_loss': False}
 LOGITS_WITH_TRANSFORMERS = """
 import sys, torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, BertConfig, BertForMaskedLM
 batch = torch.load(sys.argv[1])
 logits = []
 for folders in sys.argv[3:]:
@@ -370,3 +371,21 @@ def test_missing_argument_shows_usage(capsys):
         export('only-one')
     assert ended.value.code == 2
     assert 'usage' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('can_generate', [True, False])
+def test_model_with_tokenizer_of_composer(can_generate, tmp_path):
+    """Composer saves the files of a tokenizer in another form than this package."""
+    tokenizer = build_digits_processor().tokenizer
+    inner = text_model()
+    if not can_generate:
+        inner = BertForMaskedLM(BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=12, vocab_size=99))
+    model = hugging_face(inner, tokenizer=tokenizer)
+    state = {'model': model.state_dict(), 'integrations': {'huggingface': model.get_metadata()}}
+    torch.save({'state': state}, tmp_path / 'checkpoint.pt')
+    assert export(tmp_path / 'checkpoint.pt', tmp_path / 'exported') == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / 'exported')
+    assert exported('<image> Which?').input_ids == tokenizer('<image> Which?').input_ids
+    assert exported.get_vocab() == tokenizer.get_vocab()
+    assert exported.chat_template == tokenizer.chat_template
+    assert (tmp_path / 'exported' / 'generation_config.json').exists() == can_generate

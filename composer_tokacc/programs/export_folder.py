@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -87,7 +88,7 @@ def _write_folder(
         else:
             model = _merged_model(config, adapter_file['content'], weights)
         set_cache(model, on=True)  # it is off in training, and generation with the saved model would be slow
-        generation_config = model.generation_config
+        generation_config = getattr(model, 'generation_config', None)  # only of models that can generate
         if generation_file:
             generation_config = GenerationConfig.from_dict(generation_file['content'])
         # Saved separately, because Transformers refuses to save some generation configs that it loads, such as
@@ -204,7 +205,7 @@ def _merged_model(
 
 def _write_processor(metadata: Section, folder: Path) -> None:
     """Writes the files of the processor (tokenizer, image processor, chat template) that the checkpoint holds."""
-    files = metadata.get('processor') or {}  # saved by this package; Composer saves only a tokenizer, in another form
+    files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
         print('The checkpoint holds no processor. Save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
@@ -212,4 +213,19 @@ def _write_processor(metadata: Section, folder: Path) -> None:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError('', f'files of the processor must lie inside the folder, got: {name}')
         path.parent.mkdir(exist_ok=True)  # the tokenizer of a Q-Former has its own folder
-        path.write_bytes(file['content'])
+        path.write_bytes(_bytes_of(file))
+
+
+def _bytes_of(file: Section) -> bytes:
+    """Returns the bytes of a file of a processor.
+
+    This package saves every file as its bytes. Composer saves a ``.txt`` file as its lines, a JSON file as its value, a
+    sentencepiece model as bytes, and other files as a string.
+    """
+    content = file['content']
+    if isinstance(content, bytes):
+        return content
+    if not isinstance(content, str):
+        is_text = file['file_extension'] == '.txt'
+        content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
+    return content.encode()

@@ -7,6 +7,7 @@ A :class:`.RegroupingBatchSampler` plans all batches of a run from the lengths o
 microbatch are known before it is read. Those that are the largest by one of five sizes are the candidates. The samples
 of a candidate are read, cut by the split of the run (the function that cuts a device batch into microbatches), and go
 forward and backward. If one candidate does not fit, all of them are cut and run again with half the microbatch size.
+Cut by a smaller size, another microbatch may be the heaviest. So a run that goes on with it may still fail late.
 """
 
 from __future__ import annotations
@@ -212,14 +213,19 @@ def rehearse(
     report = RehearsalReport(num_batches=0, microbatch_size=size)
     candidates, report.num_batches = of_first_rank(partial(heaviest_of_run, run))
     first_failure: Candidate | None = None
+    max_tokens = run.sampler.rows.options.max_tokens
+    longest_sample = int(run.sampler.lengths.max())
     with _leaving_no_trace(state), _room_for_optimizers(state):
-        while report.microbatch_size:
+        # A size counts rows of `slot_tokens`, so `max_tokens` shrinks with it. The longest sample must still fit.
+        while max_tokens * report.microbatch_size >= longest_sample * size:
             failed = _run_all(run, candidates, report)
             if failed is None:
                 break
             first_failure = first_failure or failed
             report.microbatch_size //= 2
             report.lines.append(f'cut by a microbatch size of {report.microbatch_size}:')
+        else:
+            report.microbatch_size = 0  # no size fits
     if first_failure is not None:
         if not state.auto_microbatching or not report.microbatch_size:
             raise _does_not_fit(run, first_failure, size, fitting_size=report.microbatch_size)

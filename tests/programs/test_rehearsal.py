@@ -302,6 +302,17 @@ def test_budget_of_sampler_is_named():
         rehearse(state_of_trainer(spec_of(dataset, size=4, batch=12, slot_tokens=None), model, auto=False))
 
 
+def test_smaller_size_must_fit_longest_sample():
+    """It is in none of the heaviest microbatches. With half the size it would be over the budget, in a later step."""
+    dataset = LengthDataset(24)
+    dataset.lengths[:] = 24
+    dataset.lengths[0] = 30
+    loader = regrouping_loader(dataset, global_batch_size=12, max_tokens=48, num_replicas=1, rank=0)
+    spec = token_data_spec(loader, slot_tokens=12)
+    with pytest.raises(ConfigError, match='No smaller size fits either'):
+        rehearse(state_of_trainer(spec, Limited(40), size=4))
+
+
 def test_size_below_one_slot():
     loader = regrouping_loader(LengthDataset(60), global_batch_size=12, max_tokens=4 * LONGEST, num_replicas=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=8 * LONGEST)

@@ -139,7 +139,7 @@ def with_an_unknown_model_type(state: dict[str, Any]) -> None:
 
 
 def with_a_file_outside(state: dict[str, Any]) -> None:
-    files = metadata(state)['processor']
+    files = metadata(state).get('processor') or metadata(state)['tokenizer']
     files['../../evil.txt'] = next(iter(files.values())).copy()
 
 
