@@ -203,7 +203,8 @@ class Probe:
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        self._modules = list(model.modules())
+        # Modules of TorchScript take no hooks.
+        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._weights = _ShownWeights(self._modules, can_convert=_can_convert(model))
         # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)

@@ -530,6 +530,13 @@ def test_equal_weights_are_varied_upwards():
         assert len(varied.flatten().unique()) > 0.9 * varied.numel()
 
 
+def test_layer_of_torchscript():
+    model = one_layer_model()
+    scripted_norm = torch.jit.script(torch.nn.LayerNorm(32))
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, scripted_norm)
+    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
+
+
 def traces_in(model):
     """Returns what a probe could leave behind: random numbers, modes, attributes, hooks and gradients."""
     traces = [torch.get_rng_state().tolist()]
