@@ -568,7 +568,12 @@ class _ShownWeights:
                 if may_vary or in_float32:
                     hooks.enter_context(module.register_forward_pre_hook(show, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
-            yield
+            try:
+                yield
+            finally:
+                # Torch calls no hook after a KeyboardInterrupt. What is left would hide the weights in training.
+                for module in self._modules:
+                    self._hide(module)
 
     def _show(self, module: Module, *, in_float32: bool, varied: bool) -> None:
         """Gives a module the attributes that hide its weights."""
@@ -596,8 +601,8 @@ class _ShownWeights:
     def _hide(
         self,
         module: Module,
-        args: object,
-        output: object,
+        args: object = None,
+        output: object = None,
     ) -> None:
         """Takes the attributes away again."""
         for name in self._shown_names.pop(module, ()):

@@ -560,3 +560,15 @@ def test_probe_leaves_no_trace():
     with pytest.raises(IndexError):
         probe.run({**row, 'input_ids': torch.full((1, 12), 10**6)})
     assert traces_in(model) == traces
+
+
+def test_interrupted_probe_shows_the_weights():
+    def interrupt(module, args, output):
+        raise KeyboardInterrupt
+
+    model = one_layer_model()
+    model.model.norm.register_forward_hook(interrupt)
+    names = sorted(vars(model.model.norm))
+    with pytest.raises(KeyboardInterrupt):
+        probe_of(causal, model=model).run(text_row(12, 6))
+    assert sorted(vars(model.model.norm)) == names
