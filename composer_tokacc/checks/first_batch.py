@@ -722,9 +722,12 @@ def media_as_collated(
 
     Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
     """
+    microbatches = microbatches_of(batch)
+    if len(microbatches) < 2:
+        return {}
     # Each row of the batch: the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
-    for microbatch in microbatches_of(batch):
+    for microbatch in microbatches:
         sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
