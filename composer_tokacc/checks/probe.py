@@ -448,13 +448,13 @@ class Probe:
             precision,
             self._weights.shown(in_float32=self._uses_float32, varied=varies_weights),
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, shapes) as leaves_of_forwards,
+            _graph_from(self._layers, shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        points = _points_of(logits, leaves_of_forwards, len(self._layers))
+        points = _points_of(logits, leaves)
         return _Forward(terms, points, logits)
 
     @contextmanager
@@ -768,18 +768,14 @@ def _graph_from(
         yield leaves
 
 
-def _points_of(logits: Tensor | None, leaves: Sequence[Tensor], num_layers: int) -> list[Tensor]:
-    """Returns the leaves of the forward that made the logits, and the logits last. For the leaves see _graph_from().
+def _points_of(logits: Tensor | None, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the leaves of :func:`_graph_from`, and the logits last.
 
-    If none of the leaves is the logits, because the model changes the output of its head once more, or has no logits,
-    these are the leaves of the last forward.
+    All leaves, because a loss may depend on several forwards (R-Drop), or on several outputs of one head (multi-token
+    prediction). None of them is the logits if the model changes the output of its head once more.
     """
-    end = len(leaves)
-    for place, leaf in enumerate(leaves):
-        if leaf is logits:
-            end = place + 1
-    points = list(leaves[max(end - num_layers, 0) : end])
-    if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
+    points = [leaf for leaf in leaves if leaf is not logits]
+    if logits is not None and logits.requires_grad:
         points.append(logits)
     return points
 
