@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
 """Names a gradient in a :class:`.ProbeResult`: the unit of the loss terms, ``'tokens'`` or ``'samples'``, and its index
-among the gradients of this unit. There is one for each output of the last two layers."""
+among the gradients of this unit. There is one for the output of each of the last two layers."""
 LossPart: TypeAlias = tuple[Sequence[int], Mapping[str, float]]
 """One microbatch of a cut: the numbers of its rows, and its losses, by unit."""
 RowGradients: TypeAlias = dict[Point, Tensor]
