@@ -94,7 +94,9 @@ class LabelledPositions:
         """Reverses :meth:`select`. Returns values ``(rows, width, ...)``, 0 at positions that predict no label."""
         num_labels = len(self.of_labels)  # leaves out the added position
         placed = selected.new_zeros(rows * width, *selected.shape[2:])
-        placed[self.of_logits[:num_labels]] = selected[0, :num_labels]
+        # The positions may be on the GPU, but gradients of a probe are on the CPU.
+        of_predictions = self.of_logits[:num_labels].to(placed.device)
+        placed[of_predictions] = selected[0, :num_labels]
         return placed.unflatten(0, (rows, width))
 
 

@@ -26,7 +26,7 @@ from composer_tokacc.compat import inner_model, is_in_backward, when_backward_en
 from composer_tokacc.random_state import same_random_numbers
 
 Checksum = tuple[float, float]
-"""The sum of a tensor's entries and the sum of their absolute values. NaN counts as a change in each comparison."""
+"""The sum of a tensor's entries and the sum of their absolute values. They may be NaN."""
 ZERO: Checksum = (0.0, 0.0)
 """Checksum of a gradient that is 0, or absent."""
 SAME_GRADIENT = 1e-3
@@ -282,7 +282,8 @@ def _checksums(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Checksum
 
 def _changed_names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Returns the names whose value has changed. Both mappings have the same names."""
-    return [name for name, value in after.items() if value != before[name]]
+    # As text, because NaN is not equal to itself. A gradient that overflows, which a GradScaler allows, may sum to NaN.
+    return [name for name, value in after.items() if str(value) != str(before[name])]
 
 
 def unequal_on_ranks(gradients_by_rank: Sequence[Mapping[str, Checksum]]) -> list[str]:

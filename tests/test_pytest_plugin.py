@@ -313,6 +313,18 @@ def test_lost_label_of_each_row():
     assert 'Forward 1 of 1 adds only 5 of its 6 labels to the gradient' in faults_of(model, step)
 
 
+def test_gradient_that_overflows():
+    """A GradScaler leaves out the step."""
+    model = torch.nn.Embedding(9, 9)
+    model.weight.register_hook(lambda gradient: gradient * torch.inf)
+
+    def step():
+        for loss in losses(model):
+            loss.backward()
+
+    assert faults_of(model, step) == ''
+
+
 def test_gradient_that_is_set_to_zero():
     model = text_model()
     batch = collate(text_rows([(9, 4)]))

@@ -722,9 +722,12 @@ def media_as_collated(
 
     Only of rows whose media the whole batch pads to another size. The keys of the result are places in ``rows``.
     """
+    microbatches = microbatches_of(batch)
+    if len(microbatches) < 2:
+        return {}
     # Each row of the batch: the microbatch that holds it, and its number there.
     sources: list[tuple[Batch, int]] = []
-    for microbatch in microbatches_of(batch):
+    for microbatch in microbatches:
         sources += [(microbatch, number) for number in range(num_rows(microbatch))]
     collated: dict[int, BatchDict] = {}
     for place, row in enumerate(rows):
@@ -753,7 +756,7 @@ def _can_show_rule(batch: Batch) -> bool:
     """Returns whether a row can show the loss rule: it has two tokens."""
     for microbatch in microbatches_of(batch):
         num_tokens = real_positions(microbatch).sum(dim=1)
-        if num_tokens.max() > 1:
+        if (num_tokens > 1).any():
             return True
     return False
 

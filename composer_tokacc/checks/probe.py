@@ -77,6 +77,8 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
+Leaves: TypeAlias = dict[Module, Tensor]
+"""Outputs of layers at which the graph begins, by layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +205,8 @@ class Probe:
         self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        self._modules = list(model.modules())
+        # Modules of TorchScript take no hooks.
+        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._weights = _ShownWeights(self._modules, can_convert=_can_convert(model))
         # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
@@ -453,7 +456,12 @@ class Probe:
             loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may keep running counts
             terms = self._terms(loss, outputs)
         logits = _logits_in_loss(outputs, shapes)
-        points = _points_of(logits, leaves_of_forwards, len(self._layers))
+        leaves = _leaves_with(logits, leaves_of_forwards)
+        # Not every layer runs in every batch, such as a layer of another modality.
+        points = [leaves[layer] for layer in self._layers if layer in leaves]
+        # No layer returns these logits, for example, if the model changes the output of its head once more.
+        if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
+            points.append(logits)
         return _Forward(terms, points, logits)
 
     @contextmanager
@@ -567,7 +575,12 @@ class _ShownWeights:
                 if may_vary or in_float32:
                     hooks.enter_context(module.register_forward_pre_hook(show, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
-            yield
+            try:
+                yield
+            finally:
+                # Torch calls no hook after a KeyboardInterrupt. What is left would hide the weights in training.
+                for module in self._modules:
+                    self._hide(module)
 
     def _show(self, module: Module, *, in_float32: bool, varied: bool) -> None:
         """Gives a module the attributes that hide its weights."""
@@ -595,8 +608,8 @@ class _ShownWeights:
     def _hide(
         self,
         module: Module,
-        args: object,
-        output: object,
+        args: object = None,
+        output: object = None,
     ) -> None:
         """Takes the attributes away again."""
         for name in self._shown_names.pop(module, ()):
@@ -728,7 +741,7 @@ class _WithoutDropout(TorchFunctionMode):
 def _graph_from(
     layers: Sequence[Module],
     shapes: Sequence[tuple[int, ...]],
-) -> Iterator[list[Tensor]]:
+) -> Iterator[list[Leaves]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, which are leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.
@@ -738,11 +751,12 @@ def _graph_from(
     mode. The output of an earlier layer becomes a leaf, too, but gradients stay off. So no graph connects the layers,
     because FSDP has the whole weights of a layer only during the forward of that layer.
 
-    The loss may run the model again, so the leaves are those of several forwards, in order. For example, a loss may
-    also run a reference (the model with its adapter off) without gradients, before or after the forward that makes the
-    logits.
+    The loss may run the model again, so the result has the leaves of several forwards, in order. For example, a
+    preference loss also runs a reference (the model with its adapter off) without gradients, before or after the
+    forward that makes the logits. :func:`_leaves_with` finds the leaves of the latter. If the loss runs the model again
+    with gradients (R-Drop), only the leaves of that forward are kept.
     """
-    leaves: list[Tensor] = []
+    leaves_of_forwards: list[Leaves] = [{}]
 
     def start_graph(
         module: Module,
@@ -752,30 +766,28 @@ def _graph_from(
         if not _is_of_shape(output, shapes):
             return None
         leaf = output.detach().requires_grad_()
-        leaves.append(leaf)
+        leaves = leaves_of_forwards[-1]
+        leaves[module] = leaf
         if module is layers[-1]:
+            if torch.is_grad_enabled():
+                del leaves_of_forwards[:-1]
+            else:
+                # The next forward replaces the leaves in the copy. If it is not complete, the others stay.
+                leaves_of_forwards.append(dict(leaves))
             # Gradients stay on, also if an earlier layer runs again.
             torch.set_grad_enabled(True)
         return leaf
 
     with _hooked(layers, start_graph), torch.no_grad():
-        yield leaves
+        yield leaves_of_forwards
 
 
-def _points_of(logits: Tensor | None, leaves: Sequence[Tensor], num_layers: int) -> list[Tensor]:
-    """Returns the leaves of the forward that made the logits, and the logits last. For the leaves see _graph_from().
-
-    If none of the leaves is the logits, because the model changes the output of its head once more, or has no logits,
-    these are the leaves of the last forward.
-    """
-    end = len(leaves)
-    for place, leaf in enumerate(leaves):
-        if leaf is logits:
-            end = place + 1
-    points = list(leaves[max(end - num_layers, 0) : end])
-    if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
-        points.append(logits)
-    return points
+def _leaves_with(logits: Tensor | None, leaves_of_forwards: Sequence[Leaves]) -> Leaves:
+    """Returns the leaves of the forward whose layer returned the logits. If none did, those of the last forward."""
+    for leaves in leaves_of_forwards:
+        if any(leaf is logits for leaf in leaves.values()):
+            return leaves
+    return leaves_of_forwards[-1]
 
 
 def _rounded(

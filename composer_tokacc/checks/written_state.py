@@ -159,7 +159,7 @@ class StateSnapshot:
 
 @torch.no_grad()
 def perturb(states: Iterable[State]) -> None:
-    """Replaces the present values of some states, to see whether the result of a forward depends on them.
+    """Changes the present values of some states, to see whether the result of a forward depends on them.
 
     Floating point tensors get noise, which also shows a dependence on a state that no longer moves, such as the
     converged vectors of a spectral norm. Other states may be indices, and noise could move them out of range. So they
@@ -174,10 +174,16 @@ def perturb(states: Iterable[State]) -> None:
     for state in states:
         current = state.container[state.key]
         if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
+            # The entries of an expanded tensor share memory, so it cannot be written.
+            if 0 in current.stride():
+                current = current.clone()
+                state.container[state.key] = current
             # With the mean and the constant, entries of 0 move, too.
             sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
             noise = torch.randn(current.shape, generator=generator).to(current)
-            state.container[state.key] = current + PERTURBATION * sizes * noise
+            # Written and not replaced, because the forward may read the tensor in another place than this container.
+            with torch.inference_mode():
+                current.add_(PERTURBATION * sizes * noise)
         else:
             # A copy, because the next forward may write into it.
             written = state.content
@@ -243,7 +249,11 @@ def _states_of(model: Module, *, watches_parameters: bool) -> Iterator[State]:
         prefix = f'{module_name}.' if module_name else ''
         parameters, buffers = own_tensors(module)
         attributes = vars(module)
-        for container in (parameters, buffers, attributes):
+        containers = [parameters, buffers, attributes]
+        if isinstance(module, torch.jit.ScriptModule):
+            # Its attributes cannot be read. Its buffers are written, but never replaced.
+            containers = [dict(module.named_buffers(recurse=False))]
+        for container in containers:
             is_parameter = container is parameters
             if is_parameter and not watches_parameters:
                 continue

@@ -530,6 +530,13 @@ def test_equal_weights_are_varied_upwards():
         assert len(varied.flatten().unique()) > 0.9 * varied.numel()
 
 
+def test_layer_of_torchscript():
+    model = one_layer_model()
+    scripted_norm = torch.jit.script(torch.nn.LayerNorm(32))
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, scripted_norm)
+    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
+
+
 def traces_in(model):
     """Returns what a probe could leave behind: random numbers, modes, attributes, hooks and gradients."""
     traces = [torch.get_rng_state().tolist()]
@@ -553,3 +560,15 @@ def test_probe_leaves_no_trace():
     with pytest.raises(IndexError):
         probe.run({**row, 'input_ids': torch.full((1, 12), 10**6)})
     assert traces_in(model) == traces
+
+
+def test_interrupted_probe_shows_the_weights():
+    def interrupt(module, args, output):
+        raise KeyboardInterrupt
+
+    model = one_layer_model()
+    model.model.norm.register_forward_hook(interrupt)
+    names = sorted(vars(model.model.norm))
+    with pytest.raises(KeyboardInterrupt):
+        probe_of(causal, model=model).run(text_row(12, 6))
+    assert sorted(vars(model.model.norm)) == names

@@ -219,6 +219,21 @@ def test_leak_beside_biases_of_a_fresh_model():
         fit(leaking_model(), ragged_batch())
 
 
+class CouplesSecondForward(NativeModel):
+    """Its loss runs the model twice. In the second forward the rows hardly see each other."""
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        states = self.states_of(batch)
+        logits = self.model.lm_head(states + 1e-3 * states.mean(dim=0))
+        return {**outputs, 'loss': outputs['loss'] + self.loss_of(logits, batch['labels'])}
+
+
+def test_leak_in_the_second_forward():
+    with pytest.raises(RuntimeError, match='rows beside it'):
+        fit(CouplesSecondForward(next_token_loss, init='fresh'), ragged_batch())
+
+
 def test_rank_with_the_change_explains_it():
     """This rank has no change, but it raises the error of the rank that has one."""
     point = ('tokens', 0)

@@ -44,6 +44,22 @@ class ReplacedMean(RunningMean):
         self.running = self.running.lerp(mean, 0.1)
 
 
+class ListedMean(RunningMean):
+    """Reads and writes its state by a list, which a forward may hold in the place of the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = [self.running]
+
+    def forward(self, states):
+        self.means[0].lerp_(states.detach().mean(dim=(0, 1)), 0.1)
+        return states - self.means[0]
+
+
+def scripted_mean():
+    return torch.jit.script(RunningMean())
+
+
 class Codebook(torch.nn.Module):
     """Keeps its state in a frozen parameter."""
 
@@ -187,6 +203,8 @@ def with_layers(*layers):
         (RunningMean, 'running'),
         (RunningData, 'running'),
         (ReplacedMean, 'running'),
+        (ListedMean, 'running'),
+        (scripted_mean, 'running'),
         (Codebook, 'code'),
         (WarmUp, 'count'),
         (converged_norm, r'parametrizations\.weight\.0\._[uv]'),
