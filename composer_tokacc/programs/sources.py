@@ -46,7 +46,6 @@ from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import is_encoder, read_config
 from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import (
-    Count,
     Hint,
     Sections,
     TrainConfig,
@@ -64,7 +63,7 @@ from composer_tokacc.sampling import (
 )
 
 DATASET_HINTS: dict[str, Hint] = {
-    'max_length': Count | None,
+    'max_length': Annotated[int | None, Field(ge=1)],
     'num_workers': Annotated[int | None, Field(ge=0, le=256)],
 }
 """Ranges of arguments of LlavaDataset that are used before it checks them."""
