@@ -108,7 +108,7 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
     # Refuses a folder that cannot be written now, and not after minutes of work.
-    check_folder('folder', folder)
+    check_folder('folder', folder, ('size.json', 'size.png'))
     folder.mkdir(parents=True, exist_ok=True)
     with without_warnings():  # they would be mixed with the report
         report = size(config, options)

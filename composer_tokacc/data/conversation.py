@@ -177,6 +177,7 @@ class ConversationEncoder:
         encoded = self._encode(rendered.text, media)
         self._check_ends_of_audios(encoded, rendered.text, media)
         if self._has_query_tokens:
+            self._check_query_tokens(encoded)
             self._hide_answers_from_qformer(encoded, rendered)
         spans = self._find_token_spans(rendered, encoded['input_ids'][0])
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
@@ -444,7 +445,8 @@ class ConversationEncoder:
         except (ValueError, ArithmeticError) as error:
             # With the name of the processor, because a message such as 'math domain error' says nothing by itself.
             raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
-        if not self._has_query_tokens:  # BLIP gets videos as images
+        if not self._has_query_tokens:  # BLIP gets videos as images, and `_check_query_tokens` checks them
+            self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
         if media['audio']:
             self._add_mask_of_audio(encoded)
@@ -476,6 +478,21 @@ class ConversationEncoder:
             arguments['audio'] = list(media['audio'])
             arguments['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
 
+    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
+        """Refuses a video with an image or another video, if the processor joins their pixels wrongly (SmolVLM).
+
+        SmolVLM's processor writes all into one row ``(1, images and frames, 3, height, width)``. InternVL's joins
+        pixels, too, but rightly: ``(images and frames, 3, height, width)``, in the order of the text.
+        """
+        num_media = len(media['video']) + len(media['image'])
+        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
+            return
+        if encoded['pixel_values'].dim() == 5:
+            name = type(self.processor).__name__
+            raise InvalidInputError(
+                f'{name} takes one video in a conversation, and no image with it. Split the conversation'
+            )
+
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
         """Replaces the seconds between two patches in time by the real ones (Qwen-Omni, Qwen2.5-VL).
 
@@ -501,6 +518,28 @@ class ConversationEncoder:
             if key.endswith('attention_mask') and key not in encoded:
                 encoded[key] = torch.ones(encoded[keys[0]].shape[:2], dtype=torch.bool)
 
+    def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError if the number of query tokens does not match the images (BLIP).
+
+        The model puts the outputs of the query transformer in the place of these tokens, and does not check their
+        number. For any number of images, the processor writes the tokens of one image, or (InstructBLIPVideo) of one
+        clip of four frames. Without images it writes none.
+        """
+        pixels = encoded.get('pixel_values')
+        expected = 0
+        if pixels is not None:
+            # (images, 3, height, width) or (clips, frames, 3, height, width). An image is one frame.
+            num_frames = pixels.shape[:-3].numel()
+            expected = self.processor.num_query_tokens * num_frames
+        token = getattr(self.processor, 'image_token', None) or self.processor.video_token
+        token_id = self.tokenizer.convert_tokens_to_ids(str(token))
+        num_tokens = int((encoded['input_ids'] == token_id).sum())
+        if num_tokens != expected:
+            raise InvalidInputError(
+                f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
+                'takes one image, or one clip of four frames, for which the chat template must write nothing.'
+            )
+
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], rendered: Rendered) -> None:
         """Replaces the text that the query transformer reads (InstructBLIP) by the instruction.
 
@@ -522,7 +561,14 @@ class ConversationEncoder:
         if rendered.answers:
             instruction = rendered.text[: rendered.answers[0].start]
         instruction = self.control.unhide(instruction)
-        instruction_tokens = self.processor.qformer_tokenizer([instruction], return_tensors='pt', verbose=False)
+        tokenizer = self.processor.qformer_tokenizer
+        instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
+        length = instruction_tokens['input_ids'].shape[1]
+        if length > tokenizer.model_max_length:
+            raise InvalidInputError(
+                'the text before the first answer must fit into the query transformer, got: '
+                f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
+            )
         for key in ('input_ids', 'attention_mask'):
             encoded[f'qformer_{key}'] = instruction_tokens[key]
 

@@ -276,6 +276,9 @@ def _load_table(path: str) -> Any:
         ask_hub(name, 'dataset')
         return datasets.load_dataset(name, subset or None)
     if Path(path).is_dir():
+        for file in Path(path).rglob('*'):
+            if not file.is_dir():
+                regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
     # `datasets` takes a path as a glob pattern, and a relative one as the pattern of the whole path.
     pattern = glob.escape(os.path.abspath(path))

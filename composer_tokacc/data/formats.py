@@ -314,7 +314,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
-    turns_without_loss = [{**turn, 'weight': 0} for turn in prompt]
+    turns_without_loss = [{**turn, 'weight': 0, 'loss': None} for turn in prompt]
     return [*turns_without_loss, *completion]
 
 

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
 
 RESERVED_TOKENS = (
@@ -141,5 +142,8 @@ def build_small_processor(
         patch_size: Side of the patch that becomes one token, in pixels.
         model_max_length: Most tokens of an input. The tokenizer warns of longer inputs.
     """
+    check_count('image_size', image_size)
+    check_count('patch_size', patch_size)
+    check_count('model_max_length', model_max_length)
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)

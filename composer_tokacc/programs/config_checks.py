@@ -50,6 +50,8 @@ FROM_OTHER_SECTIONS = (
     'seed',
 )
 """Arguments of the Trainer that other sections of the file fill."""
+RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
+"""Files that ``train`` writes into the folder of the report."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -231,15 +233,18 @@ def check_folders(config: TrainConfig) -> None:
     }
     for path, name in folders.items():
         if name is not None:
-            check_folder(path, local_folder(path, str(name).replace('{run_name}', run_name)))
+            folder = local_folder(path, str(name).replace('{run_name}', run_name))
+            files = RESULT_FILES if path == 'report.folder' else ()
+            check_folder(path, folder, files)
 
 
-def check_folder(path: str, folder: Path) -> None:
+def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
     """Refuses a folder in which no file can be written. Does not make the folder, because a dry run writes nothing.
 
     Args:
         path: The key of the config that names the folder.
         folder: The folder. If it does not exist, its nearest parent that exists must be writable.
+        files: Names of files to write. None may be a folder, a pipe or a device. Opening a pipe could wait for ever.
     """
     try:
         folders = (folder, *folder.parents)
@@ -247,3 +252,7 @@ def check_folder(path: str, folder: Path) -> None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error
+    for name in files:
+        file = folder / name
+        if file.exists() and not file.is_file():
+            raise ConfigError(path, f'must have no folder, pipe or device in the way of its files, got: {file}')

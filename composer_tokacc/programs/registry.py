@@ -78,8 +78,16 @@ KINDS = {
     ),
 }
 UNSUITED = (
-    composer.algorithms.CutMix,  # mixes the images of a microbatch, so the gradient would depend on the cut
-    composer.algorithms.MixUp,  # the same
+    torch.optim.SparseAdam,  # needs sparse gradients
+    # These change images, or images and their labels, and expect batches without text.
+    composer.algorithms.AugMix,
+    composer.algorithms.ColOut,
+    composer.algorithms.CutMix,
+    composer.algorithms.CutOut,
+    composer.algorithms.MixUp,
+    composer.algorithms.ProgressiveResizing,
+    composer.algorithms.RandAugment,
+    composer.callbacks.ImageVisualizer,
     composer.algorithms.NoOpModel,  # replaces the model by one that learns nothing
     composer.algorithms.SeqLengthWarmup,  # cuts text, and so images and answers apart
     composer.callbacks.LoadCheckpoint,  # unpickles a file, so a config could run code
@@ -111,7 +119,7 @@ WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 """A time that may be 0, such as ``0ba``. It must have a unit."""
 Weight = Annotated[float, Field(ge=0)]
 AllOrSome = Literal[-1] | Count
-"""A number of batches; -1 for all."""
+"""A number of batches or ranks; -1 for all."""
 
 
 class HostArguments(TypedDict, total=False):
@@ -129,13 +137,18 @@ class HostArguments(TypedDict, total=False):
     clipping_threshold: Positive
     clipping_type: Literal['norm', 'value', 'adaptive']
     console_log_interval: Duration
+    data_parallel_replicate_degree: AllOrSome | None
+    data_parallel_shard_degree: AllOrSome | None
+    dist_timeout: Positive
     eval_interval: Interval
     eval_subset_num_batches: AllOrSome
     loggers: NamedArguments | None
     max_duration: Duration
+    precision: str | None
     run_name: Name | None
     save_folder: Name | None
     save_interval: Duration
+    save_num_checkpoints_to_keep: Annotated[int, Field(ge=-1)]
     scale_schedule_ratio: Positive
     smoothing: Fraction | None
     state_dict_type: Literal['full', 'sharded']

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -53,6 +54,9 @@ def _check_name(value: str) -> str:
 Name = Annotated[str, AfterValidator(_check_name)]
 """A name of a run, a folder, a file or a module."""
 
+INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
+"""Keys that may be ``.inf``, in every section. Only :class:`.CostModel` has a key ``quadratic``, and an infinite one
+switches the quadratic term off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors that OmegaConf raises for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
@@ -292,6 +296,9 @@ def _read_file(path: str | Path) -> Values:
     """Returns the sections of a YAML file. Refuses a file that is missing or holds something else."""
     path = str(path)
     try:
+        # Reading a pipe would wait for somebody to write to it.
+        if not os.path.isfile(path):
+            raise FileNotFoundError('no such file')
         content = OmegaConf.load(path)
     except (OSError, *INVALID_YAML) as error:
         message = f'must be a YAML file that can be read, got: {type(error).__name__}: {shorten(error)}'
@@ -356,7 +363,7 @@ def _join(path: str, key: object) -> str:
 
 def build_dataclass(path: str, cls: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values. Fields that are dataclasses themselves are built in the same way."""
-    checked = check_arguments(path, cls, values)
+    checked = check_arguments(path, cls, values, hints=INFINITE_HINTS)
     with building(path):  # a class may check itself, as CostModel does
         return cls(**checked)
 
@@ -449,7 +456,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         messages = []
         for detail in error.errors():  # of all branches of a union
             # A YAML file cannot hold an object of a class, so a branch that asks for one is not named.
-            if 'isinstance' not in detail['msg'] and detail['msg'] not in messages:
+            asks_for_object = detail['type'] in ('is_instance_of', 'needs_python_object')
+            if not asks_for_object and detail['msg'] not in messages:
                 messages.append(detail['msg'])
         requirement = ', or '.join(messages) or 'must be left out'
         # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
@@ -491,8 +499,9 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
     if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
         return None
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        checker = TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+        checker = TypeAdapter(hint, config=config)
     except Exception:  # of any kind, because an annotation may be any object
         return None
     # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.

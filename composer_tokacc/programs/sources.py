@@ -9,6 +9,7 @@ them from shards of mosaicml-streaming.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -61,8 +62,11 @@ from composer_tokacc.sampling import (
     RegroupingDataLoader,
 )
 
-DATASET_HINTS: dict[str, Hint] = {'num_workers': Annotated[int | None, Field(ge=0, le=256)]}
-"""Ranges of arguments of LlavaDataset that it does not check itself."""
+DATASET_HINTS: dict[str, Hint] = {
+    'max_length': Annotated[int | None, Field(ge=1)],
+    'num_workers': Annotated[int | None, Field(ge=0, le=256)],
+}
+"""Ranges of arguments of LlavaDataset that are used before it checks them."""
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
@@ -596,7 +600,12 @@ class ShardSource(Source):
     """
 
     def check(self) -> None:
-        """Refuses unknown arguments, and settings that streamed data cannot follow."""
+        """Refuses a missing mosaicml-streaming, unknown arguments, and settings that streamed data cannot follow."""
+        if importlib.util.find_spec('streaming') is None:
+            raise ConfigError(
+                'dataset.name',
+                "llava_streaming needs mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'",
+            )
         if self.has_parts:
             raise ConfigError('dataset.parts', 'must be left out for streamed data. Use `dataset.streams`')
         self._check_arguments('dataset', self._arguments(is_eval=False))

@@ -515,7 +515,7 @@ def test_weight_0_of_an_answer(folder):
 def test_prompt_of_a_table_with_two_spellings(empty):
     """Turns have both keys of the role, and one of them is empty. Answers of the prompt carry no loss."""
     prompt = [
-        {'role': 'user', 'from': empty, 'content': 'Which colour?'},
+        {'role': 'user', 'from': empty, 'content': 'Which colour?', 'loss': False},
         {'role': empty, 'from': 'gpt', 'content': 'Red?'},
         {'role': empty, 'from': 'human', 'content': 'And?'},
     ]

@@ -297,3 +297,14 @@ def test_list_of_images_as_a_video(tmp_path):
     (tmp_path / '1.png').write_bytes(b'no picture')
     with pytest.raises(BadSampleError, match=r'video file .*0\.png, .*1\.png, .* cannot be read: image 2 of 4'):
         dataset[0]
+
+
+@pytest.mark.parametrize('modalities', [('video', 'video'), ('video', 'image')])
+def test_pixels_that_would_be_dropped(tmp_path, modalities):
+    if not SLOT_MEDIA or IS_TRANSFORMERS_4:
+        pytest.skip('its processor wants num2words and Transformers 5')
+    path = write_media_folder(tmp_path, [modalities, ('video',)])
+    dataset = LlavaDataset(path, SLOT_MEDIA['smolvlm_video']().processor, video={'num_frames': 2})
+    with pytest.raises(BadSampleError, match=r'"s0" .*SmolVLMProcessor takes one video in a conversation'):
+        dataset[0]
+    assert dataset[1]['pixel_values'].shape[:2] == (1, 2)

@@ -215,6 +215,8 @@ def test_missing_file_of_a_fresh_model(override, key):
     ('override', 'message'),
     [
         ('dataset.processor={vocab_sise: 300}', '`dataset.processor` has no key vocab_sise. Did you mean vocab_size'),
+        ('dataset.processor.image_size=0', '`image_size` must be a positive integer, got: 0'),
+        ('dataset.processor.model_max_length=0', '`model_max_length` must be a positive integer, got: 0'),
         ('model.config.vision_config.image_size=null', '`dataset.processor.image_size` must be a valid integer'),
     ],
 )

@@ -57,6 +57,14 @@ OVERRIDES = {
     'evaluation at no interval': ('trainer.eval_interval=0', WORKS),
     'saving after each tenth of the run': ('trainer.save_interval=0.1dur', WORKS),
     'a save interval of 0': ('trainer.save_interval=0ep', 'save_interval'),
+    'a negative number of checkpoints to keep': (
+        'trainer.save_num_checkpoints_to_keep=-5',
+        'save_num_checkpoints_to_keep',
+    ),
+    'no time to wait for other ranks': ('trainer.dist_timeout=0', '`trainer.dist_timeout`'),
+    'a precision that is a number': ('trainer.precision=3', '`trainer.precision`'),
+    'an infinite learning rate': ('optimizer.lr=.inf', '`optimizer.lr`'),
+    'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
     'early stopping by the logged name of a metric': (
         'callbacks.early_stopper={monitor: metrics/eval/LanguageCrossEntropy, dataloader_label: eval, patience: 1ep}',
         'LanguageCrossEntropy',
@@ -92,6 +100,8 @@ OVERRIDES = {
     'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` has no class'),
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),
     'betas that are one number': ('optimizer.betas=0.9', '`optimizer.betas`'),
+    'an optimizer of sparse gradients': ('optimizer.name=sparse_adam', '`optimizer` has no class'),
+    'an algorithm for images without text': ('algorithms.cut_out={}', '`algorithms` has no class'),
     'an algorithm that mixes images': ('algorithms.mix_up={}', '`algorithms` has no class'),
     'a cosine schedule of length 0': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
     'no warm-up': ('scheduler.t_warmup=0ba', WORKS),

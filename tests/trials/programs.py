@@ -169,6 +169,16 @@ def code_in_a_checkpoint(folder: Path, name: str = 'a.pt') -> None:
     torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / name)
 
 
+def metrics_pipe(folder: Path) -> None:
+    (folder / 'report').mkdir()
+    os.mkfifo(folder / 'report' / 'metrics.jsonl')
+
+
+def size_pipe(folder: Path) -> None:
+    (folder / 'size').mkdir()
+    os.mkfifo(folder / 'size' / 'size.json')
+
+
 def of_bytes(content: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'a.pt').write_bytes(content)
 
@@ -419,6 +429,7 @@ PROGRAMS: dict[str, Call] = {
     'a second run into the folder of the first': running(
         'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
     ),
+    'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'must be a YAML file', write=a_picture),
     'a YAML file below a file': Call('train', ['{folder}/a.pt/run.yaml'], 'must be a YAML file', write=of_bytes(b'')),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
@@ -446,7 +457,7 @@ PROGRAMS: dict[str, Call] = {
         '`input_ids` must be', 'dataset.name=mine.Flat', write=module_of_user(SAMPLES_OF_ONE_DIMENSION)
     ),
     'a result that is a folder': running(
-        'files of the run must be in a place',
+        '`report.folder`',
         write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True),
     ),
     'a run name longer than any file may have': running(
@@ -471,6 +482,8 @@ PROGRAMS: dict[str, Call] = {
     'an unknown precision': running('Precision', 'trainer.precision=fp8ish'),
     'a folder with a tilde': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
     'an unknown activation': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
+    'a metrics file that is a pipe': running('metrics.jsonl', write=metrics_pipe),
+    'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
     'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),

@@ -150,7 +150,7 @@ TEXTS: dict[str, Reading] = {
     'a link to nothing as the file': Reading(of_link('a.json', 'nothing'), 'does not exist'),
     'a parquet that links to itself': Reading(of_link('a.parquet', 'a.parquet'), 'a.parquet'),
     # tables
-    'a pipe in the folder of a table': Reading(of_saved_table(pipe_for_state), 'must be a table'),
+    'a pipe in the folder of a table': Reading(of_saved_table(pipe_for_state), 'no regular file'),
     'a cut Arrow file': Reading(of_saved_table(cut_arrow), 'must be a table'),
     'a parquet without its footer': Reading(parquet_without_its_footer, 'a.parquet'),
     'a parquet of numbers': Reading(of_parquet({'x': 1}), 'row 0'),
