@@ -3,8 +3,9 @@
 
 """The terms of a loss, each with its unit.
 
-A model's loss is a tensor, or a dict of terms. A tensor is a mean over tokens. For a dict, ``loss_units`` names the
-unit of each term. The unit says what a term is a mean over, and so how its value in a microbatch counts in the step.
+A model's loss is a tensor, a sequence of tensors or a dict of terms. A tensor is a mean over tokens, also in a sequence
+or if it is all that a dict has. For other dicts, ``loss_units`` names the unit of each term. The unit says what a term
+is a mean over, and so how its value in a microbatch counts in the step.
 
 A dict may also have a ``'total'``, which must be the sum of the terms, as in ``{'lm': a, 'image': b, 'total': a + b}``.
 It is left out of the loss that Composer differentiates, because Composer sums up the terms itself.
@@ -53,14 +54,14 @@ class LossTerms:
     """Takes a loss apart, changes its terms by their units, and puts it together again.
 
     Args:
-        loss_units: The unit of each term of a dict loss; None: the loss is a tensor, a mean over tokens.
+        loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
         router_coefficient: The model multiplies its router's load-balancing loss by this number and adds the product
             to its loss. None: the model has no router, or ``loss_units`` names the term.
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
         self.units = dict(loss_units or {})
-        """The unit of each term; empty: the loss is a tensor, or a :class:`SplitLoss`."""
+        """The unit of each term; empty: all are means over tokens, except those of a :class:`SplitLoss`."""
         self.are_over_tokens = set(self.units.values()) <= {'tokens'}
         """Whether all terms in ``loss_units`` are means over tokens."""
         self.router_coefficient = router_coefficient
@@ -75,8 +76,8 @@ class LossTerms:
         """Returns the terms of a loss, without its total.
 
         Raises:
-            RuntimeError: If the loss is neither a tensor nor a dict of tensors, or if ``loss_units`` does not name
-                every term.
+            RuntimeError: If the loss is neither a tensor nor a sequence or a dict of tensors, or if ``loss_units`` does
+                not name every term.
         """
         if self.units and not isinstance(loss, Mapping):
             raise NotExactError(
@@ -85,12 +86,17 @@ class LossTerms:
             )
         if isinstance(loss, Tensor):
             return [Term('loss', 'tokens', loss)]
-        if not isinstance(loss, Mapping) or not loss:
+        if not isinstance(loss, (Mapping, list, tuple)) or not loss:
             raise NotExactError(
                 f"The model's loss must be a tensor, or a dict of tensors, got: {loss!r}. Let the model compute a loss "
                 'in every microbatch, even without labels, and return it without `.item()` (docs/errors.md#model-loss).'
             )
         units = loss.units if isinstance(loss, SplitLoss) else self.units
+        if not isinstance(loss, Mapping):
+            loss = {f'loss{place}': value for place, value in enumerate(loss)}
+            units = dict.fromkeys(loss, 'tokens')
+        elif len(loss) == 1 and not units:
+            units = dict.fromkeys(loss, 'tokens')
         terms = []
         for name, value in loss.items():
             if not isinstance(value, Tensor):
@@ -112,10 +118,15 @@ class LossTerms:
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns the loss with the values that ``change`` returns for its terms, and without its total."""
+        """Returns the loss with the values that ``change`` returns for its terms, and without its total.
+
+        A sequence becomes a tuple.
+        """
         values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
             return values['loss']
+        if not isinstance(loss, Mapping):
+            return tuple(values.values())
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(

@@ -25,6 +25,12 @@ from composer_tokacc.compat import is_reduced, num_reduced, reduced_parameters, 
 from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.refusals import NotExactError
 
+NOT_REDUCED = (
+    'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer makes it, '
+    "without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before the Trainer is made "
+    '(docs/errors.md#ranks).'
+)
+
 
 class ReductionWatch:
     """Watches which gradients the backward of each microbatch writes. Under DDP it adds those that DDP waits for.
@@ -82,8 +88,8 @@ class ReductionWatch:
                 microbatches.
 
         Raises:
-            RuntimeError: If DDP reduces before the last microbatch against ``must_reduce_once``, or does not reduce the
-                gradients of all trained parameters.
+            RuntimeError: If DDP reduces before the last microbatch against ``must_reduce_once``, or does not reduce in
+                the last one, or not the gradients of all trained parameters.
         """
         if self._ddp is None:
             self._note_states(self._parameters_of_fsdp)
@@ -91,6 +97,11 @@ class ReductionWatch:
         reduces = self._ddp.require_backward_grad_sync
         self._reduces.append(reduces)
         if not reduces:
+            if len(self._reduces) == num_microbatches:
+                # Composer would reduce what gradients there are, even after an error. It would wait forever for a rank
+                # that has others.
+                self._ddp.zero_grad()
+                raise NotExactError(NOT_REDUCED)
             return
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
@@ -161,11 +172,7 @@ class ReductionWatch:
         gradients of different parameters without an error. In this case all ranks raise here.
         """
         if self._ddp is not None and not (self._reduces[-1] and is_reduced(self._ddp)):
-            raise NotExactError(
-                'DDP must have reduced every gradient at the end of a step, but it has not. Leave DDP as Composer '
-                "makes it, without `static_graph` or `ddp_sync_strategy='forced_sync'`, and freeze parameters before "
-                'the Trainer is made (docs/errors.md#ranks).'
-            )
+            raise NotExactError(NOT_REDUCED)
         if not self._parameters_of_fsdp:
             return
         largest, negative_smallest = max_over_ranks([self._reached_checksum, -self._reached_checksum])

@@ -437,6 +437,6 @@ def _num_shards(gradient: DTensor) -> int:
     """Returns the number of parts into which a gradient is divided among the ranks."""
     num_shards = 1
     for dimension, placement in enumerate(gradient.placements):
-        if placement.is_shard():
+        if not placement.is_replicate():
             num_shards *= gradient.device_mesh.size(dimension)
     return num_shards

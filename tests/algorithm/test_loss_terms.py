@@ -41,7 +41,8 @@ class TermsModel(HuggingFaceModel):
 
     Args:
         model: A causal language model.
-        form: ``'dict'``, or ``'total'``: a dict with the sum of the terms.
+        form: ``'dict'``; ``'total'``: a dict with the sum of the terms; ``'tuple'``: two terms of tokens; ``'only
+            total'``: their sum in a dict.
         first_id_without_term: First id of the rows that do not have the term of samples.
     """
 
@@ -62,6 +63,10 @@ class TermsModel(HuggingFaceModel):
             terms['contrastive'] = value_of_rows(first_logits)[has_term].sum() / len(has_term)
             if not has_term.any():
                 del terms['contrastive']
+        if self.form == 'tuple':
+            return (terms['lm'], 2 * terms['lm'])
+        if self.form == 'only total':
+            return {'total': 3 * terms['lm']}
         if self.form == 'total':
             return {**terms, 'total': sum(terms.values())}
         return terms
@@ -148,6 +153,16 @@ def test_term_absent_in_some_microbatches(model, batch):
     assert recorder.logged('loss/train/contrastive') == pytest.approx([terms['contrastive'].item()], rel=1e-6)
 
 
+@pytest.mark.parametrize(('form', 'names'), [('tuple', {'loss0', 'loss1', 'total'}), ('only total', {'total'})])
+@pytest.mark.parametrize('microbatch_size', [1, 2])
+def test_losses_without_units_are_token_means(model, batch, microbatch_size, form, names):
+    expected = gradients_of(model, 3 * expected_terms(model, batch, 1)['lm'])
+    recorder = fit(TermsModel(model, form=form), loader(batch), microbatch_size=microbatch_size)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    prefix = 'loss/train/'
+    assert {name.removeprefix(prefix) for name in recorder.memory.data if name.startswith(prefix)} == names
+
+
 def test_terms_of_microbatches_of_the_split(model, batch):
     """The term is averaged over the microbatches of the token budget, and not over rows / microbatch size."""
     data = token_data_spec(loader(batch), regroup=False)
@@ -189,9 +204,8 @@ def test_units_without_a_dict_loss(model, batch):
         (None, 'must be a tensor.* got: None'),
         ({}, 'must be a tensor.* got: {}'),
         (1.5, 'must be a tensor.* got: 1.5'),
-        ((torch.tensor(1.0), torch.tensor(2.0)), 'must be a tensor.* got: .tensor'),
-        ({'lm': torch.tensor(1.0)}, "no unit for 'lm'"),
-        ({'total': torch.tensor(1.0)}, "no unit for 'total'"),
+        ((torch.tensor(1.0), 2.0), 'must be a tensor, got: 2.0'),
+        ({'lm': torch.tensor(1.0), 'boxes': torch.tensor(1.0)}, "no unit for 'lm'"),
     ],
 )
 def test_loss_must_be_a_tensor_or_have_units(loss, message):
@@ -296,11 +310,11 @@ class StatesTerm(HuggingFaceModel):
 def test_term_of_a_dummy_row_is_refused(term_model, unit, model, batch):
     model.config.output_hidden_states = True
     model = term_model(model, shift_labels=True, use_logits=True)
-    options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5, 'regroup': False}
-    fit(model, batch, **options)
+    options = {'loss_units': {'lm': 'tokens', 'norm': unit}, 'microbatch_size': 5}
+    fit(model, batch, regroup=False, **options)
     batch_with_dummy = attach_row_counts(batch, [RowCounts()] * 4 + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match='1 of 5 rows fill up'):
-        fit(model, batch_with_dummy, **options)
+        fit(model, loader(batch_with_dummy), **options)
 
 
 def test_token_weights_and_another_term(model, batch):

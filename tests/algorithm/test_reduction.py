@@ -116,6 +116,15 @@ def test_early_reduction_is_refused():
         backward(watch, model, ('first',), **options)
 
 
+def test_last_microbatch_must_reduce():
+    """Composer would reduce the gradients that a rank has, even after an error. Other ranks may have other ones."""
+    watch, model = watch_of(TwoHeads())
+    backward(watch, model, ('first',), num_microbatches=2, reduces=False)
+    with pytest.raises(RuntimeError, match='must have reduced'):
+        backward(watch, model, ('first',), num_microbatches=2, reduces=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_early_reduction_of_equal_counts():
     watch, model = watch_of(TwoHeads())
     for _ in range(2):

@@ -429,7 +429,7 @@ def dict_loss(*losses):
 
 @pytest.mark.parametrize(
     ('loss', 'token_weights', 'units'),
-    [(by_token, 'sqrt', None), (dict_loss, 'column', {'lm': 'tokens'})],
+    [(by_token, 'sqrt', None), (dict_loss, 'column', {'lm': 'tokens'}), (dict_loss, 'sqrt', None)],
 )
 def test_loss_computed_by_composer_model(loss, token_weights, units):
     """Weights are applied once, even if the loss is computed several times."""
