@@ -51,6 +51,15 @@ print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
 print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
 CUT = '[[0, 2], [1, 3, 4]]'
+LEAST_PADDED_CUTS = """
+import numpy as np
+from composer_tokacc.planning import CutOptions, Rows
+from composer_tokacc.planning.cuts import least_padded_cuts
+rng = np.random.default_rng(7)
+for trial in range(4000):
+    rows = Rows(rng.integers(1, 60, 60), CutOptions(max_tokens=int(rng.integers(60, 400))))
+    print([bounds.tolist() for bounds in least_padded_cuts(rows.by_length())])
+"""
 
 
 def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
@@ -71,6 +80,14 @@ def test_hash_seed_and_compilation_change_nothing():
     interpreted = run_script(PLANS, PYTHONHASHSEED='2', NUMBA_DISABLE_JIT='1')
     is_same = compiled == interpreted  # by itself, so that pytest does not print a long comparison
     assert is_same, 'another plan'
+
+
+@pytest.mark.slow
+def test_processor_changes_nothing():
+    """Numpy rounds some functions differently if the processor has AVX512. On others, this test compares the same."""
+    features = 'AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL'
+    is_same = run_script(LEAST_PADDED_CUTS) == run_script(LEAST_PADDED_CUTS, NPY_DISABLE_CPU_FEATURES=features)
+    assert is_same, 'other cuts'
 
 
 @pytest.fixture
