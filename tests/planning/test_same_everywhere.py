@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The same plan on every rank and in every process, also if compiled code cannot be kept."""
+"""The same plan on every rank and in every process, also if the cache of compiled code is damaged or missing."""
 
 from __future__ import annotations
 
@@ -108,6 +108,23 @@ def test_no_folder_can_be_written(installed):
     (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
     printed = run_script(ONE_CUT, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
     assert printed == f'{CUT} NullCache\n'
+
+
+@pytest.mark.slow
+def test_disk_is_full(installed):
+    """Files can be made, but nothing can be written into them."""
+    full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
+    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(CUT)
+
+
+@pytest.mark.slow
+def test_damaged_cache_is_compiled_again(installed):
+    assert run_script(ONE_CUT, installed).startswith(CUT)
+    files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
+    assert [file.suffix for file in files] == ['.nbc', '.nbi']
+    for file in files:
+        file.write_bytes(b'damaged')
+        assert run_script(ONE_CUT, installed).startswith(CUT), file
 
 
 def test_numba_that_does_not_fit(monkeypatch):
