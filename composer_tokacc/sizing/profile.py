@@ -75,15 +75,6 @@ class SampleSizes:
         shares = (self.loss_tokens + 1) / self.tokens
         return min(float(shares.max()), 1.0)
 
-    def of_sample(self, sample: int) -> SampleSizes:
-        """Returns the sizes of one sample, without its patches and its name."""
-        samples = np.array([sample])
-        return SampleSizes(
-            tokens=self.tokens[samples],
-            image_tokens=self.image_tokens[samples],
-            loss_tokens=self.loss_tokens_of(samples),
-        )
-
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
         """Returns how many positions of each of these samples carry loss; None if unknown. `samples` are indices."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]

@@ -337,7 +337,12 @@ class _RunBySize:
         peaks = np.zeros(len(table))
         for sample in np.flatnonzero(self.goes_alone(1)).tolist():
             # Shares of other samples do not count, and the cap of loss tokens does not bound a sample that is over it.
-            sizes = table.of_sample(sample)
+            samples = np.array([sample])
+            sizes = SampleSizes(
+                tokens=table.tokens[samples],
+                image_tokens=table.image_tokens[samples],
+                loss_tokens=table.loss_tokens_of(samples),
+            )
             alone = replace(self.capacity, table=sizes, max_loss_tokens=None)
             width = _rounded_up(int(sizes.tokens[0]), self.options.width_multiple)
             peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
