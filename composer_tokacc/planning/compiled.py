@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 try:
@@ -30,4 +31,20 @@ def compiled(function: Function) -> Function:
         dispatcher: Any = njit(function, cache=True)
     except RuntimeError:  # neither the folder of the package nor the user's cache folder can be written
         dispatcher = njit(function)
+    # If the folder is damaged or full, functions are compiled again. `_cache` is a private name of numba. The attribute
+    # is missing if NUMBA_DISABLE_JIT is set.
+    cache = getattr(dispatcher, '_cache', None)
+    if cache is not None:
+        cache.load_overload = _none_on_error(cache.load_overload)
+        cache.save_overload = _none_on_error(cache.save_overload)
     return dispatcher
+
+
+def _none_on_error(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls the method, and returns None if that raises an error."""
+
+    def call(*arguments: Any) -> Any:
+        with suppress(Exception):  # unpickling a damaged file may raise anything
+            return method(*arguments)
+
+    return call

@@ -20,6 +20,7 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -326,15 +327,30 @@ class _RunBySize:
         all_samples = np.arange(len(self.capacity.table))
         return planned_rows(self.capacity.table, all_samples, self.options_of(size)).is_over
 
+    @cached_property
+    def _peaks_alone(self) -> np.ndarray:
+        """Bytes at the peak of each sample that goes alone at size 1, and 0 for the others, float64 (samples,).
+
+        Size 1 has the smallest budget, so these samples include those that go alone at any other size.
+        """
+        table = self.capacity.table
+        peaks = np.zeros(len(table))
+        for sample in np.flatnonzero(self.goes_alone(1)).tolist():
+            # Shares of other samples do not count, and the cap of loss tokens does not bound a sample that is over it.
+            samples = np.array([sample])
+            sizes = SampleSizes(
+                tokens=table.tokens[samples],
+                image_tokens=table.image_tokens[samples],
+                loss_tokens=table.loss_tokens_of(samples),
+            )
+            alone = replace(self.capacity, table=sizes, max_loss_tokens=None)
+            width = _rounded_up(int(sizes.tokens[0]), self.options.width_multiple)
+            peaks[sample] = alone.peak(width, int(sizes.image_tokens[0]))
+        return peaks
+
     def peaks_alone(self, size: int) -> np.ndarray:
         """Returns bytes at the peak of each sample that goes alone, and 0 for the others, float64 (samples,)."""
-        table = self.capacity.table
-        without_cap = replace(self.capacity, max_loss_tokens=None)  # it does not bound a sample that is over it
-        peaks = np.zeros(len(table))
-        for sample in np.flatnonzero(self.goes_alone(size)).tolist():
-            width = _rounded_up(int(table.tokens[sample]), self.options.width_multiple)
-            peaks[sample] = without_cap.peak(width, int(table.image_tokens[sample]))
-        return peaks
+        return np.where(self.goes_alone(size), self._peaks_alone, 0.0)
 
     def peak(self, size: int) -> float:
         """Returns bytes at the highest peak: the worst within the caps, or of a sample that goes alone and fits."""

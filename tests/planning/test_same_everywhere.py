@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The same plan on every rank and in every process, also if compiled code cannot be kept."""
+"""The same plan on every rank and in every process, also if the cache of compiled code is damaged or missing."""
 
 from __future__ import annotations
 
@@ -51,6 +51,15 @@ print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
 print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
 CUT = '[[0, 2], [1, 3, 4]]'
+LEAST_PADDED_CUTS = """
+import numpy as np
+from composer_tokacc.planning import CutOptions, Rows
+from composer_tokacc.planning.cuts import least_padded_cuts
+rng = np.random.default_rng(7)
+for trial in range(4000):
+    rows = Rows(rng.integers(1, 60, 60), CutOptions(max_tokens=int(rng.integers(60, 400))))
+    print([bounds.tolist() for bounds in least_padded_cuts(rows.by_length())])
+"""
 
 
 def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
@@ -73,6 +82,14 @@ def test_hash_seed_and_compilation_change_nothing():
     assert is_same, 'another plan'
 
 
+@pytest.mark.slow
+def test_processor_changes_nothing():
+    """Numpy rounds some functions differently if the processor has AVX512. On others, this test compares the same."""
+    features = 'AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL'
+    is_same = run_script(LEAST_PADDED_CUTS) == run_script(LEAST_PADDED_CUTS, NPY_DISABLE_CPU_FEATURES=features)
+    assert is_same, 'other cuts'
+
+
 @pytest.fixture
 def installed(tmp_path) -> Path:
     """Returns the folder of a copy of the planner. Nothing was compiled there yet."""
@@ -91,6 +108,23 @@ def test_no_folder_can_be_written(installed):
     (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
     printed = run_script(ONE_CUT, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
     assert printed == f'{CUT} NullCache\n'
+
+
+@pytest.mark.slow
+def test_disk_is_full(installed):
+    """Files can be made, but nothing can be written into them."""
+    full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
+    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(CUT)
+
+
+@pytest.mark.slow
+def test_damaged_cache_is_compiled_again(installed):
+    assert run_script(ONE_CUT, installed).startswith(CUT)
+    files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
+    assert [file.suffix for file in files] == ['.nbc', '.nbi']
+    for file in files:
+        file.write_bytes(b'damaged')
+        assert run_script(ONE_CUT, installed).startswith(CUT), file
 
 
 def test_numba_that_does_not_fit(monkeypatch):

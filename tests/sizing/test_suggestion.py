@@ -496,6 +496,16 @@ def test_memory_of_a_sample_alone(image_tokens: int, loss_tokens: int, width: in
     assert too_little.peak_gib < needed_gib - 0.1
 
 
+def test_labels_of_a_sample_alone() -> None:
+    """It has few labels, and short samples have a label everywhere. They are not in its microbatch."""
+    sizes = sizes_of([100] * 7 + [5000], 0, [99] * 7 + [50])
+    memory = at_labels()
+    needed_gib = memory.peak(BatchShape(rows=1, width=5000, labels=51)) / GIB
+    report = suggest_for_one_rank(sizes, memory=memory, slot_tokens=100, device_memory_gib=(needed_gib + 0.1) / SAFETY)
+    assert report.oversize == ['sample 7: 5000 tokens']
+    assert report.too_large == []
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
