@@ -210,9 +210,9 @@ def find_difference(records: Sequence[PlanRecord]) -> str | None:
     planned = [f'rank {record.rank} of {record.num_ranks}' for record in records]
     launched = [f'rank {rank} of {num_ranks}' for rank in range(num_ranks)]
     if sorted(planned) != sorted(launched):
-        shown = ', '.join(planned[:MOST_SHOWN])
+        first_ranks = ', '.join(planned[:MOST_SHOWN])
         return (
-            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {shown}. Leave `rank` and '
+            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {first_ranks}. Leave `rank` and '
             '`num_replicas` out, or give the rank and the number of ranks as launched.'
         )
     if len({record.plan_checksum for record in records}) > 1:

@@ -596,13 +596,13 @@ class _ShownWeights:
         for name, weight in module.named_parameters(recurse=False):
             if name in vars(module):  # a module may call itself
                 continue
-            shown: Tensor = weight
+            replacement: Tensor = weight
             if in_float32:
-                shown = _in_float32(shown)
+                replacement = _in_float32(replacement)
             if varied and name in self.equal_names[module]:
-                shown = _varied(shown)
-            if shown is not weight:
-                vars(module)[name] = shown
+                replacement = _varied(replacement)
+            if replacement is not weight:
+                vars(module)[name] = replacement
                 shown_names.append(name)
 
     def _hide(

@@ -246,13 +246,13 @@ class TokenWeightsReport:
             if earlier.num_labels is None:
                 earlier.num_labels = num_labels
             return
-        nothing = torch.zeros((), device=logits.device)
+        zero = torch.zeros((), device=logits.device)
         forward = _WatchedForward(
             is_in_backward(),
             num_labels,
-            weights=nothing,
-            is_unclear=nothing.bool(),
-            residual=nothing,
+            weights=zero,
+            is_unclear=zero.bool(),
+            residual=zero,
         )
         metadata_of_node[self, index] = forward
         self._forwards.append(forward)
