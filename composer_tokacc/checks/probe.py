@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -643,7 +642,8 @@ def _can_convert(model: Module) -> bool:
     FSDP itself sets the types of a forward, and modules with quantized weights (integers, float8) may compute in half
     precision. The result would be in float32, but with the round-off of half precision.
     """
-    is_sharded = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    # By the name of the class, because a newer torch may have no FSDP1.
+    is_sharded = any(type(module).__name__ == 'FullyShardedDataParallel' for module in model.modules())
     is_sharded |= any(isinstance(parameter, DTensor) for parameter in model.parameters())
     types = {parameter.dtype for parameter in model.parameters()}
     has_half_weights = not types.isdisjoint(HALF_PRECISION)

@@ -10,7 +10,7 @@ from itertools import groupby
 import pytest
 from composer import loggers
 
-from composer_tokacc import TokenMonitor
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
 
@@ -90,8 +90,9 @@ def test_loggers_on_disk_have_the_numbers(make, tmp_path, monkeypatch):
     batch['source'] = ['a', 'b c', 'a/ä']
     _, memory, trainer = train(
         text_model(),
-        loader(*[batch] * STEPS),
+        token_data_spec(loader(*[batch] * STEPS)),
         microbatch_size=3,
+        algorithms=[TokenAccumulation()],
         callbacks=[TokenMonitor()],
         loggers=[destination],
         max_duration=f'{STEPS}ba',

@@ -171,7 +171,7 @@ MISTAKES = {
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
     'dataset.replication=2': '`loader.exchange_ranks` must be false with `dataset.replication`',
     'loader.modality=per_step': '`loader.modality` as it is set needs a plan',
-    'dataset.name=llava_streeming': 'llava_streeming. Did you mean llava_streaming?',
+    'dataset.name=llava_streeming': 'has no dataset llava_streeming',
 }
 
 
