@@ -260,7 +260,10 @@ def attended_positions(batch: Batch) -> Tensor:
 
 
 def num_runs(positions: Tensor) -> Tensor:
-    """Returns how many runs of adjacent positions each row has, from bool ``(rows, width)`` to int ``(rows,)``."""
+    """Returns how many runs of adjacent positions each row has, from bool ``(rows, width)`` to int ``(rows,)``.
+
+    If the attended positions of a row are more than one run, its mask has a hole.
+    """
     starts_in_first_column = positions[:, 0].int()
     starts_behind_gap = positions[:, 1:] & ~positions[:, :-1]
     return starts_in_first_column + starts_behind_gap.sum(dim=1)

@@ -41,9 +41,11 @@ class StepWatch:
     """Lists faults of the gradient of one optimizer step; a context around the step.
 
     Hooks in the graph of autograd show when a backward starts. Then the weights must still be those at the start of the
-    last backward, and the gradients those at its end. The last backward is the one before, or the one that runs.
+    last backward, and the gradients those at its end. At the start of a backward, the last one is the one before it.
 
-    With FSDP1 nothing is compared, because it moves weights and gradients between two backwards.
+    The first forward is repeated, to see whether a forward writes state on which the next one depends.
+
+    With FSDP1 weights and gradients are not compared, because it moves them between two backwards.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -270,7 +270,7 @@ class RowComparison:
                 return candidate
             # This candidate has trimmed no row. If it keeps the padding, because trimming has failed, with_side_of()
             # changes nothing. If no row has padding that may be cut off, the rows have shown nothing about trimming,
-            # and with_side_of() puts the earlier padding policy back.
+            # and with_side_of() puts the earlier width back.
             return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))

@@ -238,8 +238,8 @@ class FirstBatchCheck(Generic[RulesT]):
             is_new_cut = rules is not None and new_rules is not None and not new_rules.cuts_like(rules)
             rules = new_rules
             if is_new_cut:
-                # The earlier rows were compared under another cut, so nothing is proven of them. Packing or a padding
-                # policy that has failed is not tried again, so the rules change only a few times.
+                # The earlier rows were compared under another cut, so nothing is proven of them. Packing or
+                # trimming that has failed is not tried again, so the rules change only a few times.
                 self._proven = RowRanges(readings=self._proven.readings)
             self._proven = self._proven.joined(checked_ranges)
             if not is_new_cut and len(self._proven.missing(offer.ranges)) >= len(offer.missing):

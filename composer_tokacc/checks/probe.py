@@ -104,7 +104,8 @@ class ProbeResult:
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
     # Number of entries at a position, and memory address, of the tensor that logits_of() finds in the outputs. It holds
-    # logits, or hidden states if the loss contains the head. None: there is no such tensor.
+    # logits, or hidden states if the loss contains the head. None: there is no such tensor, or it is a DTensor, which
+    # has no address.
     output_size: int | None
     output_address: int | None
     has_logits: bool  # False if are_logits() has shown that this tensor holds hidden states
@@ -168,8 +169,8 @@ class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
     The layers run as in training, because a loss may be different in evaluation. Only dropout is off, and BatchNorm
-    runs as in evaluation. If the forward is random nevertheless, no two forwards can be compared. Then all layers run
-    as in evaluation.
+    runs as in evaluation. If the forward is random nevertheless, cuts cannot be compared, because they draw other
+    numbers for a row. Then all layers run as in evaluation.
 
     A model is probed in float32, without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32,
     and not in bfloat16. If it cannot compute rows of a batch in float32, all forwards run with ``precision``.

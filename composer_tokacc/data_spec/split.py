@@ -117,14 +117,14 @@ class MicrobatchSplit:
         self._tries_packing = False
         self._has_warned_of_dummies = False
 
-    # Called by the algorithm.
+    # Called by the algorithm. Without one, the DataSpec that knows the model calls start() and adopt().
 
     def start(
         self, model: torch.nn.Module, batch: Batch, microbatch_size: float, layout: BatchLayout | None = None
     ) -> None:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective.
 
-        ``layout`` comes from :func:`layout_of`, which prefers the layout of the arguments; None: that one, if given.
+        ``layout``: how tensors belong to rows in this run. None: the layout of the arguments, if there is one.
         """
         self.stop()
         self._model = model

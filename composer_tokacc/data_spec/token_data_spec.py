@@ -58,8 +58,8 @@ def token_data_spec(
         layout: How tensors belong to rows. Default: the layout of the model, or if no model is known, the layout that
             the keys of each batch imply.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch. If the loader has planned the
-            microbatches (:class:`.RegroupingDataLoader`), it is the loader's ``max_tokens``, divided by the first
-            microbatch size. Then a single row always fits.
+            microbatches (:class:`.RegroupingDataLoader`), it is the loader's ``max_tokens``, divided by the
+            ``device_train_microbatch_size`` of the first batch. A single row always fits then.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch. A hard cap as well, for vision
             encoders that need much memory. Default: no cap.
         max_loss_tokens: Most loss tokens in a microbatch. A hard cap as well. If logits are only computed at labels, it

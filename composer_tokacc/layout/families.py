@@ -216,7 +216,8 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_Format(lacks=('input_ids',)),
     ),
-    # Only needed if the model is not known. Then `mm_token_type_ids` tell the placeholders.
+    # If the model is not known, `mm_token_type_ids` tell the placeholders. If it is known, only the sizes of audios are
+    # needed: they show a row that is cut inside an audio, which the model does not notice.
     Family(
         name='Qwen',
         model_types=(

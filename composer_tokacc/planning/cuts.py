@@ -3,7 +3,7 @@
 
 """Cuts of rows into microbatches: with least padding, filled up to a limit, or of equal cost. Also packs rows.
 
-The functions share these arrays, which :class:`.OrderedRows` holds for n rows in their order:
+The functions share these arrays of n rows in their order. All but ``bounds`` are fields of :class:`.OrderedRows`:
 
 - ``bounds``, int64 (K + 1,), is a cut into K microbatches. Microbatch ``k`` holds rows ``bounds[k]`` to
   ``bounds[k + 1] - 1``.

@@ -31,7 +31,8 @@ class Progress:
     The place is an epoch, and the number of the batch that the run reads next. A run trains on the batches of one
     iterator. But ``next(iter(loader))`` makes a second iterator, to look at a batch, and must not change the place. So
     the iterator that has read most batches of the epoch holds the place. Once an iterator has read a whole epoch, the
-    others are forgotten.
+    others are forgotten. Of a :class:`.RegroupingDataLoader` only its own iterator is noted, because its workers read
+    the sampler ahead.
     """
 
     def __init__(self) -> None:
