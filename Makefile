@@ -60,7 +60,7 @@ test: $(STAMP)
 
 # Runs of two and four ranks under the real launcher.
 test-slow: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m slow
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m slow
 
 # What only a GPU can show; all of it is skipped where there is none.
 test-gpu: $(STAMP)
