@@ -579,7 +579,7 @@ class _ShownWeights:
                 yield
             finally:
                 # Torch calls no hook after a KeyboardInterrupt. What is left would hide the weights in training.
-                for module in self._modules:
+                for module in list(self._shown_names):
                     self._hide(module)
 
     def _show(self, module: Module, *, in_float32: bool, varied: bool) -> None:
