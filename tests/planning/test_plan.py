@@ -136,6 +136,13 @@ def test_stats_by_hand():
     assert stats.filled == 0
 
 
+def test_bound_of_one_long_row():
+    """The ranks cannot be equal, so the bound is the time of the long row, with the start of its microbatch."""
+    plan = plan_microbatches([40, 4, 4, 4], num_ranks=2, max_tokens=40, cost=CostModel(quadratic=1e12, launch=3.0))
+    assert plan.stats.bound == pytest.approx(40 + 3)
+    assert plan.stats.share_of_bound == pytest.approx(1.0)
+
+
 def test_stats_are_computed_on_demand(monkeypatch):
     """The sampler plans each step and reads no stats. They would be computed for nothing."""
     lower_bound = mock.Mock(wraps=planning.plan.lower_bound)
