@@ -244,7 +244,7 @@ class TrainConfig:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads a YAML file, changes it by ``key=value`` overrides, and checks each value.
 
-    Whether the sections go together is checked later, by ``check_config``.
+    ``check_config`` later checks whether the sections go together.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
@@ -278,7 +278,12 @@ def read_overrides(overrides: Sequence[str]) -> Values:
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
     """Separates overrides of a program's own options from overrides of the config.
 
-    Returns the options as the dataclass, and the overrides of the config.
+    Args:
+        options: The dataclass of the program's options.
+        overrides: All ``key=value`` texts of the command line.
+
+    Returns:
+        The options, and the overrides of the config.
     """
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
     program_overrides = []
@@ -399,7 +404,7 @@ def check_arguments(
         target: The class or function. If the program itself supplies some arguments, a ``partial`` with these. They
             are refused in the section, unless ``extra_keys`` has them.
         arguments: The values of the section. Anything but a mapping is refused.
-        hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
+        hints: Annotations by name, which replace those of ``target``. It need not take all of these names.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
     if not isinstance(arguments, Mapping):
@@ -417,7 +422,7 @@ def check_arguments(
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
-        # The signature of a partial still has its keywords.
+        # The signature of a partial still has the arguments that the program supplies, so these are skipped.
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name not in names_of_program:
             annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
             if parameter.default is parameter.empty and parameter.name not in arguments:
@@ -432,7 +437,7 @@ def check_arguments(
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
-    """Refuses the first of ``arguments`` that is not known. ``path`` is the section that they stand in."""
+    """Refuses the first name in ``arguments`` that is not known. ``path`` is the section with these names."""
     known_list = list(known_names)
     for key in arguments:
         if key not in known_list:
@@ -443,7 +448,7 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Returns the parameters of a class or function."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
-    except Exception:  # an annotation is no Python, or names something that is only imported for type checkers
+    except Exception:  # an annotation is a text without meaning here, such as a class only imported for type checkers
         return inspect.signature(target).parameters.values()
 
 
@@ -454,7 +459,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     or a text is converted if only a tuple, a set, a path, or a similar type fits. A number or a bool in quotes does not
     fit, because hosts treat the text ``'no'`` as true. A value is not checked if pydantic does not know the annotation.
     """
-    # The annotation itself, and what stands in it: also `CostModel` and `None` for `CostModel | None`.
+    # The annotation itself and its parts: for `CostModel | None` also `CostModel` and `None`.
     branches = (hint, *get_args(hint))
     if value is None and NoneType in branches:
         return None
@@ -476,7 +481,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
             if not asks_for_object and detail['msg'] not in messages:
                 messages.append(detail['msg'])
         requirement = ', or '.join(messages) or 'must be left out'
-        # "Input should be less than 1" becomes "must be less than 1". Our own messages follow on "Value error".
+        # "Input should be less than 1" becomes "must be less than 1". Pydantic puts "Value error, " before our own
+        # messages.
         requirement = requirement.replace('Input should ', 'must ').replace('Value error, ', '')
         requirement = requirement.replace('an object', 'a mapping').replace('array', 'list')  # the words for JSON
         raise ConfigError(key_path, f'{requirement}, got: {shorten(repr(wrong_value), 300)}') from error
@@ -485,8 +491,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 def _fit(value: Any, checker: TypeAdapter) -> Any:
     """Returns the value if it fits the annotation, or else as pydantic reads it from JSON. Raises ValidationError.
 
-    Neither YAML nor JSON has tuples, sets and paths. From JSON pydantic makes them of lists and texts, but it is as
-    strict about numbers and bools as otherwise.
+    Neither YAML nor JSON has tuples, sets and paths. When pydantic reads JSON, it makes them from lists and texts, but
+    stays strict about numbers and bools.
     """
     try:
         checker.validate_python(value)
@@ -501,7 +507,7 @@ def _fit(value: Any, checker: TypeAdapter) -> Any:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns key and value of the first mistake that pydantic found in ``value``, which may be inside a mapping.
 
-    Pydantic gives the keys on the way to it, with names of branches of unions between them: ``('a', 'int', 'b')``.
+    Pydantic gives the keys that lead to it, and between them names of branches of unions: ``('a', 'int', 'b')``.
     """
     keys = error.errors()[0]['loc']
     for key in keys:
@@ -513,7 +519,7 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
-    if isinstance(hint, str):  # its names belong to the module of the class, and not to this one
+    if isinstance(hint, str):  # names in this text belong to the module of the class, and are unknown here
         return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
