@@ -195,7 +195,7 @@ def memory_of_run(
         'samples': {name: getattr(traced_sizes, name).tolist() for name in TABLE_COLUMNS},
     }
 
-    def calibrate(_: object) -> MemoryModel:
+    def calibrate(_: object) -> MemoryModel:  # the argument is the key, which is not needed here
         samples = [dataset[index] for index in traced_samples]
         return calibrate_fake(
             build,
