@@ -336,14 +336,11 @@ def merge(cls: type[Options], *layers: Values) -> Options:
         cls: The dataclass. All its fields have defaults.
         *layers: Nested values, for example of the file and of the command line.
     """
-    defaults: Values = asdict(cls())  # type: ignore[arg-type]
-    merged: Any = defaults
+    merged: Any = asdict(cls())  # type: ignore[arg-type]
     for layer in layers:
         for name, value in layer.items():
-            is_section = isinstance(defaults.get(name), dict)
-            # Checked in each layer, because a later layer would replace a wrong section without a word.
-            if is_section and not isinstance(value, dict) and not _is_filled_in_later(value):
-                raise _not_a_mapping(name, value)
+            if isinstance(merged.get(name), dict):
+                _check_section(name, value)
         merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
@@ -368,14 +365,14 @@ def _overlay(lower: object, upper: object) -> object:
     return merged
 
 
-def _is_filled_in_later(value: object) -> bool:
-    """Returns whether a value only holds a place: null, a missing value (`???`), or a reference such as `${seed}`."""
-    return value in (None, '???') or '${' in str(value)
+def _check_section(path: str, section: object) -> None:
+    """Refuses a section of one layer that is no mapping, because a mapping of a later layer would silently replace it.
 
-
-def _not_a_mapping(path: str, value: object) -> ConfigError:
-    """Returns the error for a value in place of a section."""
-    return ConfigError(path, f'must be a mapping, got: {shorten(value, 200)}. Leave it out for its defaults')
+    null, ``???`` and a reference such as ``${loader}`` pass, because they are filled in later.
+    """
+    is_filled_in_later = section in (None, '???') or '${' in str(section)
+    if not is_filled_in_later and not isinstance(section, dict):
+        raise ConfigError(path, f'must be a mapping, got: {shorten(section, 200)}. Leave it out for its defaults')
 
 
 def _join(path: str, key: object) -> str:
@@ -408,7 +405,7 @@ def check_arguments(
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
     if not isinstance(arguments, Mapping):
-        raise _not_a_mapping(path, arguments)
+        raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     extra_keys = extra_keys or {}
     names_of_program = without(getattr(target, 'keywords', {}), *extra_keys)
     for name in names_of_program:
