@@ -155,7 +155,7 @@ def _check_duration(config: TrainConfig) -> None:
 
 
 def _check_optimizer(optimizer: Section) -> None:
-    """Builds the optimizer for a single weight: with its own arguments, then with those of each part of the model.
+    """Builds the optimizer for a single weight: with its own arguments, then with the arguments of each model part.
 
     So the constructor refuses wrong arguments now. The run itself calls it only after the model was loaded.
     """

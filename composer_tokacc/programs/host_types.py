@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 Section = Mapping[str, Any]
 """A section of a YAML file, or a part of a checkpoint. Its values have the types that JSON knows."""
 Row = dict[str, Any]
-"""A sample as a dataset returns it: tensors like those of a batch of one row, and lists of one entry."""
+"""A sample as a dataset returns it: tensors as in a batch of one row, and lists of one entry."""
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 """Turns samples into tensors. The processor of a text model is only a tokenizer."""
 

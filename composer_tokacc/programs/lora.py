@@ -49,7 +49,7 @@ ModuleNames = Annotated[list[Name], Field(min_length=1)]
 class LoraSection:
     """The section ``model.lora``. A key that is null counts as left out.
 
-    Keys without a description are those of peft's ``LoraConfig``, with their defaults.
+    Keys without a description have the meaning and the default of the same key of peft's ``LoraConfig``.
     """
 
     r: Count | None = 8

@@ -474,7 +474,7 @@ class _RunModel(HuggingFaceModel):
             metadata = super().get_metadata()
         except (ValueError, ImportError):
             # Composer saves no tokenizer with several chat templates, and needs sentencepiece for one with a `.model`
-            # file (Transformers 4). The files of the processor, below, include those of the tokenizer.
+            # file (Transformers 4). The files of the processor, below, include the files of the tokenizer.
             tokenizer = self.tokenizer
             self.tokenizer = None
             metadata = super().get_metadata()

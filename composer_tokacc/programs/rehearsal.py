@@ -466,7 +466,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     parameter_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2, of which this rank has only a part
+            if hasattr(parameter, 'to_local'):  # a DTensor of FSDP2: this rank has only a part of it
                 parameter = parameter.to_local()
             parameter_bytes += parameter.nbytes
     device = optimizer.param_groups[0]['params'][0].device

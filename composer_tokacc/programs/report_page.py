@@ -67,7 +67,7 @@ def write_page(
     """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers.
 
     Args:
-        path: The file of the page. The user's function may have put a ``result.png`` beside it.
+        path: The file of the page. The user's function may have put a ``result.png`` next to it.
         title: The name of the run.
         lines: The summary, as pairs of a description and a figure.
         metrics: Everything that was logged.

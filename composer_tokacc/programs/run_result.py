@@ -84,7 +84,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the values for ``result.json``.
 
-    Metrics under ``eval`` are those of the last evaluation, metrics under ``token_monitor`` are means over the steps.
+    Metrics under ``eval`` come from the last evaluation. Metrics under ``token_monitor`` are means over the steps.
 
     Args:
         state: The state of the Trainer.
@@ -161,7 +161,7 @@ def write_report(
         parts: Data and model.
         result: See :func:`summarize`.
         metrics: Everything that was logged, also before the run was resumed.
-        history: What was logged in this process.
+        history: Everything that was logged in this process.
         answers: The model's answers in the last evaluation.
     """
     folder = result_folder(config, result['run_name'])
@@ -200,7 +200,7 @@ def _lines(result: Section) -> list[tuple[str, str]]:
     samples = result['samples']
     seconds = f'{result["seconds"]:.0f} s'
     lines = []
-    if result['first_step']:  # resumed, so the seconds are not those of all steps
+    if result['first_step']:  # the run was resumed, so the seconds are only for the steps since then
         lines.append(('steps', f'{steps} ({samples} samples)'))
         lines.append(('steps since this start', f'{steps - result["first_step"]} ({seconds})'))
     else:

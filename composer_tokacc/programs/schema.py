@@ -84,7 +84,7 @@ class ModelConfig:
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32'
-    """Type of the stored weights. ``trainer.precision`` sets that of the computation."""
+    """Type of the stored weights. ``trainer.precision`` sets the type of the computation."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
     activation_checkpointing: bool = False

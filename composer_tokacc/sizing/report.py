@@ -64,7 +64,7 @@ class SizingReport:
     """At how many positions a microbatch of the suggested size computes logits, at most."""
     stock_microbatch_size: int
     """Largest safe microbatch size of stock Composer at the same memory, in rows. 0: even one row may not fit. The
-    figures of stock Composer are then those of one row."""
+    figures of stock Composer are then for one row."""
     regroup: bool
     width_multiple: int
     packing: bool

@@ -230,7 +230,7 @@ def suggest_microbatching(
     stock_tokens = capacity.of_stock_composer().max_tokens()
     stock_rows = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = min(stock_rows, rows_per_rank)
-    # What limits the size.
+    # The part that limits the size.
     max_tokens = token_budget(size, slot)
     fitting_image_tokens = capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None
     worst_terms = capacity.terms(max_tokens)

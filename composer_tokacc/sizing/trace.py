@@ -492,7 +492,8 @@ def _flops_of_logits(model: Any) -> float:
     weight = getattr(output_embedding(model), 'weight', None)
     if weight is None:
         return 0.0
-    # One product is in the forward, one for the gradient of the hidden states, one for that of the weight.
+    # The forward has one product. The backward has one for the gradient of the hidden states, and one for the gradient
+    # of the weight.
     num_products = 3 if weight.requires_grad else 2
     # A product takes two operations for each entry of the weight.
     return 2.0 * num_products * weight.numel()
