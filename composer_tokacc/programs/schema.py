@@ -76,7 +76,7 @@ class ModelConfig:
     pretrained: str | None = None
     """Folder or hub name of a Transformers checkpoint."""
     config: dict[str, Any] | None = None
-    """Fresh model: ``model_type`` and the fields of its Transformers config."""
+    """For a fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
     """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
     models always do: no loss reaches them."""
@@ -111,24 +111,24 @@ class LoaderConfig:
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Loader processes for each rank; 0 loads in the training process. More than 256 are taken for a slip."""
+    """Loader processes for each rank; 0 loads in the training process. More than 256 are refused as a slip."""
     prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
     pin_memory: bool = False
     """Page-locked host memory, for faster copies to a GPU."""
     regroup_ranks: bool = True
-    """Share each global batch among the ranks by length, so that all finish together; which samples it holds stays the
-    same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
+    """Share each global batch among the ranks by length, so that all finish together. The samples of a global batch
+    stay the same. Reads the dataset once before the first run. Needs ``microbatching.regroup``."""
     exchange_ranks: bool = False
-    """The same for a streamed dataset, where each rank reads its own samples: they are exchanged after reading. Needs
-    ``microbatching.slot_tokens`` or ``dataset.max_length``."""
+    """The same for a streamed dataset, of which each rank reads its own samples: ranks exchange samples after reading.
+    Needs ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     modality: Literal['mixed', 'per_step'] = 'mixed'
     """``mixed``, or ``per_step``: a global batch has either only samples with images, or only samples without."""
     lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
-    """A run resumed with other data, processor, vocabulary, adapter or optimizer settings than its checkpoint's, or
-    within an epoch with other batches: ``raise``, or ``warn`` and go on."""
+    """What to do if a resumed run has other data, processor, vocabulary, adapter or optimizer settings than its
+    checkpoint, or goes on within an epoch with other batches: ``raise`` an error, or ``warn`` and go on."""
 
     @property
     def largest_batch(self) -> int:
@@ -188,8 +188,8 @@ class MicrobatchingConfig:
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
-    """A row that is over the token budget or another cap by itself: ``raise``, naming it, or ``warn``, naming it, and
-    compute it alone."""
+    """What to do if a single row is over the token budget or another cap: ``raise`` an error that names it, or ``warn``
+    and compute it alone."""
     rehearse: Literal['heaviest', 'none'] | None = None
     """``heaviest``: before the first step of ``train`` the heaviest microbatches of the whole run go forward and
     backward once, so that the run fails for memory then or not at all; null: on GPUs."""
@@ -200,14 +200,14 @@ class TrainConfig:
     """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
 
     dry_run: bool = False
-    """Do everything but train: config, data, model, first-batch check and rehearsal. Only caches are written."""
+    """Do everything except training: config, data, model, first-batch check and rehearsal. Only caches are written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
-    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
-    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs``, ``weight`` or
-    ``loss_share``."""
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. For
+    several datasets, ``parts`` has the changes for each of them, by a name: its arguments, and perhaps ``epochs``,
+    ``weight`` or ``loss_share``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
